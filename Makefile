@@ -1,0 +1,64 @@
+# Everything a contributor types. `make` alone lists it.
+#
+#   PYTHON=python3.12 make setup     another Python
+#   make test ARGS="-k arena -x"     arguments for the command behind a target
+#   INFINITY_DEV=1 make test         the development build: warnings are errors, asserts are kept
+
+PYTHON ?= python3
+ARGS ?=
+VENV_PYTHON := .venv/bin/python
+
+# A Python that the user names must be the one in .venv; otherwise the one that is there stays.
+PYTHON_NAMED := $(if $(filter file,$(origin PYTHON)),,--this-python)
+SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: error: no $(PYTHON) here: install Python 3.10 or newer," \
+	"or name one, as in PYTHON=python3.12 make setup" >&2; exit 1; }; "$(PYTHON)" tools/setup_venv.py $(PYTHON_NAMED)
+
+CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test setup-dev demo test lint lint-style lint-layout lint-types lint-cxx format clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: ## everything into .venv; quick when nothing changed
+	$(SETUP)
+
+setup-test:
+	$(SETUP) test
+
+setup-dev:
+	$(SETUP) test dev
+
+demo: setup ## train a language model whose weights rest on disk (ARGS="--help" for its options)
+	$(VENV_PYTHON) examples/train_lm.py $(ARGS)
+
+test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
+	$(VENV_PYTHON) -m pytest $(ARGS)
+
+lint: setup-dev ## ruff, mypy --strict, clang-format; changes nothing
+	@$(MAKE) --no-print-directory --keep-going lint-style lint-layout lint-types lint-cxx
+
+lint-style:
+	$(VENV_PYTHON) -m ruff check --output-format concise .
+
+lint-layout:
+	$(VENV_PYTHON) -m ruff format --check .
+
+lint-types:
+	$(VENV_PYTHON) -m mypy
+
+lint-cxx:
+	$(CXX_FILES) | xargs -r .venv/bin/clang-format --dry-run -Werror
+
+format: setup-dev ## lay out Python and C++ the house's way
+	$(VENV_PYTHON) -m ruff check --fix .
+	$(VENV_PYTHON) -m ruff format .
+	$(CXX_FILES) | xargs -r .venv/bin/clang-format -i
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist *.egg-info infinity/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .nvme
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## the same, and .venv
+	rm -rf .venv

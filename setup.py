@@ -1,0 +1,98 @@
+"""Builds `infinity._aio` out of csrc/aio; everything else about the package stands in pyproject.toml.
+
+The extension links neither torch nor CUDA, so one build serves every torch. liburing is used where a test program
+compiles and links against it; without it the other I/O backends are built alone.
+
+Environment: INFINITY_DEV=1 turns warnings into errors and keeps asserts; INFINITY_BUILD_JOBS is the number of compilers
+at a time.
+"""
+
+import hashlib
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from pybind11.setup_helpers import build_ext as pybind11_build_ext
+from setuptools import setup
+
+DEV = os.environ.get("INFINITY_DEV") == "1"
+
+# Relative to this file, as setuptools asks; both lists end up in the source distribution.
+SOURCES = sorted(
+    str(path)
+    for path in Path("csrc/aio").glob("*.cpp")
+    if not path.stem.startswith("test_") and not path.stem.endswith("_test")
+)
+HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))
+
+# The flags and calls that the io_uring backend cannot do without: an older liburing counts as none.
+LIBURING_PROBE = """
+#include <liburing.h>
+int main() {
+  io_uring ring;
+  return io_uring_queue_init(2, &ring, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN) ? 1 : 0;
+}
+"""
+
+
+class BuildExt(pybind11_build_ext):
+    def build_extensions(self) -> None:
+        have_liburing = liburing_links(self.compiler.compiler_cxx)
+        if not have_liburing:
+            print("liburing (2.2 or newer) not found: building without io_uring; install liburing-dev to have it")
+        for extension in self.extensions:
+            if have_liburing:
+                extension.define_macros.append(("INFINITY_HAVE_LIBURING", "1"))
+                extension.libraries.append("uring")
+        self.build_temp = str(self.objects_folder())
+        super().build_extensions()
+
+    def objects_folder(self) -> Path:
+        """One folder per set of flags, so that objects of different flags never mix. It outlives an editable install,
+        for which setuptools would take a temporary one, and lets the next build compile only what changed."""
+        described = [*self.compiler.compiler_so, *self.compiler.compiler_cxx]
+        for extension in self.extensions:
+            described += [str(extension.define_macros), *extension.extra_compile_args, *extension.include_dirs]
+        digest = hashlib.sha256("\0".join(described).encode()).hexdigest()[:12]
+        return Path("build") / f"objects-{digest}"
+
+
+def liburing_links(compiler: list[str]) -> bool:
+    """Whether a program that uses liburing compiles and links."""
+    flags = [flag for name in ("CPPFLAGS", "CXXFLAGS", "LDFLAGS") for flag in shlex.split(os.environ.get(name, ""))]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text(LIBURING_PROBE)
+        command = [*compiler, "-std=c++17", str(source), *flags, "-luring", "-o", str(source.with_suffix(""))]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def needs_recompile(object_path: str, source_path: str) -> bool:
+    """Whether the source, or any header, is newer than its object."""
+    compiled = Path(object_path)
+    if not compiled.exists():
+        return True
+    return compiled.stat().st_mtime <= max(Path(path).stat().st_mtime for path in (source_path, *HEADERS))
+
+
+def aio_extension() -> Pybind11Extension:
+    warnings = ["-Wall", "-Wextra", "-Werror", "-UNDEBUG"] if DEV else []
+    return Pybind11Extension(
+        "infinity._aio",
+        SOURCES,
+        depends=HEADERS,
+        include_dirs=["csrc"],
+        cxx_std=17,
+        extra_compile_args=["-O2", "-fvisibility=hidden", "-pthread", *warnings],
+        extra_link_args=["-pthread"],
+    )
+
+
+if not SOURCES:
+    raise SystemExit("no sources in csrc/aio: run this from the root of a complete checkout")
+
+ParallelCompile("INFINITY_BUILD_JOBS", needs_recompile=needs_recompile).install()
+setup(ext_modules=[aio_extension()], cmdclass={"build_ext": BuildExt})

@@ -1,0 +1,136 @@
+"""Fixtures for every test: a folder on a real file system, the I/O backends, and a launcher for several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# How long an example takes says more about what else the machine is doing than about the code.
+hypothesis.settings.register_profile("house", deadline=None)
+hypothesis.settings.load_profile("house")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in for_gpu:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture
+def nvme_path() -> Iterator[Path]:
+    """An empty folder for swap files, removed afterwards. It is on a real file system, which the usual temporary folder
+    often is not: under INFINITY_TEST_PATH if that is set, else under .nvme/ of the checkout."""
+    parent = Path(os.environ.get("INFINITY_TEST_PATH") or ROOT / ".nvme")
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="test-", dir=parent))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of each I/O backend in turn; the test is skipped, with the reason, for one that this machine refuses."""
+    from infinity._aio import probe
+
+    name: str = request.param
+    found = {found: (available, reason) for found, available, reason in probe()}
+    available, reason = found.get(name, (False, "not built"))
+    if not available:
+        pytest.skip(f"{name}: {reason}")
+    return name
+
+
+class Torchrun(Protocol):
+    def __call__(
+        self,
+        script: Path,
+        *arguments: str,
+        ranks: int = 2,
+        timeout_seconds: float = 300,
+        environment: dict[str, str] | None = None,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture
+def torchrun() -> Torchrun:
+    """Runs a Python file as `ranks` ranks on this machine, one thread each, and returns its exit status and output
+    (stdout and stderr together, as `stdout`). Fails the test, with the output, when a rank fails (unless `check` is
+    false) or when `timeout_seconds` have passed; no rank outlives the call."""
+
+    def launch(
+        script: Path,
+        *arguments: str,
+        ranks: int = 2,
+        timeout_seconds: float = 300,
+        environment: dict[str, str] | None = None,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [str(script), *arguments]
+        launcher = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
+            start_new_session=True,
+        )
+        in_time = True
+        try:
+            output, _ = launcher.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            in_time = False
+            end(launcher)
+            output, _ = launcher.communicate()
+        finally:
+            end(launcher)
+        ran = f"{script.name} on {ranks} ranks"
+        if not in_time:
+            pytest.fail(f"{ran}: no end after {timeout_seconds:g} s\n{output}", pytrace=False)
+        if check and launcher.returncode != 0:
+            pytest.fail(f"{ran}: exit status {launcher.returncode}\n{output}", pytrace=False)
+        return subprocess.CompletedProcess(command, launcher.returncode, output)
+
+    return launch
+
+
+def end(launcher: subprocess.Popen[str]) -> None:
+    """End the launcher and its ranks. Each rank leads a process group of its own, so they are found by descent."""
+    if launcher.poll() is not None:
+        return  # the launcher waits for its ranks
+    processes = [launcher.pid, *descendants(launcher.pid)]
+    launcher.terminate()
+    try:
+        launcher.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def descendants(process: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
