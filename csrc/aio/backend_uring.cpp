@@ -1,0 +1,342 @@
+// The backend on io_uring: the kernel's own path to the drive's limit. Without liburing at build time only the refusal
+// remains.
+#include "backend.h"
+
+#ifdef INFINITY_HAVE_LIBURING
+
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <mutex>
+#include <unordered_map>
+
+namespace infinity::aio {
+namespace {
+
+constexpr uint64_t kWakeTag = UINT64_MAX;
+constexpr int64_t kPieceBytes = int64_t{1} << 30;  // the kernel's limit for one registered buffer
+constexpr unsigned kFileSlots = 64;                // files beyond these go unregistered
+
+std::string refusal(int error_number) {
+  std::string why = std::string(kUringName) + " is refused here (" + format_errno(error_number) + "): ";
+  if (error_number == EPERM || error_number == EACCES) {
+    return why +
+           "seccomp or kernel.io_uring_disabled; allow io_uring_setup, io_uring_enter and io_uring_register to use it";
+  }
+  if (error_number == ENOSYS) return why + "this kernel or sandbox has none";
+  if (error_number == ENOMEM) return why + "the memlock limit is too low for a ring; raise it with ulimit -l";
+  if (error_number == EMFILE || error_number == ENFILE) return why + "no file descriptor is left; raise ulimit -n";
+  return why + "the kernel can't make a ring";
+}
+
+[[noreturn]] void throw_failure(int error_number, std::string reason) {
+  throw IoFailure({error_number, "setup", {}, 0, 0, kUringName, std::move(reason)});
+}
+
+// A ring that is closed with its owner.
+class Ring {
+ public:
+  // SINGLE_ISSUER with DEFER_TASKRUN (Linux 6.1) runs completions only when the ring thread asks for them, so that it
+  // is never interrupted; kernels that don't know them say EINVAL and get a plain ring.
+  explicit Ring(unsigned entries) {
+    unsigned flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+    int status = io_uring_queue_init(entries, &ring_, flags);
+    if (status == -EINVAL) status = io_uring_queue_init(entries, &ring_, 0);
+    if (status < 0) throw_failure(-status, refusal(-status));
+    io_uring_ring_dontfork(&ring_);
+  }
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+  ~Ring() { io_uring_queue_exit(&ring_); }
+
+  io_uring* get() noexcept { return &ring_; }
+
+ private:
+  io_uring ring_{};
+};
+
+// The eventfd by which other threads and closing files reach a ring that sleeps in the kernel.
+class Bell {
+ public:
+  Bell() : fd_(eventfd(0, EFD_CLOEXEC)) {
+    if (fd_ < 0) throw_failure(errno, "no eventfd to be had (" + format_errno(errno) + ")");
+  }
+  Bell(const Bell&) = delete;
+  Bell& operator=(const Bell&) = delete;
+  ~Bell() { ::close(fd_); }
+
+  int fd() const noexcept { return fd_; }
+
+  void ring() {
+    uint64_t one = 1;
+    while (::write(fd_, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+  }
+
+ private:
+  const int fd_;
+};
+
+// Slots of files that were closed and must be taken out of the ring's table: the kernel keeps a registered file open,
+// and its space on the drive, until then. Shared with the descriptors, which may outlive the ring.
+struct ClosedSlots {
+  Bell bell;
+  std::mutex mutex;
+  std::vector<unsigned> slots;
+};
+
+class UringBackend final : public Backend {
+ public:
+  explicit UringBackend(const BackendOptions& options)
+      : depth_(options.queue_depth),
+        note_(options.note),
+        closed_(std::make_shared<ClosedSlots>()),
+        ring_(static_cast<unsigned>(options.queue_depth) + 1) {
+    register_slab(options.slab);
+    register_file_table();
+    arm_bell();
+  }
+
+  // The armed read of the bell must not be left to a ring that is going away: the kernel would write into freed memory.
+  ~UringBackend() override {
+    stopping_ = true;
+    wake();
+    std::vector<Completion> none;
+    try {
+      while (bell_armed_) reap(&none);
+    } catch (const IoFailure&) {  // the ring is broken: closing it is all that is left
+    }
+    assert(none.empty());
+  }
+
+  const char* name() const override { return kUringName; }
+
+  int depth() const override { return depth_; }
+
+  // Fills the submission queue; the one system call of each turn is in reap(). The queue has a place for every block in
+  // flight and for the bell.
+  void submit(const std::vector<Block*>& blocks) override {
+    for (Block* block : blocks) {
+      io_uring_sqe* sqe = next_entry();
+      prepare(*block, sqe);
+      io_uring_sqe_set_data64(sqe, block->tag);
+    }
+  }
+
+  void reap(std::vector<Completion>* completions) override {
+    int status = io_uring_submit_and_wait(ring_.get(), 1);
+    if (status < 0 && status != -EINTR) {
+      // Nothing was taken in. These pass; anything else means that the ring itself is broken.
+      if (status != -EAGAIN && status != -EBUSY && status != -ENOMEM) {
+        throw_failure(-status, "io_uring_enter gave " + format_errno(-status));
+      }
+      const timespec pause{0, 100'000};
+      nanosleep(&pause, nullptr);
+    }
+    unsigned head = 0;
+    unsigned seen = 0;
+    io_uring_cqe* cqe = nullptr;
+    bool rung = false;
+    io_uring_for_each_cqe(ring_.get(), head, cqe) {
+      ++seen;
+      if (io_uring_cqe_get_data64(cqe) == kWakeTag) {
+        rung = true;
+      } else {
+        completions->push_back({static_cast<uint32_t>(io_uring_cqe_get_data64(cqe)), cqe->res});
+      }
+    }
+    io_uring_cq_advance(ring_.get(), seen);
+    if (!rung) return;
+    bell_armed_ = false;
+    if (stopping_) return;
+    arm_bell();
+    unregister_closed_files();
+  }
+
+  void wake() override { closed_->bell.ring(); }
+
+ private:
+  io_uring_sqe* next_entry() {
+    io_uring_sqe* sqe = io_uring_get_sqe(ring_.get());
+    while (sqe == nullptr) {  // only after a turn in which the kernel took nothing in
+      int status = io_uring_submit(ring_.get());
+      if (status < 0 && status != -EINTR && status != -EAGAIN && status != -EBUSY && status != -ENOMEM) {
+        throw_failure(-status, "io_uring_enter gave " + format_errno(-status));
+      }
+      sqe = io_uring_get_sqe(ring_.get());
+    }
+    return sqe;
+  }
+
+  void prepare(const Block& block, io_uring_sqe* sqe) {
+    int slot = file_slot(block.file);
+    int fd = slot >= 0 ? slot : block.file->fd();
+    int piece = piece_of(block);
+    auto length = static_cast<unsigned>(block.length);
+    auto offset = static_cast<uint64_t>(block.offset);
+    bool reads = block.operation == Operation::kRead;
+    if (piece >= 0 && reads) {
+      io_uring_prep_read_fixed(sqe, fd, block.address, length, offset, piece);
+    } else if (piece >= 0) {
+      io_uring_prep_write_fixed(sqe, fd, block.address, length, offset, piece);
+    } else if (reads) {
+      io_uring_prep_read(sqe, fd, block.address, length, offset);
+    } else {
+      io_uring_prep_write(sqe, fd, block.address, length, offset);
+    }
+    if (slot >= 0) sqe->flags |= IOSQE_FIXED_FILE;
+  }
+
+  void arm_bell() {
+    io_uring_sqe* sqe = next_entry();
+    io_uring_prep_read(sqe, closed_->bell.fd(), &rings_heard_, sizeof rings_heard_, 0);
+    io_uring_sqe_set_data64(sqe, kWakeTag);
+    bell_armed_ = true;
+  }
+
+  // ---- Registered memory ----
+
+  void register_slab(const std::shared_ptr<const PinnedSlab>& slab) {
+    if (slab == nullptr) return;
+    std::vector<iovec> pieces;
+    for (int64_t at = 0; at < slab->bytes(); at += kPieceBytes) {
+      pieces.push_back({slab->data() + at, static_cast<size_t>(std::min(kPieceBytes, slab->bytes() - at))});
+    }
+    int status = io_uring_register_buffers(ring_.get(), pieces.data(), static_cast<unsigned>(pieces.size()));
+    if (status == 0) {
+      slab_ = slab;
+      return;
+    }
+    note_("io_uring can't register the slab of " + format_bytes(slab->bytes()) + " (" + format_errno(-status) +
+          "): going on without, at a little more CPU per byte; raise the memlock limit (ulimit -l) to allow it");
+  }
+
+  // The registered piece that holds the whole block, or -1.
+  int piece_of(const Block& block) const {
+    if (slab_ == nullptr) return -1;
+    auto begin = reinterpret_cast<uintptr_t>(slab_->data());
+    auto from = reinterpret_cast<uintptr_t>(block.address);
+    auto bytes = static_cast<uintptr_t>(slab_->bytes());
+    auto length = static_cast<uintptr_t>(block.length);
+    if (from < begin || from - begin >= bytes || length > bytes - (from - begin)) return -1;
+    uintptr_t first = (from - begin) / kPieceBytes;
+    uintptr_t last = (from - begin + length - 1) / kPieceBytes;
+    return first == last ? static_cast<int>(first) : -1;
+  }
+
+  // ---- Registered files ----
+
+  void register_file_table() {
+    int status = io_uring_register_files_sparse(ring_.get(), kFileSlots);
+    if (status < 0) {
+      refuse_files(-status);
+      return;
+    }
+    for (unsigned slot = kFileSlots; slot > 0; --slot) free_slots_.push_back(slot - 1);
+  }
+
+  void refuse_files(int error_number) {
+    free_slots_.clear();
+    note_("io_uring can't register files (" + format_errno(error_number) + "): going on without, at a little more CPU");
+  }
+
+  // The file's place in the table, or -1 when it has none and gets none.
+  int file_slot(const std::shared_ptr<const Descriptor>& file) {
+    auto known = slots_.find(file->id());
+    if (known != slots_.end()) return static_cast<int>(known->second);
+    if (free_slots_.empty()) return -1;
+    unsigned slot = free_slots_.back();
+    int fd = file->fd();
+    int status = io_uring_register_files_update(ring_.get(), slot, &fd, 1);
+    if (status != 1) {
+      refuse_files(status < 0 ? -status : EIO);
+      return -1;
+    }
+    free_slots_.pop_back();
+    slots_.emplace(file->id(), slot);
+    file->on_close([closed = std::weak_ptr<ClosedSlots>(closed_), slot] {
+      auto alive = closed.lock();
+      if (alive == nullptr) return;
+      {
+        std::lock_guard<std::mutex> lock(alive->mutex);
+        alive->slots.push_back(slot);
+      }
+      alive->bell.ring();
+    });
+    return static_cast<int>(slot);
+  }
+
+  void unregister_closed_files() {
+    std::vector<unsigned> closed;
+    {
+      std::lock_guard<std::mutex> lock(closed_->mutex);
+      closed.swap(closed_->slots);
+    }
+    for (unsigned slot : closed) {
+      int none = -1;
+      io_uring_register_files_update(ring_.get(), slot, &none, 1);
+      for (auto entry = slots_.begin(); entry != slots_.end(); ++entry) {
+        if (entry->second != slot) continue;
+        slots_.erase(entry);
+        break;
+      }
+      free_slots_.push_back(slot);
+    }
+  }
+
+  const int depth_;
+  const std::function<void(std::string)> note_;
+  const std::shared_ptr<ClosedSlots> closed_;
+  uint64_t rings_heard_ = 0;  // the kernel writes here while the bell is armed
+  bool bell_armed_ = false;
+  bool stopping_ = false;
+  Ring ring_;
+  std::shared_ptr<const PinnedSlab> slab_;  // null unless registered
+  std::vector<unsigned> free_slots_;
+  std::unordered_map<uint64_t, unsigned> slots_;  // by Descriptor::id
+};
+
+}  // namespace
+
+BackendProbe probe_uring() {
+  try {
+    Ring ring(2);
+    io_uring_probe* operations = io_uring_get_probe_ring(ring.get());
+    bool enough = operations != nullptr && io_uring_opcode_supported(operations, IORING_OP_READ) != 0;
+    if (operations != nullptr) io_uring_free_probe(operations);
+    if (!enough) return {kUringName, false, "io_uring of this kernel is too old: Linux 5.6 is needed"};
+    return {kUringName, true, "io_uring works here"};
+  } catch (const IoFailure& failure) {
+    return {kUringName, false, failure.failure().reason};
+  }
+}
+
+std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options) {
+  return std::make_unique<UringBackend>(options);
+}
+
+}  // namespace infinity::aio
+
+#else
+
+#include <cerrno>
+
+namespace infinity::aio {
+
+BackendProbe probe_uring() {
+  return {kUringName, false, "io_uring was left out of this build: install liburing-dev and build again to use it"};
+}
+
+std::unique_ptr<Backend> make_uring_backend(const BackendOptions&) {
+  throw IoFailure({ENOSYS, "setup", {}, 0, 0, kUringName, probe_uring().reason});
+}
+
+}  // namespace infinity::aio
+
+#endif

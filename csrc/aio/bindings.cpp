@@ -1,0 +1,261 @@
+// The Python names of the core: argument checks, exceptions and the GIL. Rules: what may wait releases the GIL, what
+// may wait for long looks for signals ten times a second, and no I/O thread ever enters Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+
+#include <chrono>
+#include <exception>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine.h"
+
+namespace py = pybind11;
+
+namespace infinity::aio {
+namespace {
+
+constexpr std::chrono::milliseconds kSignalInterval{100};
+
+// Text that may hold a path, which is bytes to the kernel.
+py::str decode(const std::string& text) {
+  PyObject* decoded = PyUnicode_DecodeFSDefaultAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::str>(decoded);
+}
+
+py::list decode_all(const std::vector<std::string>& lines) {
+  py::list list;
+  for (const std::string& line : lines) list.append(decode(line));
+  return list;
+}
+
+// infinity.errors.IoError, imported when first needed so that this module stands below every other.
+void raise_io_error(const IoFailure& error) {
+  const Failure& failure = error.failure();
+  py::object type = py::module_::import("infinity.errors").attr("IoError");
+  py::object value = type(decode(error.what()), failure.error_number, failure.operation, decode(failure.path),
+                          failure.offset, failure.length, failure.backend);
+  PyErr_SetObject(type.ptr(), value.ptr());
+}
+
+// Calls `wait_a_little` without the GIL until it returns true; Ctrl-C raises in between.
+template <typename WaitALittle>
+void wait_with_signals(WaitALittle wait_a_little) {
+  while (true) {
+    {
+      py::gil_scoped_release release;
+      if (wait_a_little(kSignalInterval)) return;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+void wait_for_transfer(Transfer& transfer) {
+  if (!transfer.done()) {
+    wait_with_signals([&transfer](std::chrono::milliseconds limit) { return transfer.wait_for(limit); });
+  }
+  transfer.throw_if_failed();
+}
+
+void drain_engine(Engine& engine) {
+  wait_with_signals([&engine](std::chrono::milliseconds limit) { return engine.drain_for(limit); });
+}
+
+void close_engine(Engine& engine) {
+  engine.refuse_new();
+  drain_engine(engine);
+  py::gil_scoped_release release;
+  engine.close();
+}
+
+// Joins the ring threads without the GIL, as that may take as long as the I/O under way.
+struct EngineDeleter {
+  void operator()(Engine* engine) const {
+    py::gil_scoped_release release;
+    delete engine;
+  }
+};
+
+std::shared_ptr<Engine> make_engine(const std::string& backend, int queue_depth, int64_t block_bytes, int rings,
+                                    std::shared_ptr<PinnedSlab> slab) {
+  EngineOptions options{backend, queue_depth, block_bytes, rings, std::move(slab)};
+  std::unique_ptr<Engine> engine;
+  {
+    py::gil_scoped_release release;
+    engine = std::make_unique<Engine>(std::move(options));
+  }
+  return std::shared_ptr<Engine>(engine.release(), EngineDeleter{});
+}
+
+Request make_request(Operation operation, const File& file, int64_t offset, std::shared_ptr<PinnedSlab> slab,
+                     int64_t slab_offset, int64_t length, Priority priority) {
+  return {operation, file.descriptor(), offset, std::move(slab), slab_offset, length, priority};
+}
+
+Operation operation_of(const std::string& name) {
+  if (name == "read") return Operation::kRead;
+  if (name == "write") return Operation::kWrite;
+  throw py::value_error("the operation must be \"read\" or \"write\", got \"" + name + "\"");
+}
+
+Request request_of(const py::handle& item) {
+  using Fields =
+      std::tuple<std::string, std::shared_ptr<File>, int64_t, std::shared_ptr<PinnedSlab>, int64_t, int64_t, Priority>;
+  try {
+    auto [operation, file, offset, slab, slab_offset, length, priority] = item.cast<Fields>();
+    if (file == nullptr || slab == nullptr) throw py::cast_error("None");
+    return make_request(operation_of(operation), *file, offset, std::move(slab), slab_offset, length, priority);
+  } catch (const py::cast_error&) {
+    throw py::type_error("a request is (operation, file, offset, slab, slab_offset, length, priority), got " +
+                         py::repr(item).cast<std::string>());
+  }
+}
+
+std::vector<std::shared_ptr<Transfer>> start_batch(Engine& engine, const py::sequence& items) {
+  std::vector<Request> requests;
+  requests.reserve(items.size());
+  for (const py::handle& item : items) requests.push_back(request_of(item));
+  return engine.start_batch(std::move(requests));
+}
+
+py::dict counters_of(const Engine& engine) {
+  Counters counters = engine.counters();
+  py::dict dict;
+  dict["read_bytes"] = counters.read_bytes;
+  dict["written_bytes"] = counters.written_bytes;
+  dict["read_transfers"] = counters.read_transfers;
+  dict["write_transfers"] = counters.write_transfers;
+  dict["failed_transfers"] = counters.failed_transfers;
+  dict["in_flight_blocks"] = counters.in_flight_blocks;
+  dict["queued_blocks"] = counters.queued_blocks;
+  dict["resubmitted_blocks"] = counters.resubmitted_blocks;
+  return dict;
+}
+
+py::buffer_info buffer_of(const PinnedSlab& slab) {
+  slab.guard().check("a slab");
+  return py::buffer_info(slab.data(), 1, py::format_descriptor<uint8_t>::format(), slab.bytes());
+}
+
+void bind_slab(py::module_& module) {
+  py::class_<PinnedSlab, std::shared_ptr<PinnedSlab>>(module, "PinnedSlab", py::buffer_protocol(), py::is_final(),
+                                                      "Page-aligned memory for transfers; a writable buffer of bytes.")
+      .def(py::init([](int64_t nbytes, bool huge_pages, bool lock) {
+             py::gil_scoped_release release;
+             return std::make_shared<PinnedSlab>(nbytes, huge_pages, lock);
+           }),
+           py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true, py::arg("lock") = false)
+      .def_buffer(&buffer_of)
+      .def_property_readonly("nbytes", &PinnedSlab::bytes)
+      .def_property_readonly("address", [](const PinnedSlab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
+      .def_property_readonly("huge_pages", &PinnedSlab::huge_pages)
+      .def_property_readonly("locked", &PinnedSlab::locked)
+      .def_property_readonly("notes", [](const PinnedSlab& slab) { return decode_all(slab.notes()); });
+}
+
+void bind_file(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<File, std::shared_ptr<File>>(module, "File", py::is_final(), "A file for direct transfers.")
+      .def(py::init([](const std::filesystem::path& path, bool create) {
+             py::gil_scoped_release release;
+             return std::make_shared<File>(path.native(), create);
+           }),
+           py::arg("path"), py::kw_only(), py::arg("create") = false)
+      .def_property_readonly("path", [](const File& file) { return decode(file.path()); })
+      .def_property_readonly("direct", &File::direct)
+      .def_property_readonly("notes", [](const File& file) { return decode_all(file.notes()); })
+      .def_property_readonly("size_bytes", &File::size_bytes)
+      .def("reserve", &File::reserve, py::arg("nbytes"), NoGil())
+      .def("sync", &File::sync, NoGil())
+      .def("close", &File::close, NoGil())
+      .def("__enter__", [](const std::shared_ptr<File>& file) { return file; })
+      .def("__exit__", [](File& file, const py::args&) {
+        py::gil_scoped_release release;
+        file.close();
+      });
+}
+
+void bind_transfer(py::module_& module) {
+  py::enum_<Priority>(module, "Priority", "Order of service: DEMAND, then PREFETCH, then WRITE_BACK.")
+      .value("DEMAND", Priority::kDemand)
+      .value("PREFETCH", Priority::kPrefetch)
+      .value("WRITE_BACK", Priority::kWriteBack);
+  py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer", py::is_final(),
+                                                  "One read or write, under way or done.")
+      .def_property_readonly("done", &Transfer::done)
+      .def_property_readonly("operation", [](const Transfer& one) { return operation_name(one.operation()); })
+      .def_property_readonly("path", [](const Transfer& one) { return decode(one.path()); })
+      .def_property_readonly("offset", &Transfer::offset)
+      .def_property_readonly("length", &Transfer::length)
+      .def_property_readonly("times",
+                             [](const Transfer& one) {
+                               TransferTimes times = one.times();
+                               return py::make_tuple(times.queued, times.submitted, times.done);
+                             })
+      .def("wait", &wait_for_transfer);
+}
+
+template <Operation operation>
+std::shared_ptr<Transfer> start(Engine& engine, const File& file, int64_t offset, std::shared_ptr<PinnedSlab> slab,
+                                int64_t slab_offset, int64_t length, Priority priority) {
+  return engine.start(make_request(operation, file, offset, std::move(slab), slab_offset, length, priority));
+}
+
+void bind_engine(py::module_& module) {
+  py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final(), "Moves bytes on threads of its own.")
+      .def(py::init(&make_engine), py::kw_only(), py::arg("backend") = "auto", py::arg("queue_depth") = 32,
+           py::arg("block_bytes") = 1 << 20, py::arg("rings") = 1, py::arg("slab") = py::none())
+      .def_property_readonly("backend", &Engine::backend)
+      .def_property_readonly("notes", [](const Engine& engine) { return decode_all(engine.notes()); })
+      .def_property_readonly("queue_depth", [](const Engine& engine) { return engine.options().queue_depth; })
+      .def_property_readonly("block_bytes", [](const Engine& engine) { return engine.options().block_bytes; })
+      .def_property_readonly("rings", [](const Engine& engine) { return engine.options().rings; })
+      .def("start_read", &start<Operation::kRead>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
+           py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kPrefetch)
+      .def("start_write", &start<Operation::kWrite>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
+           py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kWriteBack)
+      .def("start_batch", &start_batch, py::arg("requests"))
+      .def("counters", &counters_of)
+      .def("drain", &drain_engine)
+      .def("close", &close_engine)
+      .def("__enter__", [](const std::shared_ptr<Engine>& engine) { return engine; })
+      .def("__exit__", [](Engine& engine, const py::object& type, const py::object&, const py::object&) {
+        try {
+          close_engine(engine);
+        } catch (const IoFailure&) {
+          if (type.is_none()) throw;  // otherwise what went wrong in the block matters more
+        }
+      });
+}
+
+py::list probe() {
+  py::list list;
+  for (const BackendProbe& one : probe_backends()) list.append(py::make_tuple(one.name, one.available, one.reason));
+  return list;
+}
+
+}  // namespace
+}  // namespace infinity::aio
+
+PYBIND11_MODULE(_aio, module) {
+  namespace aio = infinity::aio;
+  module.doc() = "Asynchronous direct I/O between files and pinned memory. See csrc/aio/README.md.";
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const aio::IoFailure& error) {
+      aio::raise_io_error(error);
+    }
+  });
+  aio::bind_slab(module);
+  aio::bind_file(module);
+  aio::bind_transfer(module);
+  aio::bind_engine(module);
+  module.def("probe", &aio::probe);
+}

@@ -1,0 +1,161 @@
+// Mapping, huge pages, prefaulting and locking of the slab.
+#include "buffer.h"
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <fstream>
+#include <stdexcept>
+
+#include "error.h"
+#include "file.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace infinity::aio {
+namespace {
+
+int64_t round_up(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+// Checked, so that rounding can't overflow: no machine has this much.
+int64_t checked_bytes(int64_t bytes) {
+  if (bytes <= 0) throw std::invalid_argument("a slab needs a positive number of bytes, got " + std::to_string(bytes));
+  if (bytes > int64_t{1} << 56) throw OutOfMemory("no memory for a slab of " + format_bytes(bytes));
+  return bytes;
+}
+
+// What the kernel could give now without swapping, or -1 where it doesn't say.
+int64_t available_bytes() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string line;
+  while (std::getline(meminfo, line)) {
+    int64_t kib = 0;
+    if (std::sscanf(line.c_str(), "MemAvailable: %" SCNd64 " kB", &kib) == 1) return kib * 1024;
+  }
+  return -1;
+}
+
+// Bytes of huge pages behind [begin, end), or -1 where the kernel doesn't say. A neighbour that the kernel has merged
+// into the same mapping is counted too, hence the bound.
+int64_t huge_bytes_behind(uintptr_t begin, uintptr_t end) {
+  std::ifstream smaps("/proc/self/smaps");
+  if (!smaps) return -1;
+  int64_t total = 0;
+  bool inside = false;
+  std::string line;
+  while (std::getline(smaps, line)) {
+    uintptr_t from = 0;
+    uintptr_t to = 0;
+    int64_t kib = 0;
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " ", &from, &to) == 2) {
+      inside = from < end && to > begin;
+    } else if (inside && std::sscanf(line.c_str(), "AnonHugePages: %" SCNd64 " kB", &kib) == 1) {
+      total += kib * 1024;
+    }
+  }
+  return std::min(total, static_cast<int64_t>(end - begin));
+}
+
+std::string memlock_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return "unknown";
+  return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : format_bytes(static_cast<int64_t>(limit.rlim_cur));
+}
+
+}  // namespace
+
+PinnedSlab::PinnedSlab(int64_t bytes, bool huge_pages, bool lock)
+    : bytes_(checked_bytes(bytes)), mapped_bytes_(round_up(bytes, kPageBytes)) {
+  map();
+  try {
+    bool asked = huge_pages && advise_huge();
+    populate();
+    if (asked) measure_huge();
+    if (lock) this->lock();
+  } catch (...) {
+    munmap(data_, static_cast<size_t>(mapped_bytes_));
+    throw;
+  }
+}
+
+PinnedSlab::~PinnedSlab() {
+  if (!guard_.in_child()) munmap(data_, static_cast<size_t>(mapped_bytes_));
+}
+
+// Maps more than asked for and gives back what lies outside the aligned range.
+void PinnedSlab::map() {
+  int64_t available = available_bytes();
+  if (available >= 0 && mapped_bytes_ > available) {  // prefaulting it would have the kernel kill processes
+    throw OutOfMemory("no memory for a slab of " + format_bytes(bytes_) + ": " + format_bytes(available) +
+                      " are available; lower the pinned budget");
+  }
+  size_t wanted = static_cast<size_t>(mapped_bytes_ + kHugePageBytes);
+  void* mapping = mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapping == MAP_FAILED) {
+    throw OutOfMemory("no memory for a slab of " + format_bytes(bytes_) + ": mmap gave " + format_errno(errno));
+  }
+  auto* begin = static_cast<std::byte*>(mapping);
+  auto address = reinterpret_cast<uintptr_t>(begin);
+  size_t head = static_cast<size_t>(-address & (kHugePageBytes - 1));
+  size_t tail = wanted - head - static_cast<size_t>(mapped_bytes_);
+  data_ = begin + head;
+  if (head > 0) munmap(begin, head);
+  if (tail > 0) munmap(data_ + mapped_bytes_, tail);
+  madvise(data_, static_cast<size_t>(mapped_bytes_), MADV_DONTFORK);
+}
+
+bool PinnedSlab::advise_huge() {
+  if (mapped_bytes_ < kHugePageBytes) {
+    notes_.push_back("the slab of " + format_bytes(bytes_) + " is smaller than a huge page (2 MiB): using small pages");
+    return false;
+  }
+  if (madvise(data_, static_cast<size_t>(mapped_bytes_), MADV_HUGEPAGE) == 0) return true;
+  notes_.push_back("huge pages are refused here (madvise gave " + format_errno(errno) +
+                   "): using small pages, which costs storage bandwidth");
+  return false;
+}
+
+void PinnedSlab::populate() {
+  int status;
+  do {
+    status = madvise(data_, static_cast<size_t>(mapped_bytes_), MADV_POPULATE_WRITE);
+  } while (status != 0 && (errno == EINTR || errno == EAGAIN));
+  if (status == 0) return;
+  if (errno != EINVAL && errno != ENOSYS) {
+    throw OutOfMemory("no memory for a slab of " + format_bytes(bytes_) + ": filling it gave " + format_errno(errno));
+  }
+  for (int64_t at = 0; at < mapped_bytes_; at += kPageBytes) {  // Linux before 5.14
+    *const_cast<volatile std::byte*>(data_ + at) = std::byte{0};
+  }
+}
+
+void PinnedSlab::measure_huge() {
+  auto begin = reinterpret_cast<uintptr_t>(data_);
+  int64_t huge = huge_bytes_behind(begin, begin + static_cast<uintptr_t>(mapped_bytes_));
+  huge_pages_ = huge != 0;
+  int64_t possible = mapped_bytes_ / kHugePageBytes * kHugePageBytes;
+  if (huge >= 0 && huge < possible - possible / 10) {
+    notes_.push_back("only " + format_bytes(huge) + " of the slab's " + format_bytes(bytes_) +
+                     " are in huge pages, which costs storage bandwidth: check /sys/kernel/mm/transparent_hugepage/"
+                     "enabled, and that free memory isn't fragmented");
+  }
+}
+
+void PinnedSlab::lock() {
+  locked_ = mlock(data_, static_cast<size_t>(mapped_bytes_)) == 0;
+  if (!locked_) {
+    notes_.push_back("the slab of " + format_bytes(bytes_) + " can't be locked (mlock gave " + format_errno(errno) +
+                     "; the memlock limit is " + memlock_limit() +
+                     "): going on unlocked; raise it with ulimit -l or the container's memlock setting");
+  }
+}
+
+}  // namespace infinity::aio

@@ -1,0 +1,50 @@
+// PinnedSlab: the one piece of host memory that transfers read into and write from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "process.h"
+
+namespace infinity::aio {
+
+inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
+// Page-aligned anonymous memory, all of it present from the start: 2 MiB aligned, in huge pages where the kernel gives
+// them, not inherited by forked children (see [Note: fork]). What is optional and was refused stands in notes().
+// Immutable once made (the bytes are the caller's), so any thread may use it.
+class PinnedSlab {
+ public:
+  // Throws OutOfMemory when the memory isn't there, std::invalid_argument when `bytes` isn't positive.
+  explicit PinnedSlab(int64_t bytes, bool huge_pages = true, bool lock = false);
+  PinnedSlab(const PinnedSlab&) = delete;
+  PinnedSlab& operator=(const PinnedSlab&) = delete;
+  ~PinnedSlab();
+
+  std::byte* data() const noexcept { return data_; }
+  int64_t bytes() const noexcept { return bytes_; }
+  bool huge_pages() const noexcept { return huge_pages_; }  // some of it was huge when it was made
+  bool locked() const noexcept { return locked_; }
+  const std::vector<std::string>& notes() const noexcept { return notes_; }
+  const ForkGuard& guard() const noexcept { return guard_; }
+
+ private:
+  void map();
+  bool advise_huge();
+  void populate();
+  void measure_huge();
+  void lock();
+
+  const int64_t bytes_;
+  const int64_t mapped_bytes_;  // bytes_ rounded up to whole pages
+  std::byte* data_ = nullptr;
+  bool huge_pages_ = false;
+  bool locked_ = false;
+  std::vector<std::string> notes_;
+  ForkGuard guard_;
+};
+
+}  // namespace infinity::aio

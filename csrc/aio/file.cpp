@@ -1,0 +1,123 @@
+// Opening, reserving and closing; the transfers themselves are the backends' matter.
+#include "file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <stdexcept>
+
+#include "error.h"
+
+namespace infinity::aio {
+namespace {
+
+uint64_t next_id() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+[[noreturn]] void fail(const char* operation, const std::string& path, int error_number, int64_t length = 0) {
+  Failure failure;
+  failure.error_number = error_number;
+  failure.operation = operation;
+  failure.path = path;
+  failure.length = length;
+  throw IoFailure(std::move(failure));
+}
+
+// fallocate may be interrupted by a signal before it has done anything.
+int reserve_blocks(int fd, int64_t bytes) {
+  int status;
+  do {
+    status = fallocate(fd, 0, 0, bytes);
+  } while (status != 0 && errno == EINTR);
+  return status == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+Descriptor::Descriptor(int fd, std::string path, bool direct)
+    : fd_(fd), id_(next_id()), path_(std::move(path)), direct_(direct) {}
+
+Descriptor::~Descriptor() {
+  if (!guard_.in_child()) {
+    for (const auto& body : closers_) body();
+  }
+  ::close(fd_);
+}
+
+void Descriptor::on_close(std::function<void()> body) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  closers_.push_back(std::move(body));
+}
+
+File::File(const std::string& path, bool create) : path_(path) {
+  int flags = O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0);
+  int fd;
+  do {
+    fd = ::open(path.c_str(), flags, 0600);
+  } while (fd < 0 && errno == EINTR);
+  if (fd < 0) fail("open", path, errno);
+  // Asked for after opening: open(O_CREAT | O_DIRECT) may leave a new file behind when it is refused.
+  direct_ = fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT) == 0;
+  if (!direct_) {
+    notes_.push_back("the file system of " + path + " refuses O_DIRECT (" + format_errno(errno) +
+                     "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
+  }
+  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_);
+}
+
+void File::reserve(int64_t bytes) {
+  if (bytes <= 0) throw std::invalid_argument("reserve needs a positive number of bytes, got " + std::to_string(bytes));
+  auto file = descriptor();
+  int error_number = reserve_blocks(file->fd(), bytes);
+  if (error_number == EOPNOTSUPP) {
+    note("the file system of " + path_ + " can't reserve space (fallocate): a later write may run out of it");
+    if (size_bytes() >= bytes) return;
+    error_number = ftruncate(file->fd(), bytes) == 0 ? 0 : errno;
+  }
+  if (error_number != 0) fail("reserve", path_, error_number, bytes);
+}
+
+void File::sync() {
+  auto file = descriptor();
+  int status;
+  do {
+    status = fdatasync(file->fd());
+  } while (status != 0 && errno == EINTR);
+  if (status != 0) fail("sync", path_, errno);
+}
+
+void File::close() {
+  std::shared_ptr<const Descriptor> dropped;  // released after the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropped.swap(descriptor_);
+}
+
+int64_t File::size_bytes() const {
+  struct stat status{};
+  if (fstat(descriptor()->fd(), &status) != 0) fail("stat", path_, errno);
+  return status.st_size;
+}
+
+std::vector<std::string> File::notes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return notes_;
+}
+
+std::shared_ptr<const Descriptor> File::descriptor() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (descriptor_ == nullptr) throw std::invalid_argument(path_ + " is closed");
+  return descriptor_;
+}
+
+void File::note(std::string line) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (std::find(notes_.begin(), notes_.end(), line) == notes_.end()) notes_.push_back(std::move(line));
+}
+
+}  // namespace infinity::aio

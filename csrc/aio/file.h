@@ -1,0 +1,80 @@
+// A file opened for direct I/O. File is the handle that a caller opens and closes; Descriptor is the open file itself,
+// shared with the transfers that use it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "process.h"
+
+namespace infinity::aio {
+
+// Alignment of offset, length and memory in every direct transfer (bytes). 512 is refused by some drives.
+inline constexpr int64_t kPageBytes = 4096;
+
+// An open file descriptor: closed when the last owner (the File, or the last transfer on it) lets go.
+class Descriptor {
+ public:
+  Descriptor(int fd, std::string path, bool direct);
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor();
+
+  int fd() const noexcept { return fd_; }
+  uint64_t id() const noexcept { return id_; }  // never used twice, unlike the descriptor's number
+  const std::string& path() const noexcept { return path_; }
+  bool direct() const noexcept { return direct_; }
+
+  // `body` runs once, on the thread that drops the last reference, just before the descriptor is closed. A backend that
+  // lends the file to the kernel (a registered-file table) takes it back there.
+  void on_close(std::function<void()> body) const;
+
+ private:
+  const int fd_;
+  const uint64_t id_;
+  const std::string path_;
+  const bool direct_;
+  ForkGuard guard_;
+  mutable std::mutex mutex_;
+  mutable std::vector<std::function<void()>> closers_;
+};
+
+// A file for transfers. Opened O_DIRECT; buffered, with a note, where the file system refuses that. Calls may come from
+// any thread. Every failing call throws IoFailure, and a call after close() throws std::invalid_argument.
+class File {
+ public:
+  // `create`: make the file, mode 0600, and fail if it exists. Otherwise it must exist.
+  explicit File(const std::string& path, bool create = false);
+
+  // Makes room for at least `bytes` on the drive, so that no later write can run out of space.
+  void reserve(int64_t bytes);
+
+  // Waits until the data of finished writes is on the drive (fdatasync).
+  void sync();
+
+  // Lets go of the descriptor; transfers in flight keep it open until they end. May be called again.
+  void close();
+
+  int64_t size_bytes() const;
+  const std::string& path() const noexcept { return path_; }
+  bool direct() const noexcept { return direct_; }
+  std::vector<std::string> notes() const;
+
+  // The open file, to be shared by a transfer.
+  std::shared_ptr<const Descriptor> descriptor() const;
+
+ private:
+  void note(std::string line);
+
+  const std::string path_;
+  bool direct_ = false;
+  mutable std::mutex mutex_;  // of all below
+  std::shared_ptr<const Descriptor> descriptor_;
+  std::vector<std::string> notes_;
+};
+
+}  // namespace infinity::aio

@@ -1,0 +1,58 @@
+// What a thread and a forked child may touch. Used by every noun that owns memory, a lock or a thread.
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+namespace infinity::aio {
+
+// [Note: fork]
+// A child made by fork() (a DataLoader worker, say) has a copy of every object but only the forking thread, and no
+// slab: the slab is kept out of the child so that no page in flight is ever copied on write. Locks may have been copied
+// while somebody held them, condition variables while somebody waited on them, and another mapping may take the slab's
+// addresses. So nothing here may be locked, joined, unmapped or destroyed in the child: owners leave it behind, and the
+// calls that would need it say so. The leak ends with the child.
+class ForkGuard {
+ public:
+  bool in_child() const noexcept { return getpid() != pid_; }
+
+  // Throws std::runtime_error naming `what` when called in a forked child.
+  void check(const char* what) const;
+
+ private:
+  pid_t pid_ = getpid();
+};
+
+// Sole owner of a T that is destroyed only by the process that made it.
+template <typename T>
+class OwnedByProcess {
+ public:
+  explicit OwnedByProcess(std::unique_ptr<T> value) : value_(std::move(value)) {}
+  OwnedByProcess(const OwnedByProcess&) = delete;
+  OwnedByProcess& operator=(const OwnedByProcess&) = delete;
+  ~OwnedByProcess() {
+    if (guard_.in_child()) (void)value_.release();
+  }
+
+  T* operator->() const noexcept { return value_.get(); }
+  T& operator*() const noexcept { return *value_; }
+  const ForkGuard& guard() const noexcept { return guard_; }
+
+ private:
+  std::unique_ptr<T> value_;
+  ForkGuard guard_;
+};
+
+// Starts a thread with every signal blocked, so that Ctrl-C always reaches the application's own threads. The name (at
+// most 15 characters) shows in top -H and in debuggers. Throws std::system_error if the system has no thread to give.
+std::thread start_io_thread(const std::string& name, std::function<void()> body);
+
+// CLOCK_MONOTONIC in seconds: the clock of Python's time.monotonic().
+double monotonic_seconds();
+
+}  // namespace infinity::aio

@@ -1,0 +1,161 @@
+// One logical read or write: its blocks, its state, and what it keeps alive.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "buffer.h"
+#include "error.h"
+#include "file.h"
+#include "process.h"
+
+namespace infinity::aio {
+
+enum class Operation : uint8_t { kRead, kWrite };
+
+// Order of service, first to last. Blocks of one priority go in the order they came.
+enum class Priority : uint8_t { kDemand, kPrefetch, kWriteBack };
+inline constexpr int kPriorityCount = 3;
+
+const char* operation_name(Operation operation);  // "read" or "write"
+
+// What a caller asks for. All numbers are bytes.
+struct Request {
+  Operation operation = Operation::kRead;
+  std::shared_ptr<const Descriptor> file;
+  int64_t offset = 0;
+  std::shared_ptr<const PinnedSlab> slab;
+  int64_t slab_offset = 0;
+  int64_t length = 0;
+  Priority priority = Priority::kPrefetch;
+
+  // Throws std::invalid_argument naming the numbers when the range isn't inside the slab or isn't aligned as the file
+  // needs it.
+  void check() const;
+};
+
+// What is true in each state, and who holds the memory:
+enum class TransferState : uint8_t {
+  kQueued,    // no byte has moved; the engine's queue and the caller own it; it holds file and slab
+  kInFlight,  // a ring has taken at least one block; the kernel may touch the slab; it holds file and slab
+  kDone,      // every byte has moved and every completion was read; file and slab are let go
+  kFailed,    // as kDone, but a block failed and later ones were not started: the bytes in the range are undefined
+};
+
+struct TransferTimes {
+  double queued = 0.0;  // CLOCK_MONOTONIC seconds; 0.0 means not yet
+  double submitted = 0.0;
+  double done = 0.0;
+};
+
+class Transfer;
+
+// The part of a transfer that one submission moves, or what is left of it after a short one. It lives in a ring's slot
+// from the moment it is taken until its last completion, and keeps its transfer, so file and slab outlive the I/O.
+struct Block {
+  std::shared_ptr<Transfer> transfer;
+  Operation operation = Operation::kRead;
+  std::shared_ptr<const Descriptor> file;
+  std::byte* address = nullptr;
+  int64_t offset = 0;  // bytes, in the file
+  int64_t length = 0;  // bytes still to move
+  int retries = 0;     // interruptions since the last progress
+  uint32_t tag = 0;    // the slot, given back in the completion
+
+  void advance(int64_t bytes);
+};
+
+// Owned by the submitter; the engine holds a second reference until the last block's completion has been read, so the
+// submitter may walk away. The public half may be called by any thread, the other half only by the engine's rings.
+class Transfer : public std::enable_shared_from_this<Transfer> {
+ public:
+  Transfer(Request request, int64_t block_bytes, std::string backend);
+
+  bool done() const noexcept { return state() >= TransferState::kDone; }
+  TransferState state() const noexcept { return state_.load(std::memory_order_acquire); }
+
+  // Waits until done, then throws IoFailure if it failed, every time it is called.
+  void wait();
+
+  // Waits at most `limit`; whether it is done. Throws nothing about the transfer itself.
+  bool wait_for(std::chrono::milliseconds limit);
+
+  // The second half of wait(): to be called when done.
+  void throw_if_failed();
+
+  Operation operation() const noexcept { return operation_; }
+  Priority priority() const noexcept { return priority_; }
+  const std::string& path() const noexcept { return path_; }
+  int64_t offset() const noexcept { return offset_; }
+  int64_t length() const noexcept { return length_; }
+  TransferTimes times() const noexcept;
+
+  // The failure of a transfer that is done and on which no wait has raised it yet.
+  std::optional<Failure> unseen_failure() const;
+
+  // ---- For the engine ----
+
+  // The next block, or none when all were taken or one has failed.
+  std::optional<Block> take_block();
+
+  // Blocks that take_block would still give.
+  int64_t blocks_left() const;
+
+  // Notes the end of one taken block; true when it was the last one out, and finish() must follow.
+  bool end_block(std::optional<Failure> failure);
+
+  // For a transfer whose remaining blocks can't be started: as if a block had failed. True when finish() must follow.
+  bool refuse(Failure failure);
+
+  // The memory it still holds; null when done.
+  std::shared_ptr<const PinnedSlab> slab() const;
+
+  // Whether finish() will find a failure. To be asked between end_block and finish.
+  bool has_failed() const;
+
+  // The one door to the end: lets go of file and slab, then wakes everyone who waits.
+  void finish();
+
+  // A failure of this transfer with this errno, or this reason.
+  Failure describe(int error_number, std::string reason = {}) const;
+
+ private:
+  // Lives apart, as a condition variable must not be destroyed in a forked child.
+  struct Monitor {
+    std::mutex mutex;
+    std::condition_variable done;
+  };
+
+  bool last_one_out() const { return blocks_in_flight_ == 0 && (failure_.has_value() || taken_bytes_ == length_); }
+
+  const Operation operation_;
+  const Priority priority_;
+  const std::string path_;
+  const int64_t offset_;
+  const int64_t length_;
+  const int64_t block_bytes_;
+  const std::string backend_;
+  std::atomic<TransferState> state_{TransferState::kQueued};
+  std::atomic<double> queued_at_;
+  std::atomic<double> submitted_at_{0.0};
+  std::atomic<double> done_at_{0.0};
+  std::atomic<bool> failure_seen_{false};
+  OwnedByProcess<Monitor> monitor_;
+
+  // Guarded by monitor_->mutex:
+  std::shared_ptr<const Descriptor> file_;
+  std::shared_ptr<const PinnedSlab> slab_;
+  std::byte* const address_;
+  int64_t taken_bytes_ = 0;
+  int64_t blocks_in_flight_ = 0;
+  std::optional<Failure> failure_;  // the first one
+};
+
+}  // namespace infinity::aio

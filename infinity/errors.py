@@ -1,0 +1,51 @@
+"""Floor 0. Every error infinity raises on purpose: each says what failed, where, and the next move."""
+
+from __future__ import annotations
+
+
+class InfinityError(Exception):
+    """Base of all errors raised on purpose by infinity."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """The training config holds an unknown key, a value out of range, or a combination that can't work."""
+
+
+class BudgetError(InfinityError, MemoryError):
+    """A memory budget can't hold what must be in it at once; the message names the number that would do."""
+
+
+class StoreError(InfinityError, OSError):
+    """The place where bytes rest can't be used: missing, not writable, too small, in use by another run."""
+
+
+class CheckpointError(InfinityError, RuntimeError):
+    """A checkpoint can't be written, or doesn't belong to this model."""
+
+
+class IoError(InfinityError, OSError):
+    """One transfer failed.
+
+    Attributes: `errno` and `strerror` as in OSError; `operation` ("read" or "write"), `path`, `offset` and `length`
+    (bytes) of the transfer, and `backend` that ran it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        errno: int = 0,
+        operation: str = "",
+        path: str = "",
+        offset: int = 0,
+        length: int = 0,
+        backend: str = "",
+    ) -> None:
+        super().__init__(errno, message)
+        self.operation = operation
+        self.path = path
+        self.offset = offset
+        self.length = length
+        self.backend = backend
+
+    def __str__(self) -> str:
+        return str(self.strerror)

@@ -1,0 +1,74 @@
+"""Floor 0. Byte counts in and out of words: "512MiB" to 536870912 and back."""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+PAGE_BYTES = 4 * KIB
+"""Alignment of every extent, lease and direct transfer (bytes). 512 B is refused by some drives; 4 KiB serves everywhere."""
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "m": 10**6,
+    "mb": 10**6,
+    "g": 10**9,
+    "gb": 10**9,
+    "t": 10**12,
+    "tb": 10**12,
+}
+_FACTORS |= {"kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def align_up(value: int, alignment: int = PAGE_BYTES) -> int:
+    """The smallest multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """Bytes in `text`: an integer, or a number with a unit such as "512MiB", "2 GiB" or "1.5GB".
+
+    Raises ValueError on anything else.
+    """
+    return _parse(text, _FACTORS, "a number of bytes such as 536870912, '512MiB' or '2GiB'")
+
+
+def parse_count(text: str | int | float) -> int:
+    """A count such as "40M" or "1B" (powers of ten). Raises ValueError on anything else."""
+    return _parse(text, _COUNTS, "a count such as 40000000, '40M' or '1B'")
+
+
+def format_bytes(nbytes: float) -> str:
+    """`nbytes` in the largest binary unit that leaves a number of at least 1: "1.50 GiB"."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{int(nbytes)} B"
+
+
+def format_count(count: float) -> str:
+    """`count` in thousands, millions or billions: "40.1M"."""
+    for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if abs(count) >= factor:
+            return f"{count / factor:.1f}{unit}"
+    return f"{int(count)}"
+
+
+def _parse(text: str | int | float, factors: dict[str, int], wanted: str) -> int:
+    if isinstance(text, bool):
+        raise ValueError(f"expected {wanted}, got {text!r}")
+    if isinstance(text, (int, float)):
+        if text != int(text):
+            raise ValueError(f"expected {wanted}, got {text!r}")
+        return int(text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match.group(2).lower() not in factors:
+        raise ValueError(f"expected {wanted}, got {text!r}")
+    return int(float(match.group(1)) * factors[match.group(2).lower()])

@@ -1,0 +1,231 @@
+// The engine on real files, over every backend that works here, alone and under many threads.
+#include <thread>
+
+#include "support.h"
+
+namespace infinity::aio::testing {
+namespace {
+
+struct Machine {
+  explicit Machine(const std::string& backend, int queue_depth = 8, int64_t block_bytes = 64 * kKiB, int rings = 1)
+      : slab(std::make_shared<const PinnedSlab>(16 * kMiB)), file(path.get(), true) {
+    file.reserve(16 * kMiB);
+    EngineOptions options;
+    options.backend = backend;
+    options.queue_depth = queue_depth;
+    options.block_bytes = block_bytes;
+    options.rings = rings;
+    options.slab = slab;
+    engine = std::make_unique<Engine>(options);
+  }
+
+  Request request(Operation operation, int64_t offset, int64_t slab_offset, int64_t length,
+                  Priority priority = Priority::kPrefetch) const {
+    return {operation, file.descriptor(), offset, slab, slab_offset, length, priority};
+  }
+
+  TemporaryPath path;
+  std::shared_ptr<const PinnedSlab> slab;
+  File file;
+  std::unique_ptr<Engine> engine;
+};
+
+// One submitting thread: writes, reads back and compares, in its own part of file and slab.
+void write_and_read_back(const std::vector<Request>& all, Engine& engine, int seed, int rounds,
+                         std::atomic<int>* wrong) {
+  Priority priorities[] = {Priority::kDemand, Priority::kPrefetch, Priority::kWriteBack};
+  std::mt19937 random(static_cast<unsigned>(seed));
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<Request> writes = all;
+    for (Request& request : writes) {
+      fill(*request.slab, request.slab_offset, request.length, request.offset, seed + round);
+      request.operation = Operation::kWrite;
+      request.priority = priorities[random() % 3];
+    }
+    for (const auto& transfer : engine.start_batch(writes)) transfer->wait();
+    for (const Request& request : all) {
+      std::memset(request.slab->data() + request.slab_offset, 0, static_cast<size_t>(request.length));
+    }
+    std::vector<std::shared_ptr<Transfer>> reads;
+    for (Request request : all) {
+      request.priority = priorities[random() % 3];
+      reads.push_back(engine.start(request));
+    }
+    for (size_t i = all.size(); i > 0; --i) reads[i - 1]->wait();
+    for (const Request& request : all) {
+      if (!holds(*request.slab, request.slab_offset, request.length, request.offset, seed + round)) ++*wrong;
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("what was written is read back, in blocks of every size") {
+  for (const std::string& backend : available_backends()) {
+    for (int64_t block_bytes : {int64_t{4096}, 96 * kKiB, 4 * kMiB}) {
+      for (int queue_depth : {1, 8}) {
+        CAPTURE(backend);
+        CAPTURE(block_bytes);
+        CAPTURE(queue_depth);
+        Machine machine(backend, queue_depth, block_bytes);
+        CHECK(machine.engine->backend() == backend);
+        int64_t length = kMiB + 8192;
+        fill(*machine.slab, 4096, length, 8192, 1);
+        machine.engine->start(machine.request(Operation::kWrite, 8192, 4096, length))->wait();
+        machine.engine->start(machine.request(Operation::kRead, 8192, 8 * kMiB, length, Priority::kDemand))->wait();
+        CHECK(holds(*machine.slab, 8 * kMiB, length, 8192, 1));
+        Counters counters = machine.engine->counters();
+        CHECK(counters.read_bytes == length);
+        CHECK(counters.written_bytes == length);
+        CHECK(counters.read_transfers == 1);
+        CHECK(counters.write_transfers == 1);
+        machine.engine->close();
+      }
+    }
+  }
+}
+
+TEST_CASE("the kernel's errors come through with their errno") {
+  for (const std::string& backend : available_backends()) {
+    CAPTURE(backend);
+    Machine machine(backend);
+    auto past_end =
+        failure_of([&] { machine.engine->start(machine.request(Operation::kRead, 15 * kMiB, 0, 2 * kMiB))->wait(); });
+    REQUIRE(past_end.has_value());
+    CHECK(past_end->error_number == ENODATA);
+    CHECK(past_end->backend == backend);
+    File full("/dev/full");
+    auto no_space = failure_of([&] {
+      machine.engine->start({Operation::kWrite, full.descriptor(), 0, machine.slab, 0, 4096, Priority::kDemand})
+          ->wait();
+    });
+    REQUIRE(no_space.has_value());
+    CHECK(no_space->error_number == ENOSPC);
+  }
+}
+
+TEST_CASE("a slab that wasn't announced works, too") {
+  for (const std::string& backend : available_backends()) {
+    CAPTURE(backend);
+    Machine machine(backend);
+    auto other = std::make_shared<const PinnedSlab>(kMiB, false);
+    fill(*other, 0, kMiB, 0, 5);
+    Request request = machine.request(Operation::kWrite, 0, 0, kMiB);
+    request.slab = other;
+    machine.engine->start(request)->wait();
+    machine.engine->start(machine.request(Operation::kRead, 0, kMiB, kMiB))->wait();
+    CHECK(holds(*machine.slab, kMiB, kMiB, 0, 5));
+  }
+}
+
+TEST_CASE("files come and go under one engine, more than a table of them holds") {
+  for (const std::string& backend : available_backends()) {
+    CAPTURE(backend);
+    Machine machine(backend);
+    std::vector<std::unique_ptr<File>> kept;  // some stay open, so that slots of the closed ones are used again
+    std::vector<std::unique_ptr<TemporaryPath>> paths;
+    for (int i = 0; i < 150; ++i) {
+      paths.push_back(std::make_unique<TemporaryPath>());
+      auto file = std::make_unique<File>(paths.back()->get(), true);
+      fill(*machine.slab, 0, 4096, 0, i);
+      Request request = machine.request(Operation::kWrite, 0, 0, 4096);
+      request.file = file->descriptor();
+      auto write = machine.engine->start(request);
+      request.file.reset();
+      if (i % 2 == 0) {
+        kept.push_back(std::move(file));
+      } else {
+        file->close();
+      }
+      write->wait();
+    }
+    for (int i = 0; i < 150; ++i) {
+      File again(paths[static_cast<size_t>(i)]->get());
+      Request request = machine.request(Operation::kRead, 0, 4096, 4096);
+      request.file = i % 2 == 0 ? kept[static_cast<size_t>(i / 2)]->descriptor() : again.descriptor();
+      machine.engine->start(request)->wait();
+      CHECK(holds(*machine.slab, 4096, 4096, 0, i));
+    }
+  }
+}
+
+TEST_CASE("an idle engine ends at once, and one with work ends after it") {
+  for (const std::string& backend : available_backends()) {
+    CAPTURE(backend);
+    for (int i = 0; i < 5; ++i) Engine({backend, 4, 4096, 2, nullptr});
+    Machine machine(backend, 4, 4096, 2);
+    auto transfer = machine.engine->start(machine.request(Operation::kWrite, 0, 0, 4 * kMiB));
+    machine.engine.reset();
+    CHECK(transfer->state() == TransferState::kDone);
+  }
+}
+
+TEST_CASE("many threads, many transfers, several rings: every byte arrives") {
+  constexpr int kThreads = 4;
+  for (const std::string& backend : available_backends()) {
+    for (int rings : {1, 2}) {
+      CAPTURE(backend);
+      CAPTURE(rings);
+      Machine machine(backend, 8, 16 * kKiB, rings);
+      std::atomic<int> wrong{0};
+      std::vector<std::thread> threads;
+      for (int thread = 0; thread < kThreads; ++thread) {
+        std::vector<Request> requests;
+        for (int64_t i = 0; i < 8; ++i) {
+          int64_t at = thread * 4 * kMiB + i * 96 * kKiB;
+          requests.push_back(machine.request(Operation::kRead, at, at, (i % 3 + 1) * 20 * kKiB));
+        }
+        threads.emplace_back([requests, &machine, thread, &wrong] {
+          write_and_read_back(requests, *machine.engine, thread * 100, 6, &wrong);
+        });
+      }
+      threads.emplace_back([&machine] {  // one who only looks
+        for (int i = 0; i < 200; ++i) {
+          CHECK(machine.engine->counters().in_flight_blocks >= 0);
+          machine.engine->drain_for(std::chrono::milliseconds(0));
+        }
+      });
+      for (auto& thread : threads) thread.join();
+      CHECK(wrong == 0);
+      machine.engine->close();
+      CHECK(machine.engine->counters().write_transfers == kThreads * 8 * 6);
+      CHECK(machine.engine->counters().queued_blocks == 0);
+    }
+  }
+}
+
+TEST_CASE("many threads on a drive full of small faults: every byte arrives") {
+  FakeMachine machine(true, 4, 16 * kKiB, 2);
+  std::mt19937 random(7);
+  machine.drive->reverse = true;
+  machine.drive->script = [&random](const Block& block) -> std::optional<int64_t> {
+    switch (random() % 6) {
+      case 0:
+        return -EINTR;
+      case 1:
+        return -EAGAIN;
+      case 2:
+        return block.length > 5000 ? 5000 : block.length;
+      default:
+        return std::nullopt;
+    }
+  };
+  Engine& engine = machine.start();
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 4; ++thread) {
+    std::vector<Request> requests;
+    for (int64_t i = 0; i < 6; ++i) {
+      int64_t at = thread * kMiB + i * 128 * kKiB;
+      requests.push_back(machine.request(Operation::kRead, at, at, (i % 3 + 1) * 40 * kKiB));
+    }
+    threads.emplace_back(
+        [requests, &engine, thread, &wrong] { write_and_read_back(requests, engine, thread * 100, 5, &wrong); });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(wrong == 0);
+  engine.close();
+  CHECK(engine.counters().resubmitted_blocks > 0);
+}
+
+}  // namespace infinity::aio::testing

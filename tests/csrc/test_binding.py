@@ -1,0 +1,422 @@
+"""infinity._aio as Python sees it, over every backend that works here."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from infinity._aio import Engine, File, PinnedSlab, Priority, probe
+from infinity.errors import IoError
+
+KIB = 1 << 10
+MIB = 1 << 20
+PAGE = 4096
+BACKENDS = [name for name, available, _ in probe() if available]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def slab() -> PinnedSlab:
+    return PinnedSlab(8 * MIB)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[File]:
+    with File(tmp_path / "rank0.arena", create=True) as opened:
+        opened.reserve(8 * MIB)
+        yield opened
+
+
+def test_probe_lists_every_backend_with_a_reason() -> None:
+    assert [name for name, _, _ in probe()] == ["io_uring", "threads"]
+    assert all(reason for _, _, reason in probe())
+    assert "threads" in BACKENDS
+
+
+def test_slab_is_a_writable_buffer_of_bytes(slab: PinnedSlab) -> None:
+    view = memoryview(slab)
+    assert (view.nbytes, view.format, view.ndim, view.readonly) == (slab.nbytes, "B", 1, False)
+    assert slab.address % (2 * MIB) == 0
+    assert bytes(view[:PAGE]) == bytes(PAGE)
+    view[-1] = 7
+    assert memoryview(slab)[-1] == 7
+
+
+def test_slab_lives_as_long_as_a_view_of_it() -> None:
+    view = memoryview(PinnedSlab(MIB, huge_pages=False))
+    gc.collect()
+    view[:] = b"x" * MIB
+    assert view[MIB - 1] == ord("x")
+
+
+def test_slab_says_what_it_did_not_get() -> None:
+    small = PinnedSlab(PAGE)
+    assert not small.huge_pages
+    assert "smaller than a huge page" in small.notes[0]
+    locked = PinnedSlab(MIB, huge_pages=False, lock=True)
+    assert locked.locked == (locked.notes == [])
+
+
+def test_slab_that_can_not_be_is_refused() -> None:
+    with pytest.raises(MemoryError, match="slab of 1024 TiB"):
+        PinnedSlab(1 << 50)
+    for nbytes in (0, -1):
+        with pytest.raises(ValueError, match=f"got {nbytes}"):
+            PinnedSlab(nbytes)
+
+
+def test_file_is_made_once_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "a.arena"
+    with File(str(path), create=True) as file:
+        assert file.path == str(path)
+        assert file.direct == (file.notes == [])
+        file.reserve(MIB)
+        assert file.size_bytes == MIB
+        file.sync()
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(IoError) as caught:
+        File(path, create=True)
+    assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.EEXIST, "open", str(path))
+    with pytest.raises(ValueError, match="is closed"):
+        file.sync()
+    file.close()
+
+
+def test_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="ENOENT"):
+        File(tmp_path / "missing")
+
+
+def test_round_trip(backend: str, file: File, slab: PinnedSlab) -> None:
+    view = memoryview(slab)
+    data = random.Random(1).randbytes(MIB + PAGE)
+    with Engine(backend=backend, block_bytes=64 * KIB, queue_depth=4, slab=slab) as engine:
+        assert (engine.backend, engine.block_bytes, engine.queue_depth, engine.rings) == (backend, 64 * KIB, 4, 1)
+        view[PAGE : PAGE + len(data)] = data
+        write = engine.start_write(file, 2 * PAGE, slab, PAGE, len(data))
+        write.wait()
+        read = engine.start_read(file, 2 * PAGE, slab, 4 * MIB, len(data), Priority.DEMAND)
+        read.wait()
+        assert bytes(view[4 * MIB : 4 * MIB + len(data)]) == data
+        assert (read.done, read.operation, read.path) == (True, "read", file.path)
+        assert (read.offset, read.length) == (2 * PAGE, len(data))
+        queued, submitted, done = read.times
+        assert 0 < queued <= submitted <= done <= time.monotonic()
+        counters = engine.counters()
+    assert counters == {
+        "read_bytes": len(data),
+        "written_bytes": len(data),
+        "read_transfers": 1,
+        "write_transfers": 1,
+        "failed_transfers": 0,
+        "in_flight_blocks": 0,
+        "queued_blocks": 0,
+        "resubmitted_blocks": 0,
+    }
+
+
+def test_batch_from_many_threads(backend: str, file: File, slab: PinnedSlab) -> None:
+    view = memoryview(slab)
+    wrong: list[int] = []
+
+    def work(engine: Engine, seed: int) -> None:
+        base = seed * MIB
+        for round_ in range(5):
+            data = random.Random(seed * 10 + round_).randbytes(8 * 16 * KIB)
+            view[base : base + len(data)] = data
+            ranges = range(base, base + len(data), 16 * KIB)
+            for one in engine.start_batch(
+                [("write", file, at, slab, at, 16 * KIB, Priority.WRITE_BACK) for at in ranges]
+            ):
+                one.wait()
+            view[base : base + len(data)] = bytes(len(data))
+            for one in engine.start_batch([("read", file, at, slab, at, 16 * KIB, Priority.DEMAND) for at in ranges]):
+                one.wait()
+            if bytes(view[base : base + len(data)]) != data:
+                wrong.append(seed)
+
+    with Engine(backend=backend, rings=2, block_bytes=PAGE, queue_depth=4, slab=slab) as engine:
+        threads = [threading.Thread(target=work, args=(engine, seed)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def test_demand_overtakes_what_is_queued(backend: str, file: File, slab: PinnedSlab) -> None:
+    """Everything is queued under one lock, so the order in which the one ring takes it is the order of priorities."""
+    kinds = [Priority.WRITE_BACK, Priority.PREFETCH, Priority.DEMAND, Priority.PREFETCH, Priority.DEMAND]
+    with Engine(backend=backend, queue_depth=1, block_bytes=PAGE, slab=slab) as engine:
+        transfers = engine.start_batch(
+            [("read", file, i * MIB, slab, i * MIB, 32 * PAGE, kind) for i, kind in enumerate(kinds)]
+        )
+        for transfer in transfers:
+            transfer.wait()
+    order = sorted(range(len(kinds)), key=lambda i: transfers[i].times[1])
+    assert order == [2, 4, 1, 3, 0]
+
+
+def test_failure_has_everything_and_is_raised_at_every_wait(backend: str, file: File, slab: PinnedSlab) -> None:
+    with Engine(backend=backend, slab=slab) as engine:
+        transfer = engine.start_read(file, 6 * MIB, slab, 0, 4 * MIB)
+        for _ in range(2):
+            with pytest.raises(IoError) as caught:
+                transfer.wait()
+            error = caught.value
+            assert (error.operation, error.path, error.offset) == ("read", file.path, 6 * MIB)
+            assert (error.length, error.backend, error.errno) == (4 * MIB, backend, errno.ENODATA)
+            assert str(error).startswith(f"read 4 MiB at offset {6 * MIB} of {file.path}: the file ends before offset")
+        assert transfer.done
+        assert engine.counters()["failed_transfers"] == 1
+
+
+def test_errno_of_the_kernel_comes_through(backend: str, slab: PinnedSlab) -> None:
+    words = r"write 4 KiB at offset 0 of /dev/full: ENOSPC \(No space left on device\)"
+    with File("/dev/full") as full, Engine(backend=backend) as engine, pytest.raises(IoError, match=words):
+        engine.start_write(full, 0, slab, 0, PAGE).wait()
+
+
+def test_close_raises_the_failure_that_nobody_saw(backend: str, file: File, slab: PinnedSlab) -> None:
+    engine = Engine(backend=backend)
+    engine.start_read(file, 100 * MIB, slab, 0, PAGE)
+    with pytest.raises(IoError, match="the file ends before"):
+        engine.close()
+    engine.close()
+    with pytest.raises(ValueError, match="engine is closed"):
+        engine.start_read(file, 0, slab, 0, PAGE)
+
+
+def test_leaving_the_block_does_not_hide_its_exception(backend: str, file: File, slab: PinnedSlab) -> None:
+    def fail_twice() -> None:
+        with Engine(backend=backend) as engine:
+            engine.start_read(file, 100 * MIB, slab, 0, PAGE)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_twice()
+
+
+@pytest.mark.parametrize(
+    ("offset", "slab_offset", "length"),
+    [(0, 0, 0), (-PAGE, 0, PAGE), (0, -PAGE, PAGE), (0, 8 * MIB, PAGE), (0, 0, 8 * MIB + PAGE), (0, 0, -PAGE)],
+)
+def test_ranges_that_can_not_be_are_refused(
+    backend: str, file: File, slab: PinnedSlab, offset: int, slab_offset: int, length: int
+) -> None:
+    good = ("read", file, 0, slab, 0, PAGE, Priority.DEMAND)
+    with Engine(backend=backend) as engine:
+        for start in (engine.start_read, engine.start_write):
+            with pytest.raises(ValueError, match=f"{length} bytes at offset {offset} of .* slab offset {slab_offset}"):
+                start(file, offset, slab, slab_offset, length)
+        with pytest.raises(ValueError, match="slab"):
+            engine.start_batch([good, ("read", file, offset, slab, slab_offset, length, Priority.DEMAND)])
+        engine.drain()
+        assert engine.counters()["read_transfers"] == 0
+
+
+def test_direct_files_need_alignment_and_buffered_ones_do_not(backend: str, file: File, slab: PinnedSlab) -> None:
+    with Engine(backend=backend) as engine:
+        for numbers in ((1, 0, PAGE), (0, 1, PAGE), (0, 0, 100)):
+            if file.direct:
+                with pytest.raises(ValueError, match="multiples of 4096"):
+                    engine.start_read(file, numbers[0], slab, numbers[1], numbers[2])
+            else:
+                engine.start_read(file, numbers[0], slab, numbers[1], numbers[2]).wait()
+
+
+def test_requests_of_another_shape_are_refused(backend: str, file: File, slab: PinnedSlab) -> None:
+    with Engine(backend=backend) as engine:
+        for bad in ([("read", file, 0)], [None], [("read", None, 0, slab, 0, PAGE, Priority.DEMAND)]):
+            with pytest.raises(TypeError):
+                engine.start_batch(bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="erase"):
+            engine.start_batch([("erase", file, 0, slab, 0, PAGE, Priority.DEMAND)])
+        closed = File(file.path)
+        closed.close()
+        with pytest.raises(ValueError, match="is closed"):
+            engine.start_read(closed, 0, slab, 0, PAGE)
+
+
+def test_engine_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="choose auto, io_uring or threads"):
+        Engine(backend="magic")
+    with pytest.raises(ValueError, match="queue_depth"):
+        Engine(queue_depth=0)
+    with pytest.raises(ValueError, match="block_bytes"):
+        Engine(block_bytes=1000)
+    with pytest.raises(ValueError, match="rings"):
+        Engine(rings=0)
+
+
+def test_backend_is_chosen_or_refused_with_its_reason() -> None:
+    with Engine() as engine:
+        assert engine.backend == BACKENDS[0]
+        assert (engine.notes != []) == (engine.backend == "threads")
+    for name, available, reason in probe():
+        if not available:
+            with pytest.raises(IoError) as caught:
+                Engine(backend=name)
+            assert reason in str(caught.value)
+
+
+def test_file_closed_under_a_transfer_stays_open_for_it(backend: str, tmp_path: Path, slab: PinnedSlab) -> None:
+    path = tmp_path / "short-lived"
+    file = File(path, create=True)
+    memoryview(slab)[:MIB] = b"y" * MIB
+    with Engine(backend=backend, queue_depth=1, block_bytes=PAGE) as engine:
+        transfer = engine.start_write(file, 0, slab, 0, MIB)
+        file.close()
+        transfer.wait()
+    assert path.read_bytes() == b"y" * MIB
+
+
+def test_dropped_objects_outlive_their_transfer(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "dropped"
+    file = File(path, create=True)
+    slab = PinnedSlab(MIB, huge_pages=False)
+    memoryview(slab)[:] = b"z" * MIB
+    engine = Engine(backend=backend, queue_depth=1, block_bytes=PAGE, slab=slab)
+    engine.start_write(file, 0, slab, 0, MIB)
+    del file, slab
+    gc.collect()
+    del engine  # not closed: finishes its work first
+    assert path.read_bytes() == b"z" * MIB
+
+
+def test_waiting_lets_other_python_threads_run(backend: str, file: File, slab: PinnedSlab) -> None:
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    with Engine(backend=backend, queue_depth=1, block_bytes=PAGE) as engine:
+        thread.start()
+        transfer = engine.start_read(file, 0, slab, 0, 8 * MIB)
+        transfer.wait()
+        stop.set()
+        thread.join()
+    _, submitted, done = transfer.times
+    assert any(submitted <= at <= done for at in ticks)
+
+
+def test_ctrl_c_gets_through_a_wait(backend: str, file: File, slab: PinnedSlab) -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Engine(backend=backend, queue_depth=1, block_bytes=PAGE, slab=slab) as engine:
+            batch = [("read", file, 0, slab, 0, 8 * MIB, Priority.DEMAND)] * 16  # 32768 blocks, one at a time
+            last = engine.start_batch(batch)[-1]
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(KeyboardInterrupt):
+                last.wait()
+            last.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _in_child(engine: Engine, file: File, slab: PinnedSlab) -> int:
+    """What a forked DataLoader worker does with objects of its parent: mostly nothing, and it must not hang."""
+    try:
+        engine.start_read(file, 0, slab, 0, PAGE)
+    except RuntimeError as error:
+        if "forked child" not in str(error):
+            return 2
+    else:
+        return 3
+    engine.drain()
+    engine.close()
+    file.close()
+    try:
+        memoryview(slab)
+    except BufferError:
+        return 0
+    return 4
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_child_neither_hangs_nor_harms(backend: str, file: File) -> None:
+    slab = PinnedSlab(8 * MIB)
+    engine = Engine(backend=backend, queue_depth=1, block_bytes=PAGE, slab=slab)
+    transfer = engine.start_read(file, 0, slab, 0, 8 * MIB)
+    waiter = threading.Thread(target=transfer.wait)
+    waiter.start()
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            code = _in_child(engine, file, slab)
+            del engine, transfer, waiter, slab
+            gc.collect()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 20
+    status = 0
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid == child:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+    waiter.join()
+    transfer.wait()
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_worker_that_exits_normally_ends(backend: str, file: File, slab: PinnedSlab) -> None:
+    with Engine(backend=backend, slab=slab) as engine:
+        worker = multiprocessing.get_context("fork").Process(target=lambda: None)
+        worker.start()
+        worker.join(20)
+        assert worker.exitcode == 0
+        engine.start_write(file, 0, slab, 0, PAGE).wait()
+
+
+def test_nothing_is_kept_after_close(backend: str, file: File) -> None:
+    """The slab's Python object can't be weakly referenced, so its memory is looked for instead."""
+    slab = PinnedSlab(64 * MIB)
+    address = slab.address
+    engine = Engine(backend=backend, slab=slab)
+    transfer = engine.start_read(file, 0, slab, 0, MIB)
+    transfer.wait()
+    engine.close()
+    assert _mapped(address)
+    del slab
+    gc.collect()
+    assert not _mapped(address)
+    assert transfer.done
+
+
+def _mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+        if begin <= address < end:
+            return True
+    return False
