@@ -1,0 +1,248 @@
+"""Floor 5. The learning-rate schedules of the config, on torch's LambdaLR.
+
+Owns the formulas and nothing else: a schedule is a frozen value that maps optimizer steps to a learning rate, and
+torch's scheduler applies it, counts and saves. Runs on the training thread, once per optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from infinity.config import (
+    OneCycleConfig,
+    SchedulerConfig,
+    WarmupCosineLRConfig,
+    WarmupDecayLRConfig,
+    WarmupType,
+)
+from infinity.errors import ConfigError
+
+T = TypeVar("T", int, float)
+
+# [Note: which step has which learning rate]
+# A scheduler is stepped after the optimizer, so after n calls of `scheduler.step()` it holds the rate of optimizer step
+# n, counted from 0. DeepSpeed's schedules number their own iterations, and iteration i is in force in optimizer step
+# i + 1; step 0 runs at the lowest rate of the schedule. The formulas below are written in iterations, i = n - 1, so
+# that a run which moves here from DeepSpeed sees the same rate in every step.
+
+
+def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
+    """The scheduler that `config` describes, for all parameter groups of `optimizer`; its first rate is set at once.
+
+    Call its `step()` after each optimizer step. `state_dict()` holds the count and the schedule's numbers, and
+    `load_state_dict()` puts both back: a resumed run goes on with the schedule it began with, as with torch's own.
+
+    Raises ConfigError when a list of rates has another length than the optimizer has groups, and when a number that has
+    no default is missing.
+    """
+    if isinstance(config, WarmupCosineLRConfig):
+        ratio = WarmupCosineRatio(
+            warmup_num_steps=_at_least_two(config.warmup_num_steps),
+            warmup_type=config.warmup_type,
+            total_num_steps=_known(config.total_num_steps, "total_num_steps"),
+            warmup_min_ratio=config.warmup_min_ratio,
+            cos_min_ratio=config.cos_min_ratio,
+        )
+        return LambdaLR(optimizer, ratio)
+    if isinstance(config, OneCycleConfig):
+        return OneCycle(optimizer, config)
+    groups = len(optimizer.param_groups)
+    rates = [
+        WarmupRate(
+            warmup_num_steps=_at_least_two(config.warmup_num_steps),
+            warmup_type=config.warmup_type,
+            low=low,
+            high=high,
+            total_num_steps=(
+                _known(config.total_num_steps, "total_num_steps") if isinstance(config, WarmupDecayLRConfig) else None
+            ),
+        )
+        for low, high in zip(
+            _per_group(config.warmup_min_lr, groups, "warmup_min_lr"),
+            _per_group(config.warmup_max_lr, groups, "warmup_max_lr"),
+            strict=True,
+        )
+    ]
+    return AbsoluteLR(optimizer, rates)
+
+
+class Schedule(Protocol):
+    """Maps completed optimizer steps to a rate. An object with plain attributes, so that LambdaLR can save it."""
+
+    def __call__(self, steps: int, /) -> float: ...
+
+
+class AbsoluteLR(LambdaLR):
+    """LambdaLR whose callables return learning rates themselves, not factors on the optimizer's own rate.
+
+    So the numbers of the config arrive unrounded, and a rate of 0 needs no special case.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedules: Sequence[Schedule]) -> None:
+        super().__init__(optimizer, list(schedules))
+
+    def get_lr(self) -> list[Any]:
+        return [schedule(self.last_epoch) for schedule in self.lr_lambdas]
+
+
+def warmup_share(iteration: int, num_steps: int, warmup_type: WarmupType) -> float:
+    """The share of a warmup of `num_steps` w that is done at iteration i.
+
+    log: ln(i + 1) / ln(w), which rises fast and flattens. linear: i / w. From i = w on: 1.
+    """
+    if iteration >= num_steps:
+        return 1.0
+    if warmup_type == "log":
+        return (1.0 / math.log(num_steps)) * math.log(iteration + 1)
+    return iteration / num_steps
+
+
+@dataclass(frozen=True)
+class WarmupRate:
+    """WarmupLR and WarmupDecayLR: `low` + (`high` - `low`) · g(i), a learning rate.
+
+    With w = `warmup_num_steps`, g is the share of the warmup for i < w and 1 after it; or, where T = `total_num_steps`
+    is given, the share of the remaining iterations that are left, (T - i) / max(1, T - w), and never below 0.
+    """
+
+    warmup_num_steps: int
+    warmup_type: WarmupType
+    low: float
+    high: float
+    total_num_steps: int | None = None
+
+    def __call__(self, steps: int, /) -> float:
+        iteration = steps - 1
+        if iteration < 0:
+            return self.low
+        share = warmup_share(iteration, self.warmup_num_steps, self.warmup_type)
+        if self.total_num_steps is not None and iteration >= self.warmup_num_steps:
+            left = self.total_num_steps - iteration
+            share = max(0.0, left / max(1, self.total_num_steps - self.warmup_num_steps))
+        return self.low + (self.high - self.low) * share
+
+
+@dataclass(frozen=True)
+class WarmupCosineRatio:
+    """WarmupCosineLR: a factor on the optimizer's learning rate.
+
+    With w = `warmup_num_steps`, it is `warmup_min_ratio` + (1 - `warmup_min_ratio`) · warmup(i) for i < w. Then, with
+    x = (i - w + 1) / (T - w) the share of the remaining iterations that are done, half a cosine:
+    `cos_min_ratio` + (1 - `cos_min_ratio`) · (1 + cos(π·x)) / 2.
+    After T = `total_num_steps` it stays at `cos_min_ratio`; DeepSpeed would let the cosine rise again.
+    """
+
+    warmup_num_steps: int
+    warmup_type: WarmupType
+    total_num_steps: int
+    warmup_min_ratio: float
+    cos_min_ratio: float
+
+    def __call__(self, steps: int, /) -> float:
+        iteration, first = steps - 1, self.warmup_num_steps
+        if iteration < 0:
+            return 0.0
+        if iteration < first:
+            share = warmup_share(iteration, first, self.warmup_type)
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * share
+        done = min(1.0, (iteration - first + 1) / max(1, self.total_num_steps - first))
+        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
+
+
+@dataclass(frozen=True)
+class CycleRate:
+    """The learning rate of OneCycle after n steps: a triangle from `low` up to `high` and back, then a decay.
+
+    Up in `up_steps`, down in `down_steps`; d units of `decay_steps` after the cycle, `low` / (1 + `decay_rate` · d).
+    """
+
+    low: float
+    high: float
+    up_steps: int
+    down_steps: int
+    decay_steps: int
+    decay_rate: float
+
+    def __call__(self, steps: int, /) -> float:
+        after = steps - self.up_steps - self.down_steps
+        if after <= 0:
+            return self.low + (self.high - self.low) * self.height(steps)
+        return self.low / (1.0 + self.decay_rate * self.decay_units(after))
+
+    def height(self, steps: int) -> float:
+        """How far up the triangle is after `steps` of the cycle: 0 at both ends, 1 at the top."""
+        if steps <= self.up_steps:
+            return steps / self.up_steps
+        return (self.up_steps + self.down_steps - steps) / self.down_steps
+
+    def decay_units(self, after: int) -> float:
+        return after / self.decay_steps if self.decay_steps else 0.0
+
+
+class OneCycle(AbsoluteLR):
+    """The 1cycle policy (Smith, arXiv:1803.09820): the learning rate goes up and down once, the first beta down and up.
+
+    After n steps of the cycle the first beta is `high` - (`high` - `low`) · height(n); d units after the cycle it is
+    `high` · (1 + `decay_mom_rate` · d), and below 1. Two habits of DeepSpeed are kept, so that a run goes on unchanged:
+    the second beta is 0.99 while momentum is cycled, and the first step runs at `cycle_min_mom`.
+    """
+
+    second_beta = 0.99
+    beta_max = 1.0 - 1e-6  # Adam's bias correction divides by 1 - beta^step
+
+    def __init__(self, optimizer: Optimizer, config: OneCycleConfig) -> None:
+        down_steps = config.cycle_second_step_size
+        cycle = CycleRate(
+            low=_known(config.cycle_min_lr, "cycle_min_lr"),
+            high=_known(config.cycle_max_lr, "cycle_max_lr"),
+            up_steps=config.cycle_first_step_size,
+            down_steps=config.cycle_first_step_size if down_steps is None else down_steps,
+            decay_steps=config.decay_step_size,
+            decay_rate=config.decay_lr_rate,
+        )
+        self.cycle_momentum = config.cycle_momentum and "betas" in optimizer.defaults
+        self.min_mom, self.max_mom = config.cycle_min_mom, config.cycle_max_mom
+        self.decay_mom_rate = config.decay_mom_rate
+        super().__init__(optimizer, [cycle for _ in optimizer.param_groups])
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.cycle_momentum:
+            for group in self.optimizer.param_groups:
+                group["betas"] = (self._first_beta(self.last_epoch), self.second_beta)
+
+    def _first_beta(self, steps: int) -> float:
+        cycle = cast(CycleRate, self.lr_lambdas[0])  # kept there only, so that the saved state is numbers
+        if steps == 0:
+            return self.min_mom
+        after = steps - cycle.up_steps - cycle.down_steps
+        if after <= 0:
+            return self.max_mom - (self.max_mom - self.min_mom) * cycle.height(steps)
+        return min(self.beta_max, self.max_mom * (1.0 + self.decay_mom_rate * cycle.decay_units(after)))
+
+
+def _at_least_two(num_steps: int) -> int:
+    return max(2, num_steps)  # ln(1) is 0 and can't divide
+
+
+def _known(value: T | None, name: str) -> T:
+    if value is None:
+        raise ConfigError(f"scheduler.params.{name}: missing; write it down or pass it to Config.resolve({name}=...)")
+    return value
+
+
+def _per_group(rate: float | tuple[float, ...], groups: int, name: str) -> tuple[float, ...]:
+    if not isinstance(rate, tuple):
+        return (rate,) * groups
+    if len(rate) != groups:
+        raise ConfigError(
+            f"scheduler.params.{name}: got {len(rate)} rates, expected one or as many as the optimizer has parameter "
+            f"groups ({groups})"
+        )
+    return rate
