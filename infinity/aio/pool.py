@@ -1,0 +1,168 @@
+"""Floor 1. The pinned pool: one slab of host memory, fixed at start, lent out in leases.
+
+Owns the slab and its free ranges. Used by the training thread only; the I/O threads see addresses, never the pool.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from types import TracebackType
+
+import torch
+
+from infinity._aio import PinnedSlab
+from infinity.errors import BudgetError
+from infinity.units import align_up, format_bytes
+
+
+class FreeRanges:
+    """First-fit allocator over [0, nbytes): offsets and lengths only, so that it is tested without memory behind it.
+
+    Keeps the free ranges sorted by offset and merges neighbours at once, so two free ranges never touch.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.free_bytes = nbytes
+        self._starts: list[int] = [0] if nbytes else []
+        self._lengths: list[int] = [nbytes] if nbytes else []
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free range."""
+        return max(self._lengths, default=0)
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of `nbytes` taken from the lowest range that holds them, or None where none does."""
+        for index, length in enumerate(self._lengths):
+            if length >= nbytes:
+                offset = self._starts[index]
+                if length == nbytes:
+                    del self._starts[index], self._lengths[index]
+                else:
+                    self._starts[index] += nbytes
+                    self._lengths[index] -= nbytes
+                self.free_bytes -= nbytes
+                return offset
+        return None
+
+    def put(self, offset: int, nbytes: int) -> None:
+        """Give [offset, offset + nbytes) back; it must have been taken and not given back since."""
+        index = bisect_left(self._starts, offset)
+        before_end = self._starts[index - 1] + self._lengths[index - 1] if index else 0
+        after_start = self._starts[index] if index < len(self._starts) else self.nbytes
+        assert before_end <= offset and offset + nbytes <= after_start, "a range came back twice"
+        joins_before = index > 0 and before_end == offset
+        joins_after = index < len(self._starts) and offset + nbytes == after_start
+        if joins_before and joins_after:
+            self._lengths[index - 1] += nbytes + self._lengths[index]
+            del self._starts[index], self._lengths[index]
+        elif joins_before:
+            self._lengths[index - 1] += nbytes
+        elif joins_after:
+            self._starts[index] = offset
+            self._lengths[index] += nbytes
+        else:
+            self._starts.insert(index, offset)
+            self._lengths.insert(index, nbytes)
+        self.free_bytes += nbytes
+
+
+class Lease:
+    """Temporary ownership of pinned bytes. It comes back exactly once: `give_back()` or the end of a `with` block."""
+
+    def __init__(self, pool: PinnedPool, offset: int, nbytes: int) -> None:
+        self._pool = pool
+        self.offset = offset
+        self.nbytes = nbytes
+        self._held = True
+
+    @property
+    def held(self) -> bool:
+        """Whether the bytes are still ours."""
+        return self._held
+
+    def view(self, dtype: torch.dtype, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """A 1-D tensor over the leased bytes.
+
+        Args:
+            dtype: element type of the view.
+            start: first byte inside the lease; a multiple of the element size.
+            numel: elements; to the end of the lease where None.
+
+        The view is valid until the lease is given back; nothing checks this later.
+        """
+        assert self._held, "a view of a lease that was given back"
+        count = (self.nbytes - start) // dtype.itemsize if numel is None else numel
+        nbytes = count * dtype.itemsize
+        assert 0 <= start and start + nbytes <= self.nbytes, "a view beyond its lease"
+        return self._pool.bytes.narrow(0, self.offset + start, nbytes).view(dtype)
+
+    def give_back(self) -> None:
+        """Return the bytes to the pool. No transfer or device copy may still use them."""
+        assert self._held, "a lease came back twice"
+        self._held = False
+        self._pool._return(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held:
+            self.give_back()
+
+
+class PinnedPool:
+    """A fixed budget of pinned host memory.
+
+    Args:
+        nbytes: size of the slab (bytes, rounded up to 4 KiB). All of it is resident from the start and it never grows.
+        lock: ask the kernel to lock the pages; a refusal is a line in `notes`, not an error.
+
+    Raises MemoryError when the machine can't give that much.
+    """
+
+    def __init__(self, nbytes: int, *, lock: bool = False) -> None:
+        self.slab = PinnedSlab(align_up(nbytes), lock=lock)
+        self.bytes = torch.frombuffer(self.slab, dtype=torch.uint8)
+        self.peak_bytes = 0
+        self._ranges = FreeRanges(self.slab.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The budget (bytes)."""
+        return self._ranges.nbytes
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes on lease now."""
+        return self._ranges.nbytes - self._ranges.free_bytes
+
+    @property
+    def notes(self) -> list[str]:
+        """What the kernel refused, in words."""
+        return list(self.slab.notes)
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        """A lease of at least `nbytes` (rounded up to 4 KiB), or None while the pool has no such range free."""
+        size = align_up(nbytes)
+        offset = self._ranges.take(size)
+        if offset is None:
+            return None
+        self.peak_bytes = max(self.peak_bytes, self.leased_bytes)
+        return Lease(self, offset, size)
+
+    def lease(self, nbytes: int) -> Lease:
+        """As `try_lease`; raises BudgetError where it would return None."""
+        lease = self.try_lease(nbytes)
+        if lease is None:
+            raise BudgetError(
+                f"no room for {format_bytes(nbytes)} in the pinned pool: {format_bytes(self._ranges.free_bytes)} of "
+                f"{format_bytes(self.nbytes)} are free, the largest piece {format_bytes(self._ranges.largest)}"
+            )
+        return lease
+
+    def _return(self, lease: Lease) -> None:
+        self._ranges.put(lease.offset, lease.nbytes)

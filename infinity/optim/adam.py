@@ -1,0 +1,60 @@
+"""Floor 3. Adam and AdamW on lists of tensors, by torch's own kernels.
+
+The functions called are those that `torch.optim.AdamW` and `torch.optim.Adam` call themselves, so the numbers are theirs,
+bit for bit, with the same `fused`. Adam is elementwise: cutting a tensor changes nothing as long as no cut falls inside a
+vector of the kernel (see SHARD_ALIGN in infinity/store/layout.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.optim.adam import adam
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """The hyper-parameters of one parameter group, named as in `torch.optim.AdamW`."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool
+    maximize: bool
+    fused: bool | None
+
+
+def adam_(
+    settings: AdamSettings,
+    *,
+    masters: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+) -> None:
+    """One Adam step (Kingma & Ba 2015, algorithm 1; decoupled decay: Loshchilov & Hutter 2019, algorithm 2), in place.
+
+    All lists have the same length; entry i of each has the same shape. masters, exp_avgs and exp_avg_sqs are fp32, grads
+    fp32; each of `steps` is an fp32 scalar that is raised by one.
+    """
+    adam(
+        masters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        steps,
+        foreach=False,
+        fused=bool(settings.fused),
+        amsgrad=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=settings.maximize,
+        decoupled_weight_decay=settings.decoupled_weight_decay,
+    )

@@ -1,0 +1,23 @@
+"""Floor 3. Which groups should be staged now, given what comes next and how many bytes may be held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
+    """The next distinct groups of `upcoming`, soonest first, for as long as their bytes fit in `look_ahead_bytes`.
+
+    Stops at the first group that doesn't fit instead of passing over it: whatever comes later would be needed later, and
+    would only stand in its way.
+    """
+    chosen: dict[int, None] = {}
+    total_bytes = 0
+    for group in upcoming:
+        if group in chosen:
+            continue
+        total_bytes += group_bytes[group]
+        if total_bytes > look_ahead_bytes:
+            break
+        chosen[group] = None
+    return list(chosen)

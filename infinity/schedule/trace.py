@@ -1,0 +1,68 @@
+"""Floor 3. The trace: in which order the groups are used, learnt from the last cycle and followed in the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Trace:
+    """The order of uses of one phase (training, or evaluation), as a cycle of group numbers.
+
+    A cycle is recorded while the one before it is followed. A use that was not expected moves the place in the followed
+    cycle to the next such use where there is one, and is otherwise only recorded: prediction is an accelerator, never a
+    condition. The recorded cycle becomes the followed one at its end, so the trace heals itself within one cycle.
+    """
+
+    def __init__(self) -> None:
+        self._followed: tuple[int, ...] = ()
+        self._recorded: list[int] = []
+        self._used: set[int] = set()
+        self._place = 0
+        self._surprised = False
+        self.surprises = 0
+        """Uses that came when another was expected (or none), since the first cycle was complete."""
+
+    @property
+    def known(self) -> bool:
+        """Whether a whole cycle has been recorded, so that something can be predicted."""
+        return bool(self._followed)
+
+    def used(self, group: int) -> bool:
+        """Whether `group` was used in the cycle that is going on."""
+        return group in self._used
+
+    def use(self, group: int) -> None:
+        """Group `group` is used now."""
+        self._recorded.append(group)
+        self._used.add(group)
+        if not self._followed:
+            return
+        if self._place < len(self._followed) and self._followed[self._place] == group:
+            self._place += 1
+            return
+        self._surprised = True
+        self.surprises += 1
+        try:
+            self._place = self._followed.index(group, self._place) + 1
+        except ValueError:
+            return  # not expected in the rest of this cycle: stay, the next use may fit again
+
+    def end_cycle(self) -> bool:
+        """The cycle is over (an optimizer step; the end of an evaluation pass). An empty one changes nothing.
+
+        Returns whether it went another way than the one before it.
+        """
+        if not self._recorded:
+            return False
+        if self._followed and self._place < len(self._followed):
+            self._surprised = True
+            self.surprises += 1
+        surprised, self._surprised = self._surprised, False
+        self._followed = tuple(self._recorded)
+        self._recorded, self._used, self._place = [], set(), 0
+        return surprised
+
+    def upcoming(self) -> Iterator[int]:
+        """The uses expected from now on: the rest of this cycle, then one whole next cycle. Empty until one is known."""
+        yield from self._followed[self._place :]
+        yield from self._followed

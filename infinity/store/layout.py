@@ -1,0 +1,200 @@
+"""Floor 2. How the shards of a model lie in the arena: pure arithmetic on element counts.
+
+[Note: Flat spaces]
+The shards of one group are laid one after another in a flat space of elements: first those that are trained, then the
+frozen ones, each part starting on a boundary of SPACE_ALIGN elements. Shards that stay resident in host memory are not
+fetched with their group, so all of them share one flat space of their own.
+
+A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-group is one extent:
+
+    | copy (16-bit) | master (fp32) | exp_avg (fp32) | exp_avg_sq (fp32) |      trained
+    | copy (16-bit) | master (fp32) |                                           frozen
+
+Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
+a sub-group's state with one read and writes it and the new copy with one write, and the copies of a group's sub-groups,
+read one behind the other, give back the group's flat space without a gap: a shard cut by a sub-group boundary is whole
+again. Where compute runs in fp32 there is no copy field: the master is what gets gathered.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infinity.units import PAGE_BYTES, align_up
+
+SPACE_ALIGN = 2048
+"""Elements between possible sub-group boundaries: 4 KiB of 16-bit elements."""
+
+SHARD_ALIGN = 64
+"""Elements between possible starts of shards. Vector kernels handle the last few elements of a tensor differently, so a
+shard is only ever cut where a vector would end anyway: 64 covers every vector width."""
+
+
+class Field(enum.Enum):
+    """What is kept per element of a sub-group."""
+
+    COPY = "copy"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's piece of one parameter, as the layout needs to know it.
+
+    group: the number of its group. numel: elements including the padding that uneven sharding adds. trained: has
+    optimizer state. resident: its copy stays in host memory.
+    """
+
+    name: str
+    group: int
+    numel: int
+    trained: bool = True
+    resident: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of shard number `shard`, at element `offset` of their sub-group."""
+
+    shard: int
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class SubGroup:
+    """Elements [start, start + numel) of flat space number `space`; the unit of the optimizer's reads and writes."""
+
+    index: int
+    space: int
+    start: int
+    numel: int
+    trained: bool
+    copy_itemsize: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields of the extent, in order."""
+        copy = (Field.COPY,) if self.copy_itemsize else ()
+        state = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ) if self.trained else (Field.MASTER,)
+        return copy + state
+
+    def itemsize(self, which: Field) -> int:
+        """Bytes per element of a field."""
+        return self.copy_itemsize if which is Field.COPY else 4
+
+    def field_offset(self, which: Field) -> int:
+        """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
+        offset = 0
+        for each in self.fields:
+            if each is which:
+                return offset
+            offset += self.numel * self.itemsize(each)
+        raise KeyError(f"sub-group {self.index} has no field {which.value}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole extent."""
+        return sum(self.numel * self.itemsize(each) for each in self.fields)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one rank's shards: `place[i]` is (flat space, first element) of shard i.
+
+    Space g belongs to group g; the last one holds the resident shards of all groups.
+    """
+
+    shards: tuple[Shard, ...]
+    place: tuple[tuple[int, int], ...]
+    space_numel: tuple[int, ...]
+    sub_groups: tuple[SubGroup, ...]
+    by_space: tuple[tuple[SubGroup, ...], ...] = field(repr=False)
+
+    @property
+    def resident_space(self) -> int:
+        """Number of the space that holds the resident shards."""
+        return len(self.space_numel) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all extents."""
+        return sum(each.nbytes for each in self.sub_groups)
+
+    @property
+    def sub_group_bytes_max(self) -> int:
+        """Bytes of the largest extent that is stepped."""
+        return max((each.nbytes for each in self.sub_groups if each.trained), default=0)
+
+
+def plan_layout(shards: Sequence[Shard], *, groups: int, sub_group_numel_max: int, copy_itemsize: int) -> Layout:
+    """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
+
+    Args:
+        shards: in the order of use; those of one group need not be neighbours.
+        groups: how many groups there are.
+        sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN).
+        copy_itemsize: bytes per element of the gathered copy: 2, or 0 where the fp32 master itself is gathered.
+    """
+    if sub_group_numel_max < SPACE_ALIGN:
+        raise ValueError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
+    spaces: list[list[int]] = [[] for _ in range(groups + 1)]
+    for i, shard in enumerate(shards):
+        spaces[groups if shard.resident else shard.group].append(i)
+
+    place: list[tuple[int, int]] = [(0, 0)] * len(shards)
+    space_numel: list[int] = []
+    by_space: list[tuple[SubGroup, ...]] = []
+    count = 0
+    for space, members in enumerate(spaces):
+        end = 0
+        cuts: list[SubGroup] = []
+        for trained in (True, False):
+            part = [i for i in members if shards[i].trained is trained]
+            part_start = end
+            for i in part:
+                place[i] = (space, end)
+                end = align_up(end + shards[i].numel, SHARD_ALIGN)
+            end = align_up(end, SPACE_ALIGN)
+            for start, numel in _cut(part_start, end, sub_group_numel_max):
+                pieces = _pieces(part, shards, place, start, numel)
+                cuts.append(SubGroup(count, space, start, numel, trained, copy_itemsize, pieces))
+                count += 1
+        space_numel.append(end)
+        by_space.append(tuple(cuts))
+    return Layout(
+        tuple(shards), tuple(place), tuple(space_numel), tuple(s for cuts in by_space for s in cuts), tuple(by_space)
+    )
+
+
+def _cut(start: int, end: int, numel_max: int) -> list[tuple[int, int]]:
+    """Cut [start, end) into the fewest pieces of at most `numel_max` elements, as even as SPACE_ALIGN lets them be."""
+    total = end - start
+    if not total:
+        return []
+    limit = numel_max // SPACE_ALIGN * SPACE_ALIGN
+    parts = -(-total // limit)
+    size = align_up(-(-total // parts), SPACE_ALIGN)
+    return [(at, min(size, end - at)) for at in range(start, end, size)]
+
+
+def _pieces(
+    part: Sequence[int], shards: Sequence[Shard], place: Sequence[tuple[int, int]], start: int, numel: int
+) -> tuple[Piece, ...]:
+    """The parts of the shards `part` that lie in [start, start + numel) of their space."""
+    found = []
+    for i in part:
+        first = place[i][1]
+        low, high = max(first, start), min(first + shards[i].numel, start + numel)
+        if low < high:
+            found.append(Piece(i, low - first, high - low, low - start))
+    return tuple(found)
+
+
+assert SPACE_ALIGN * 2 % PAGE_BYTES == 0 and SPACE_ALIGN % SHARD_ALIGN == 0

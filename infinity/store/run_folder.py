@@ -1,0 +1,109 @@
+"""Floor 2. The run folder: a place of our own under the user's path, locked, and gone when the run is.
+
+[Note: Leaving nothing behind]
+A run keeps its files in `PATH/infinity-run-PID-RANDOM/` and holds an flock on the `lock` in it for as long as it lives.
+The arenas in it are scratch, so each is unlinked as soon as it is open and its space is reserved: however the process ends,
+a power cut included, the kernel gives the space back. What a killed process can leave is the folder with two tiny files;
+the next run on the same path removes every folder whose lock is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import time
+import weakref
+from pathlib import Path
+
+from infinity.errors import StoreError
+from infinity.units import format_bytes
+
+_PREFIX = "infinity-run-"
+
+
+class RunFolder:
+    """This process's own folder under `root`.
+
+    Raises StoreError when `root` can't be made or written to, naming what to do.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        _make_writable(self.root)
+        remove_stale(self.root)
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        hidden = self.root / f".{name}"  # takes its real name once locked, so that nobody finds it stale before
+        hidden.mkdir(mode=0o700)
+        self._lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        (hidden / "run.json").write_text(json.dumps(about) + "\n")
+        self.path = hidden.rename(self.root / name)
+        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
+
+    def check_free(self, nbytes: int, what: str) -> None:
+        """Raise StoreError unless `nbytes` are free here; `what` names them in the message."""
+        free = free_bytes(self.root)
+        if nbytes > free:
+            raise StoreError(
+                errno.ENOSPC,
+                f"{what} needs {format_bytes(nbytes)} on {self.root}, where {format_bytes(free)} are free: "
+                f"free {format_bytes(nbytes - free)} more or choose another nvme_path",
+            )
+
+    def close(self) -> None:
+        """Remove the folder. Idempotent; also done at interpreter exit."""
+        self._finalizer()
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes that this user may still write on the file system of `path`."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+def remove_stale(root: Path) -> None:
+    """Remove the folders of runs that are no more: those whose lock nobody holds."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # being made or removed right now, or another user's
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # alive
+        finally:
+            os.close(lock)
+
+
+def _make_writable(root: Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            error.errno or 0, f"nvme_path {root} can't be made ({error.strerror}): create it or choose another path"
+        ) from None
+    probe = root / f".infinity-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        probe.touch(mode=0o600)
+    except OSError as error:
+        raise StoreError(
+            error.errno or 0, f"nvme_path {root} is not writable ({error.strerror}): change its owner or choose another"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+
+
+def _remove(path: Path, lock: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child (a data loader's worker) must not remove its parent's folder
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)

@@ -1,0 +1,68 @@
+"""Floor 4. The chunk: bytes that move between the arena and a lease together, and the one door of its state."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from infinity.aio import Lease, Transfer
+from infinity.device import Landing
+
+
+class ChunkState(enum.Enum):
+    """Where a chunk is, and who holds memory for it."""
+
+    RESTING = "resting"
+    """Only on NVMe. Holds no lease."""
+    READING = "reading"
+    """A read into its lease is in flight; the transfers hold the memory too. May be dropped once the read has ended."""
+    STAGED = "staged"
+    """Its lease holds what the arena holds; nobody uses it. May be dropped."""
+    IN_USE = "in use"
+    """Somebody reads or changes its lease. Must not be dropped."""
+    LANDING = "landing"
+    """Given back by its user; the device is still copying out of the lease, which is free when the event fires."""
+    WRITING = "writing"
+    """Its lease is being written to the arena; free when the write has ended."""
+
+
+_ALLOWED = {
+    ChunkState.RESTING: {ChunkState.READING, ChunkState.IN_USE},
+    ChunkState.READING: {ChunkState.STAGED, ChunkState.RESTING},
+    ChunkState.STAGED: {ChunkState.IN_USE, ChunkState.RESTING},
+    ChunkState.IN_USE: {ChunkState.STAGED, ChunkState.LANDING, ChunkState.WRITING, ChunkState.RESTING},
+    ChunkState.LANDING: {ChunkState.RESTING, ChunkState.IN_USE},
+    ChunkState.WRITING: {ChunkState.RESTING},
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """`nbytes` bytes at `offset` of the arena, which lie at `lease_offset` of the chunk's lease. All 4 KiB aligned."""
+
+    offset: int
+    lease_offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Chunk:
+    """What moves together. `reads` is what staging it fetches, `writes` what writing it back stores.
+
+    `after`: chunks whose write must have ended before this one is read, because they store the same bytes.
+    """
+
+    name: str
+    lease_bytes: int
+    reads: tuple[Span, ...]
+    writes: tuple[Span, ...]
+    after: tuple[Chunk, ...] = ()
+    state: ChunkState = ChunkState.RESTING
+    lease: Lease | None = field(default=None, repr=False)
+    transfers: list[Transfer] = field(default_factory=list, repr=False)
+    landing: Landing | None = field(default=None, repr=False)
+
+    def move_to(self, state: ChunkState) -> None:
+        """The one door of the state."""
+        assert state in _ALLOWED[self.state], f"{self.name}: {self.state.value} -> {state.value}"
+        self.state = state

@@ -1,0 +1,104 @@
+"""Floor 4. What we need to know of an FSDP2 model. The only file that looks past FSDP2's public interface, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from infinity.errors import ConfigError, InfinityError
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter that FSDP2 sharded: every name it has in the model (the first is its own), and its DTensor."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    sharded: DTensor
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, without its padding."""
+        return self.sharded._local_tensor
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
+        shape = self.sharded.shape
+        ranks = self.sharded.device_mesh.size()
+        return torch.Size((-(-shape[0] // ranks), *shape[1:]))
+
+
+@dataclass(frozen=True)
+class ShardedGroup:
+    """The parameters of one `fully_shard` call."""
+
+    name: str
+    parameters: tuple[ShardedParameter, ...]
+
+
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """The groups of a model to which `fully_shard` was applied, in module order.
+
+    Raises ConfigError where it wasn't, or where a parameter can't be paged (not fp32, not sharded on dim 0, 0-d).
+    """
+    owners: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    }
+    if not owners:
+        raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    members: dict[str, list[ShardedParameter]] = {owner: [] for owner in owners}
+    for parameter, aliases in names.items():
+        owner = _owner(aliases[0], owners)
+        members[owner].append(ShardedParameter(tuple(aliases), parameter, _checked(aliases[0], parameter)))
+    return [ShardedGroup(owner or "root", tuple(found)) for owner, found in members.items() if found]
+
+
+def gathered_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which all groups are gathered: `MixedPrecisionPolicy.param_dtype`, or fp32."""
+    dtypes = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            dtypes.add(module._get_fsdp_state()._mp_policy.param_dtype or torch.float32)
+    if len(dtypes) != 1:
+        raise ConfigError(f"all groups must be gathered in one dtype, got {sorted(map(str, dtypes))}")
+    return dtypes.pop()
+
+
+def install(model: nn.Module, replacements: dict[str, nn.Parameter]) -> None:
+    """Put parameters into the model under their names; tied ones stay tied because the same object stands under each."""
+    result = model.load_state_dict(dict(replacements), strict=False, assign=True)
+    if result.unexpected_keys:
+        raise InfinityError(f"could not install paged parameters under {result.unexpected_keys}")
+
+
+def _owner(name: str, owners: list[str]) -> str:
+    """The nearest module above `name` that is an FSDP2 group."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in owners:
+            return name
+    raise ConfigError("the root module must be an FSDP2 group too: call fully_shard(model) after its parts")
+
+
+def _checked(name: str, parameter: nn.Parameter) -> DTensor:
+    data = parameter.data
+    if not isinstance(data, DTensor):
+        raise ConfigError(f"parameter {name} is not sharded by FSDP2: call fully_shard(model) on the root module too")
+    if data.placements != (Shard(0),):
+        raise ConfigError(
+            f"parameter {name} is placed {data.placements}; only Shard(0) on a one-dimensional mesh is paged"
+        )
+    if data.dtype != torch.float32:
+        raise ConfigError(
+            f"parameter {name} is {data.dtype}: page fp32 masters and let MixedPrecisionPolicy(param_dtype=...) choose the "
+            "dtype of compute"
+        )
+    return data

@@ -1,0 +1,504 @@
+"""Floor 4. The swap manager: one run's pool, engine and arena, and what moves between them.
+
+Two faces. `page(model)` hands a model that FSDP2 sharded over to the arena; `register / prefetch / use / update / flush` do
+the same for plain tensors of any other engine. All calls come from the training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.aio import IoEngine, PinnedPool
+from infinity.device import Device, device_for
+from infinity.errors import BudgetError, InfinityError
+from infinity.schedule.floor import step_bytes
+from infinity.schedule.lookahead import groups_to_stage
+from infinity.schedule.trace import Trace
+from infinity.store import Arena, Field, Layout, RunFolder, Shard, plan_layout
+from infinity.store.layout import SPACE_ALIGN
+from infinity.swap import budget
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.fsdp2 import ShardedGroup, gathered_dtype, install, sharded_groups
+from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
+from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.stager import Stager
+from infinity.units import align_up, format_bytes, parse_bytes
+
+log = logging.getLogger("infinity")
+
+SUB_GROUP_NUMEL_DEFAULT = 4 << 20
+"""Elements: 56 MiB of state with a 16-bit copy, long past the size where a drive is at its limit."""
+
+
+@dataclass(frozen=True)
+class SwapStats:
+    """Counters since the start (bytes, seconds)."""
+
+    read_bytes: int
+    written_bytes: int
+    stall_seconds: float
+    demand_reads: int
+    surprises: int
+    pinned_bytes: int
+    pinned_peak_bytes: int
+    arena_bytes: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A plain tensor that was registered."""
+
+    chunk: Chunk
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class SwapManager:
+    """Moves a model, or plain tensors, between NVMe and a fixed amount of pinned host memory.
+
+    Args:
+        path: a folder on the drive; this run makes a folder of its own in it and removes it at the end.
+        host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes 512 MiB, or what the model needs at least.
+        backend: "auto", "io_uring" or "threads".
+        block_bytes, queue_depth, rings: see `infinity.aio.IoEngine`.
+        lock_memory: ask the kernel to lock the pinned pages.
+
+    Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        host_bytes_max: int | str = "auto",
+        backend: str = "auto",
+        block_bytes: int = 1 << 20,
+        queue_depth: int = 32,
+        rings: int = 1,
+        lock_memory: bool = False,
+    ) -> None:
+        self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
+        if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
+            raise BudgetError(
+                f"host_bytes_max of {format_bytes(self._pinned_bytes)} is below the least that works, "
+                f"{format_bytes(2 * budget.ACCESS_BYTES)}"
+            )
+        self._engine_options = {
+            "backend": backend,
+            "block_bytes": block_bytes,
+            "queue_depth": queue_depth,
+            "rings": rings,
+        }
+        self._lock_memory = lock_memory
+        self._folder = RunFolder(path)
+        self._machinery: _Machinery | None = None
+        self._tensors: dict[str, _Tensor] = {}
+        self._paged: PagedModel | None = None
+        self._traces = {True: Trace(), False: Trace()}
+        self._look_ahead_bytes = 0
+        self._group_bytes: list[int] = []
+        self._device: Device = device_for(torch.device("cpu"))
+        self._told_surprise = False
+        self._evaluated = (False, False)  # since the last step, and between the two before it
+        self._closed = False
+
+    # Plain tensors.
+
+    def register(self, name: str, tensor: torch.Tensor) -> None:
+        """Store a copy of `tensor` (any shape and dtype, on the CPU) in the arena under `name`.
+
+        Raises ValueError for a name that is taken, StoreError without space, BudgetError when the pool is smaller than it.
+        """
+        if name in self._tensors:
+            raise ValueError(f"a tensor named {name!r} is registered already: use update() to change it")
+        if tensor.numel() == 0:
+            raise ValueError(f"tensor {name!r} has no elements")
+        nbytes = tensor.numel() * tensor.itemsize
+        machinery = self._open()
+        if align_up(nbytes) > machinery.pool.nbytes:
+            raise BudgetError(
+                f"tensor {name!r} of {format_bytes(nbytes)} is larger than the pinned pool of "
+                f"{format_bytes(machinery.pool.nbytes)}: host_bytes_max={align_up(nbytes)} would do"
+            )
+        extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
+        span = (Span(extent.offset, 0, extent.nbytes),)
+        entry = _Tensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
+        lease = machinery.stager.occupy(entry.chunk)
+        lease.view(tensor.dtype, 0, tensor.numel()).view(tensor.shape).copy_(tensor.detach())
+        machinery.stager.write_back(entry.chunk)
+        self._tensors[name] = entry
+
+    def prefetch(self, name: str) -> bool:
+        """Start reading `name` if there is room now; whether it is on its way or here."""
+        entry = self._tensor(name)
+        if entry.chunk.state is not ChunkState.RESTING:
+            return entry.chunk.state is not ChunkState.WRITING
+        return self._open().stager.prefetch(entry.chunk)
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor in pinned memory, for reading only, until the end of the block."""
+        entry, tensor = self._acquire(name)
+        try:
+            yield tensor
+        finally:
+            self._open().stager.release(entry.chunk, keep=False)
+
+    @contextlib.contextmanager
+    def update(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor in pinned memory, to be changed in place; written back in the background after the block.
+
+        A block that raises leaves the stored bytes as they were.
+        """
+        entry, tensor = self._acquire(name)
+        try:
+            yield tensor
+        except BaseException:
+            self._open().stager.release(entry.chunk, keep=False)
+            raise
+        self._open().stager.write_back(entry.chunk)
+
+    def flush(self) -> None:
+        """Wait until everything updated is on the drive (fdatasync). Raises IoError when a write failed."""
+        machinery = self._open()
+        machinery.stager.settle_all()
+        machinery.arena.file.sync()
+
+    # A model.
+
+    def page(
+        self,
+        model: nn.Module,
+        *,
+        sub_group_size: int | None = None,
+        resident_numel_below: int = 100_000,
+        resident_numel_max: int = 0,
+        look_ahead_bytes: int | None = None,
+        hold_parameters: bool = False,
+        hold_state: bool = False,
+    ) -> None:
+        """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
+
+        After this the model's parameters are paged tensors (fp32 masters), every gather reads its 16-bit copy from NVMe, and
+        `PagedAdamW(model.parameters(), swap=self)` steps it. Parameters on the meta device get their place without ever
+        being held; give them values (`load_state_dict`, `infinity.initialize`) before they are used.
+
+        Args:
+            sub_group_size: at most this many elements are stepped together; from the pinned budget where None.
+            resident_numel_below: parameters with fewer elements keep their copy in host memory.
+            resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
+            look_ahead_bytes: how far reads run ahead of use; as far as the pool allows where None.
+            hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
+            hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
+
+        Raises ConfigError for a model that can't be paged, BudgetError when the pool is too small for one group or three
+        sub-groups (naming the number that would do), StoreError without space; the model is unchanged then.
+        """
+        if self._paged is not None:
+            raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
+        groups = sharded_groups(model)
+        dtype = gathered_dtype(model)
+        below = math.inf if hold_parameters else resident_numel_below
+        shards = _shards(groups, below, resident_numel_max)
+        copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
+        layout = self._plan(groups, shards, copy_itemsize, sub_group_size)
+        machinery = self._open()
+        machinery.adopt(self._device_of(groups))
+        self._paged = PagedModel(
+            layout=layout,
+            group_names=[group.name for group in groups],
+            shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
+            copy_dtype=dtype,
+            hold_state=hold_state,
+            stager=machinery.stager,
+            arena=machinery.arena,
+            what="parameters and optimizer state" if not hold_state else "parameters",
+        )
+        self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in self._paged.groups]
+        room = machinery.pool.nbytes - budget.ACCESS_BYTES - budget.GATHERS_IN_USE * max(self._group_bytes)
+        self._look_ahead_bytes = max(0, room if look_ahead_bytes is None else min(room, look_ahead_bytes))
+        self._take_over(model, groups, self._paged)
+
+    @property
+    def paged(self) -> PagedModel:
+        """The paged model. Raises InfinityError before `page`."""
+        if self._paged is None:
+            raise InfinityError("no model is paged yet: call page(model) first")
+        return self._paged
+
+    @property
+    def stager(self) -> Stager:
+        """For the optimizer: moves sub-groups through the same pool."""
+        return self._open().stager
+
+    @property
+    def sub_groups_ahead(self) -> int:
+        """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
+        depth = self._open().pool.nbytes // max(1, self.paged.layout.sub_group_bytes_max)
+        return max(1, (depth - 1) // 2)
+
+    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
+        """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
+        model = shard.model
+        if dtype != model.copy_dtype:
+            raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
+        if not shard.filled:
+            raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
+        if shard.resident is None:
+            chunk = shard.group.chunk
+            assert chunk is not None
+            if chunk.state is not ChunkState.IN_USE:
+                self._use(shard.group, training)
+            shard.group.gathering.add(shard.index)
+        return self._device.take(model.gathered_view(shard))
+
+    def gathered(self, shard: PagedShard) -> None:
+        """For the paged tensor: FSDP2 has taken the copy over. The group's lease goes back with its last shard."""
+        group = shard.group
+        if shard.resident is not None:
+            return
+        group.gathering.discard(shard.index)
+        if not group.gathering and group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
+            stager = self._open().stager
+            stager.release(group.chunk, keep=group.chunk in stager.wanted)
+
+    def begin_step(self) -> None:
+        """For the optimizer: the copies are about to change, so nothing staged is worth keeping."""
+        stager = self._open().stager
+        stager.drop_all()
+        stager.wanted = ()
+
+    def end_step(self) -> None:
+        """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
+        trace = self._traces[True]
+        surprised = trace.end_cycle()
+        if surprised and not any(self._evaluated):  # an evaluation leaves the root group gathered: no other path
+            self._tell_surprise()
+        self._evaluated = (False, self._evaluated[0])
+        self._look_ahead(trace)
+
+    # What it took.
+
+    @property
+    def backend(self) -> str:
+        """The I/O backend in use."""
+        return self._open().engine.backend
+
+    @property
+    def notes(self) -> list[str]:
+        """What the machine refused and what was done instead, a line each."""
+        machinery = self._open()
+        return [*machinery.engine.notes, *machinery.pool.notes, *machinery.arena.notes, *machinery.notes]
+
+    def stats(self) -> SwapStats:
+        """The counters."""
+        machinery = self._open()
+        return SwapStats(
+            read_bytes=machinery.engine.read_bytes,
+            written_bytes=machinery.engine.written_bytes,
+            stall_seconds=machinery.engine.stall_seconds,
+            demand_reads=machinery.stager.demand_reads,
+            surprises=sum(trace.surprises for trace in self._traces.values()),
+            pinned_bytes=machinery.pool.nbytes,
+            pinned_peak_bytes=machinery.pool.peak_bytes,
+            arena_bytes=machinery.arena.nbytes,
+        )
+
+    def step_bytes(self, *, micro_batches: int = 1) -> tuple[int, int]:
+        """Bytes (read, written) that a step of the paged model moves with nothing cached: the sum of the design."""
+        layout = self.paged.layout
+        held = any(sub.held is not None for sub in self.paged.sub_groups)
+        return step_bytes(
+            trained_numel=sum(shard.numel for shard in layout.shards if shard.trained),
+            paged_numel=sum(shard.numel for shard in layout.shards if not shard.resident),
+            copy_itemsize=self.paged.copy_dtype.itemsize,
+            writes_copy=self.paged.has_copy,
+            state_on_nvme=not held,
+            micro_batches=micro_batches,
+        )
+
+    def close(self) -> None:
+        """Wait for what is in flight, give memory and drive space back. Idempotent.
+
+        Raises IoError when a write failed that nobody waited for.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        machinery, self._machinery = self._machinery, None
+        try:
+            if machinery is not None:
+                machinery.close()
+        finally:
+            self._folder.close()
+
+    def __enter__(self) -> SwapManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # How.
+
+    def _open(self, pinned_bytes: int | None = None) -> _Machinery:
+        if self._machinery is None:
+            if self._closed:
+                raise InfinityError("this SwapManager is closed")
+            size = self._pinned_bytes or pinned_bytes or budget.PINNED_BYTES_DEFAULT
+            self._machinery = _Machinery(self._folder, size, self._lock_memory, self._engine_options, self._device)
+        return self._machinery
+
+    def _tensor(self, name: str) -> _Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise KeyError(f"no tensor named {name!r} is registered") from None
+
+    def _acquire(self, name: str) -> tuple[_Tensor, torch.Tensor]:
+        entry = self._tensor(name)
+        if entry.chunk.state is ChunkState.IN_USE:
+            raise InfinityError(f"tensor {name!r} is in use already")
+        lease = self._open().stager.acquire(entry.chunk)
+        return entry, lease.view(entry.dtype, 0, entry.shape.numel()).view(entry.shape)
+
+    def _plan(
+        self, groups: list[ShardedGroup], shards: list[Shard], copy_itemsize: int, sub_group_size: int | None
+    ) -> Layout:
+        """Settle the pinned budget and the size of sub-groups, and lay the model out."""
+        group_bytes = [0] * len(groups)
+        for shard in shards:
+            if not shard.resident:
+                group_bytes[shard.group] += align_up(shard.numel, SPACE_ALIGN) * (copy_itemsize or 4)
+        largest = max(range(len(groups)), key=group_bytes.__getitem__)
+        gather = budget.gather_bytes(group_bytes[largest])
+        per_element = copy_itemsize + 12
+        explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
+        pinned = explicit or max(budget.PINNED_BYTES_DEFAULT, gather + budget.ACCESS_BYTES)
+        budget.check_available(pinned)
+        fitting = budget.sub_group_numel_for(pinned, per_element)
+        numel = min(fitting, SUB_GROUP_NUMEL_DEFAULT) if sub_group_size is None else sub_group_size
+        layout = plan_layout(
+            shards,
+            groups=len(groups),
+            sub_group_numel_max=max(SPACE_ALIGN, numel if explicit else min(numel, fitting)),
+            copy_itemsize=copy_itemsize,
+        )
+        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * layout.sub_group_bytes_max)
+        budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
+        self._open(pinned)
+        return layout
+
+    def _take_over(self, model: nn.Module, groups: list[ShardedGroup], paged: PagedModel) -> None:
+        """Move the values into the arena and put paged tensors in their place."""
+        parameters = [p for group in groups for p in group.parameters]
+        torch_device = self._device.torch_device
+        replacements: dict[str, nn.Parameter] = {}
+        for shard, source in zip(paged.shards, parameters, strict=True):
+            local = PagedTensor.over(shard, Field.MASTER, self, torch_device)
+            shard.filled = shard.shape.numel() == 0
+            if not source.local.is_meta:
+                local.store(source.local.detach())
+            sharded = source.sharded
+            tensor = DTensor.from_local(
+                local,
+                sharded.device_mesh,
+                sharded.placements,
+                run_check=False,
+                shape=sharded.shape,
+                stride=sharded.stride(),
+            )
+            replacement = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
+            replacements.update(dict.fromkeys(source.names, replacement))
+        install(model, replacements)
+
+    def _device_of(self, groups: list[ShardedGroup]) -> Device:
+        """Where the model computes: the device of the mesh it was sharded over."""
+        kind = groups[0].parameters[0].sharded.device_mesh.device_type
+        self._device = device_for(
+            torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        )
+        return self._device
+
+    def _use(self, group: PagedGroup, training: bool) -> None:
+        trace = self._traces[training]
+        if not training:
+            self._evaluated = (True, self._evaluated[1])
+        if not training and trace.used(group.index):
+            trace.end_cycle()  # nothing marks the end of an evaluation pass but the beginning of the next
+        trace.use(group.index)
+        assert group.chunk is not None
+        self._open().stager.acquire(group.chunk)
+        self._look_ahead(trace)
+
+    def _look_ahead(self, trace: Trace) -> None:
+        groups = self.paged.groups
+        stager = self._open().stager
+        chosen = groups_to_stage(trace.upcoming(), self._group_bytes, self._look_ahead_bytes)
+        wanted = [chunk for index in chosen if (chunk := groups[index].chunk) is not None]
+        stager.wanted = wanted
+        for chunk in wanted:
+            if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
+                break
+
+    def _tell_surprise(self) -> None:
+        if not self._told_surprise:
+            self._told_surprise = True
+            log.info("the model took another path than in the step before; reads follow the new one from now on")
+
+
+class _Machinery:
+    """Pool, engine, arena and stager: made together when the size of the pool is known, closed together."""
+
+    def __init__(
+        self, folder: RunFolder, pinned_bytes: int, lock_memory: bool, options: dict[str, object], device: Device
+    ) -> None:
+        self.notes: list[str] = []
+        self.pool = PinnedPool(pinned_bytes, lock=lock_memory)
+        self.engine = IoEngine(self.pool, **options)  # type: ignore[arg-type]
+        rank = os.environ.get("RANK", "0")
+        self.arena = Arena(folder, self.engine, name=f"rank{rank}.arena")
+        self.stager = Stager(self.engine, self.pool, self.arena, device)
+
+    def adopt(self, device: Device) -> None:
+        """Compute happens on `device` from now on."""
+        self.stager.device = device
+        refused = device.register(self.pool.slab)
+        if refused:
+            self.notes.append(refused)
+
+    def close(self) -> None:
+        try:
+            self.stager.settle_all()
+            self.stager.drop_all()
+        finally:
+            try:
+                self.engine.close()
+            finally:
+                self.arena.close()
+
+
+def _shards(groups: list[ShardedGroup], resident_below: float, resident_numel_max: int) -> list[Shard]:
+    """What the layout needs to know of each parameter, and which copies stay resident."""
+    shards = []
+    left = resident_numel_max
+    for index, group in enumerate(groups):
+        for parameter in group.parameters:
+            numel = parameter.padded_shape.numel()
+            resident = parameter.sharded.numel() < resident_below
+            if not resident and numel <= left:
+                resident = True
+                left -= numel
+            shards.append(Shard(parameter.names[0], index, numel, parameter.parameter.requires_grad, resident))
+    return shards

@@ -1,0 +1,258 @@
+"""Floor 4. A model whose state rests in the arena: its groups, shards and sub-groups, and access to single ranges.
+
+Knows bytes and chunks; knows neither FSDP2 nor the optimizer. Used by the training thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.aio import Lease
+from infinity.store import Arena, Extent, Field, Layout, SubGroup
+from infinity.swap.budget import ACCESS_BYTES
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.stager import Stager
+from infinity.units import PAGE_BYTES, align_up
+
+_RANGE_BYTES = ACCESS_BYTES - 2 * PAGE_BYTES
+
+
+@dataclass(eq=False)
+class PagedSubGroup:
+    """One sub-group and the chunk through which the optimizer reads and writes it.
+
+    `held` is where master and moments are when they stay in host memory (1-D, uint8); None when they rest in the arena.
+    """
+
+    layout: SubGroup
+    extent: Extent
+    chunk: Chunk
+    held: torch.Tensor | None
+    copy_dtype: torch.dtype
+
+    def view(self, which: Field, lease: Lease) -> torch.Tensor:
+        """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease`."""
+        dtype = self.copy_dtype if which is Field.COPY else torch.float32
+        offset = self.layout.field_offset(which)
+        if self.held is None or which is Field.COPY:
+            return lease.view(dtype, offset, self.layout.numel)
+        offset -= self.layout.field_offset(Field.MASTER)
+        return self.held[offset : offset + self.layout.numel * dtype.itemsize].view(dtype)
+
+
+@dataclass(eq=False)
+class PagedShard:
+    """This rank's piece of one parameter.
+
+    shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `resident` is its copy where that
+    stays in host memory (1-D, padded). `filled`: whether it was ever given values.
+    """
+
+    name: str
+    index: int
+    shape: torch.Size
+    padded_shape: torch.Size
+    trained: bool
+    group: PagedGroup = field(repr=False)
+    model: PagedModel = field(repr=False)
+    resident: torch.Tensor | None = field(default=None, repr=False)
+    filled: bool = False
+
+    def read(self, which: Field, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) of a field (1-D, fp32, on the CPU) in ordinary memory."""
+        out = torch.empty(numel, dtype=torch.float32)
+
+        def take(staged: torch.Tensor, at: int) -> None:
+            out[at - start : at - start + staged.numel()].copy_(staged)
+
+        self.model._access(self, which, start, numel, take, write=False)
+        return out
+
+    def write(self, which: Field, start: int, values: torch.Tensor) -> None:
+        """Set elements [start, start + values.numel()) of a field (1-D). Setting the master sets its copies too."""
+
+        def give(staged: torch.Tensor, at: int) -> None:
+            staged.copy_(values[at - start : at - start + staged.numel()])
+
+        numel = values.numel()
+        self.model._access(self, which, start, numel, give, write=True)
+        if which is Field.MASTER:
+            if self.model.layout.sub_groups and self.model.has_copy:
+                self.model._access(self, Field.COPY, start, numel, give, write=True)
+            if self.resident is not None:
+                self.resident[start : start + numel].copy_(values)
+            self.filled = True
+
+
+@dataclass(eq=False)
+class PagedGroup:
+    """The shards that FSDP2 gathers together. `chunk` fetches the copies of all of them that are not resident."""
+
+    index: int
+    name: str
+    shards: list[PagedShard] = field(default_factory=list)
+    chunk: Chunk | None = None
+    gathering: set[int] = field(default_factory=set)
+    """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
+
+
+class PagedModel:
+    """Lays shards out in the arena and keeps what is needed to find them.
+
+    Args:
+        copy_dtype: what is gathered: bf16, fp16, or fp32.
+        hold_state: keep master and moments in host memory (only the copies rest in the arena).
+        what: names the bytes in an error about missing space.
+
+    Raises StoreError when the arena can't hold them; nothing is reserved then.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        group_names: Sequence[str],
+        shapes: Sequence[tuple[torch.Size, torch.Size]],
+        copy_dtype: torch.dtype,
+        hold_state: bool,
+        stager: Stager,
+        arena: Arena,
+        what: str,
+    ) -> None:
+        self.layout = layout
+        self.copy_dtype = copy_dtype
+        self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
+        self._stager = stager
+        sizes = [s.numel * s.copy_itemsize if hold_state else s.nbytes for s in layout.sub_groups]
+        extents = arena.reserve(sizes, what)
+        self.sub_groups = [
+            _paged_sub_group(s, extent, hold_state, copy_dtype)
+            for s, extent in zip(layout.sub_groups, extents, strict=True)
+        ]
+        self.nbytes = sum(extent.nbytes for extent in extents)
+        self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
+        self.shards: list[PagedShard] = []
+        self._by_space = [[self.sub_groups[s.index] for s in cuts] for cuts in layout.by_space]
+        for space, group in enumerate(self.groups):
+            group.chunk = self._group_chunk(group, self._by_space[space])
+        self._add_shards(shapes)
+
+    def gathered_view(self, shard: PagedShard) -> torch.Tensor:
+        """The shard's copy (1-D, padded) in its group's lease, or where it is resident. The chunk must be in use."""
+        if shard.resident is not None:
+            return shard.resident
+        assert shard.group.chunk is not None and shard.group.chunk.lease is not None
+        _, start = self.layout.place[shard.index]
+        itemsize = self.copy_dtype.itemsize
+        return shard.group.chunk.lease.view(self.copy_dtype, start * itemsize, self.layout.shards[shard.index].numel)
+
+    def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
+        for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
+            group = self.groups[spec.group]
+            shard = PagedShard(spec.name, index, shape, padded, spec.trained, group, self)
+            if spec.resident:
+                shard.resident = torch.zeros(spec.numel, dtype=self.copy_dtype)
+            group.shards.append(shard)
+            self.shards.append(shard)
+
+    def _group_chunk(self, group: PagedGroup, members: Sequence[PagedSubGroup]) -> Chunk | None:
+        if not members:
+            return None
+        which = Field.COPY if self.has_copy else Field.MASTER
+        spans = []
+        for member in members:
+            itemsize = member.layout.itemsize(which)
+            spans.append(
+                Span(
+                    member.extent.offset + member.layout.field_offset(which),
+                    member.layout.start * itemsize,
+                    member.layout.numel * itemsize,
+                )
+            )
+        total = sum(span.nbytes for span in spans)
+        return Chunk(f"group {group.name}", total, tuple(spans), (), after=tuple(m.chunk for m in members))
+
+    def _access(
+        self,
+        shard: PagedShard,
+        which: Field,
+        start: int,
+        numel: int,
+        move: Callable[[torch.Tensor, int], None],
+        *,
+        write: bool,
+    ) -> None:
+        """Call `move(elements, first)` for the ranges that make up [start, start + numel), staged; write them back.
+
+        The bytes around a range that share its first and last page are read first and written back unchanged.
+        """
+        if write and shard.group.chunk is not None:
+            assert shard.group.chunk.state is not ChunkState.IN_USE, f"{shard.name} is written while it is gathered"
+            self._stager.drop(shard.group.chunk)
+        for sub, at, low, count in self._ranges(shard, which, start, numel):
+            dtype = self.copy_dtype if which is Field.COPY else torch.float32
+            if sub.held is not None and which is not Field.COPY:
+                offset = sub.layout.field_offset(which) - sub.layout.field_offset(Field.MASTER) + low * 4
+                move(sub.held[offset : offset + count * 4].view(dtype), at)
+                continue
+            offset = sub.extent.offset + sub.layout.field_offset(which) + low * dtype.itemsize
+            nbytes = count * dtype.itemsize
+            first = offset // PAGE_BYTES * PAGE_BYTES
+            last = align_up(offset + nbytes)
+            whole = Span(first, 0, last - first)
+            reads = _edges(whole, offset, offset + nbytes) if write else (whole,)
+            chunk = Chunk(f"{which.value} of {shard.name}", whole.nbytes, reads, (whole,), after=(sub.chunk,))
+            lease = self._stager.acquire(chunk)
+            try:
+                move(lease.view(dtype, offset - first, count), at)
+            except BaseException:
+                self._stager.release(chunk, keep=False)
+                raise
+            if write:
+                self._stager.write_back(chunk)
+                self._stager.settle(chunk)
+            else:
+                self._stager.release(chunk, keep=False)
+
+    def _ranges(
+        self, shard: PagedShard, which: Field, start: int, numel: int
+    ) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
+        """(sub-group, first element of the shard, first element of the sub-group, count), each of a bounded size."""
+        space, _ = self.layout.place[shard.index]
+        for sub in self._by_space[space]:
+            step = _RANGE_BYTES // sub.layout.itemsize(which)
+            for piece in sub.layout.pieces:
+                if piece.shard != shard.index:
+                    continue
+                low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+                for at in range(low, high, step):
+                    yield sub, at, piece.offset + at - piece.start, min(step, high - at)
+
+
+def _paged_sub_group(layout: SubGroup, extent: Extent, hold_state: bool, copy_dtype: torch.dtype) -> PagedSubGroup:
+    name = f"sub-group {layout.index}"
+    if hold_state:
+        copy_bytes = layout.numel * layout.copy_itemsize
+        chunk = Chunk(name, copy_bytes, (), (Span(extent.offset, 0, copy_bytes),))
+        return PagedSubGroup(
+            layout, extent, chunk, torch.zeros(layout.nbytes - copy_bytes, dtype=torch.uint8), copy_dtype
+        )
+    state = layout.field_offset(Field.MASTER)
+    reads = (Span(extent.offset + state, state, layout.nbytes - state),)
+    chunk = Chunk(name, layout.nbytes, reads, (Span(extent.offset, 0, layout.nbytes),))
+    return PagedSubGroup(layout, extent, chunk, None, copy_dtype)
+
+
+def _edges(whole: Span, start: int, end: int) -> tuple[Span, ...]:
+    """The first and last page of `whole` where [start, end) covers them only in part."""
+    first_page = whole.offset
+    last_page = whole.offset + whole.nbytes - PAGE_BYTES
+    pages = set()
+    if start != first_page:
+        pages.add(first_page)
+    if end != last_page + PAGE_BYTES:
+        pages.add(last_page)
+    return tuple(Span(page, page - whole.offset, PAGE_BYTES) for page in sorted(pages))

@@ -1,0 +1,256 @@
+"""Floor 4. The paged tensor: looks like a tensor, holds no elements; they rest in the arena and come when asked for.
+
+[Note: A tensor without elements]
+It is a real tensor (sizes, strides, dtype, a place in autograd) over a storage resized to zero bytes, because FSDP2 asks for
+the storage of what it shards. Nothing may ever look into that storage, so every operation arrives in `__torch_dispatch__`,
+which does one of four things:
+
+  * a view gives another paged tensor of the same shard (the geometry is computed on the meta device);
+  * a factory (`zeros_like`, ...) looks at the geometry only;
+  * an operation that writes reads the range, runs, and writes the range back;
+  * anything else reads the range into ordinary memory and runs there.
+
+FSDP2 itself never takes these paths in a step: it asks `fsdp_pre_all_gather` for the 16-bit copy that is staged.
+
+[Note: The padded twin]
+For a shard smaller than its padded size, FSDP2 makes a zeroed tensor of the padded size, copies the shard into its beginning
+and keeps that. `new_zeros` of just that size therefore returns a twin: zeros that turn into the padded shard itself when the
+shard is copied into the place where it already is. Any other use of a twin before that is an error, never silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map
+
+from infinity.errors import InfinityError
+from infinity.store import Field
+from infinity.swap.paged_model import PagedShard
+
+_FACTORIES = {
+    torch.ops.aten.zeros_like,
+    torch.ops.aten.ones_like,
+    torch.ops.aten.full_like,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.rand_like,
+    torch.ops.aten.randn_like,
+    torch.ops.aten.new_zeros,
+    torch.ops.aten.new_ones,
+    torch.ops.aten.new_full,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}
+
+
+class Gatherer(Protocol):
+    """Who stages groups: the swap manager."""
+
+    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
+        """The shard's copy on the device (padded shape), its group staged and in use."""
+
+    def gathered(self, shard: PagedShard) -> None:
+        """FSDP2 has taken the copy over."""
+
+
+class _Blank:
+    """Shared by a padded twin and its views: True until the shard has been copied into it."""
+
+    def __init__(self) -> None:
+        self.blank = True
+
+
+class PagedTensor(torch.Tensor):
+    """A view of one field of one shard (fp32). Made by `infinity.SwapManager.page`; behaves as the tensor it stands for."""
+
+    _shard: PagedShard
+    _field: Field
+    _offset: int
+    _gatherer: Gatherer
+    _twin: _Blank | None
+
+    @staticmethod
+    def over(
+        shard: PagedShard,
+        which: Field,
+        gatherer: Gatherer,
+        device: torch.device,
+        *,
+        geometry: torch.Tensor | None = None,
+        twin: _Blank | None = None,
+    ) -> PagedTensor:
+        """The shard's field as a tensor of its own shape, or with the sizes, strides and offset of `geometry` (meta)."""
+        if geometry is None:
+            geometry = torch.empty(shard.shape, device="meta")
+        base = torch.empty_strided(geometry.shape, geometry.stride(), dtype=torch.float32, device=device)
+        base.untyped_storage().resize_(0)
+        paged: PagedTensor = torch.Tensor._make_subclass(PagedTensor, base)
+        paged._shard, paged._field, paged._gatherer = shard, which, gatherer
+        paged._offset, paged._twin = int(geometry.storage_offset()), twin
+        return paged
+
+    def materialize(self) -> torch.Tensor:
+        """The elements, read from the arena, as an ordinary tensor of the same shape on the same device."""
+        self._check_not_blank("read")
+        if self.numel() == 0:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        start, count = self._extent()
+        flat = self._shard.read(self._field, start, count)
+        return flat.as_strided(self.shape, self.stride(), self._offset - start).to(self.device)
+
+    def store(self, values: torch.Tensor) -> None:
+        """Set the elements from an ordinary tensor of the same shape, in the arena and in every copy."""
+        self._check_not_blank("written")
+        if self.numel() == 0:
+            return
+        start, count = self._extent()
+        if self.is_contiguous():
+            flat = values.detach().to("cpu", torch.float32).reshape(-1)
+        else:
+            flat = self._shard.read(self._field, start, count)
+            flat.as_strided(self.shape, self.stride(), self._offset - start).copy_(values)
+        self._shard.write(self._field, start, flat)
+
+    # What FSDP2 calls: see "tensor subclass all-gather extensions" in torch/distributed/fsdp/_fully_shard.
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: object,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[torch.Tensor], None]:
+        """The padded shard in the dtype of compute."""
+        dtype = mp_policy.param_dtype or self.dtype
+        staged = self._gatherer.gather(self._shard, training=module.training, dtype=dtype)
+        return (staged.view(self._shard.padded_shape),), None
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """The gathered parameter lives in FSDP2's own buffer; ours is free now."""
+        self._gatherer.gathered(self._shard)
+        return None if out is not None else (all_gather_outputs[0], ())
+
+    # What would look into the storage without passing the dispatcher.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.materialize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.materialize().tolist()
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialize().__array__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.materialize()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PagedTensor({self._shard.name}, {self._field.value}, size={tuple(self.shape)})"
+
+    def _extent(self) -> tuple[int, int]:
+        """First element of the shard that this view covers, and how many from there to its last."""
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
+        return self._offset, reach + 1
+
+    def _check_not_blank(self, verb: str) -> None:
+        if self._twin is not None and self._twin.blank:
+            raise InfinityError(f"the padded twin of {self._shard.name} is {verb} before the shard was copied into it")
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in _FACTORIES and isinstance(args[0], PagedTensor):
+            return _factory(func, args, kwargs)
+        arguments = list(zip(func._schema.arguments, args, strict=False))
+        arguments += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        written = [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
+        aliased = any(a.alias_info is not None and not a.alias_info.is_write for a, _ in arguments)
+        if written:
+            return _write(func, args, kwargs, written)
+        if aliased and isinstance(args[0], PagedTensor):
+            return _view(func, args, kwargs)
+        return func(*_ordinary(args), **_ordinary(kwargs))
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another view of the same shard, its geometry computed without elements."""
+    base: PagedTensor = args[0]
+    start, count = base._extent() if base.numel() else (base._offset, 0)
+    flat = torch.empty(start + count, device="meta")
+    geometry = func(flat.as_strided(base.shape, base.stride(), base._offset), *args[1:], **kwargs)
+    return tree_map(
+        lambda g: (
+            PagedTensor.over(base._shard, base._field, base._gatherer, base.device, geometry=g, twin=base._twin)
+            if isinstance(g, torch.Tensor)
+            else g
+        ),
+        geometry,
+    )
+
+
+def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    base: PagedTensor = args[0]
+    shard = base._shard
+    if func.overloadpacket is torch.ops.aten.new_zeros and not (base._twin and base._twin.blank):
+        size = torch.Size(args[1])
+        if size == shard.padded_shape and base.shape == shard.shape != size and base._field is Field.MASTER:
+            geometry = torch.empty(size, device="meta")
+            return PagedTensor.over(shard, base._field, base._gatherer, base.device, geometry=geometry, twin=_Blank())
+    stand_in = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    kwargs = {**kwargs, "device": kwargs.get("device") or base.device}
+    made: torch.Tensor = func(stand_in, *args[1:], **kwargs)
+    return made
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Any]) -> Any:
+    """Run an in-place operation on ordinary tensors, then store what it changed."""
+    targets = [t for value in written for t in (value if isinstance(value, (list, tuple)) else [value])]
+    paged = [t for t in targets if isinstance(t, PagedTensor)]
+    if func.overloadpacket is torch.ops.aten.copy_ and len(paged) == 1:
+        target, source = args[0], args[1]
+        if target._twin is not None and target._twin.blank:
+            return _fill_twin(target, source)
+        values = source.materialize() if isinstance(source, PagedTensor) else source
+        target.store(values.to(torch.float32).expand(target.shape))
+        return target
+    stand_ins = {id(t): t.materialize() for t in paged}
+    swap = _replacer(lambda t: stand_ins[id(t)] if id(t) in stand_ins else t.materialize())
+    result = func(*tree_map(swap, args), **tree_map(swap, kwargs))
+    for t in paged:
+        t.store(stand_ins[id(t)])
+    back = {id(stand_ins[id(t)]): t for t in paged}
+    return tree_map(lambda r: back.get(id(r), r), result)
+
+
+def _fill_twin(target: PagedTensor, source: Any) -> PagedTensor:
+    same = isinstance(source, PagedTensor) and source._shard is target._shard and source._field is target._field
+    if not same or source._offset != target._offset or source.shape != target.shape:
+        raise InfinityError(f"the padded twin of {target._shard.name} can only be filled with its own shard")
+    assert target._twin is not None
+    target._twin.blank = False
+    return target
+
+
+def _replacer(replace: Callable[[PagedTensor], torch.Tensor]) -> Callable[[Any], Any]:
+    return lambda value: replace(value) if isinstance(value, PagedTensor) else value
+
+
+def _ordinary(tree: Any) -> Any:
+    return tree_map(_replacer(PagedTensor.materialize), tree)

@@ -1,0 +1,224 @@
+"""Floor 4. The stager: brings chunks into leases and back. Mechanism only; what to stage next is decided elsewhere.
+
+[Note: Why nobody waits for ever]
+Every lease is held by a chunk in one of five states. READING and WRITING end by themselves, LANDING ends when the device has
+copied, STAGED may be dropped at any time. Only IN_USE lasts as long as its user wants, and the users are few: the groups
+being gathered (two at most: the current one and the one FSDP2 prefetches), or the sub-groups of one optimizer step that
+were read and not yet updated. The budget (infinity/swap/budget.py) holds these and enough holes around them for the next,
+so a demand either finds room, or makes it by dropping and waiting; it fails only where the caller breaks the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
+from infinity.device import Device
+from infinity.errors import BudgetError
+from infinity.store import Arena
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.units import format_bytes
+
+
+class Stager:
+    """Moves chunks between one arena and one pool. All calls come from the training thread."""
+
+    def __init__(self, engine: IoEngine, pool: PinnedPool, arena: Arena, device: Device) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._arena = arena
+        self.device = device
+        self._staged: list[Chunk] = []  # READING or STAGED, oldest first
+        self._writing: list[Chunk] = []
+        self._landing: list[Chunk] = []
+        self.wanted: Sequence[Chunk] = ()
+        """What is worth keeping staged, soonest needed first; the rest is dropped before it, and it from its end."""
+        self.demand_reads = 0
+        """Reads that nobody had started before they were needed."""
+
+    def prefetch(self, chunk: Chunk) -> bool:
+        """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
+        if any(other.state is ChunkState.WRITING for other in chunk.after):
+            self._reap()
+            if any(other.state is ChunkState.WRITING for other in chunk.after):
+                return False
+        lease = self._pool.try_lease(chunk.lease_bytes)
+        if lease is None:
+            self._reap()
+            lease = self._pool.try_lease(chunk.lease_bytes)
+        while lease is None:
+            idle = [c for c in self._staged if c not in self.wanted and all(t.done for t in c.transfers)]
+            if not idle:
+                return False
+            self.drop(idle[0])
+            lease = self._pool.try_lease(chunk.lease_bytes)
+        self._start_read(chunk, lease, Priority.PREFETCH)
+        return True
+
+    def acquire(self, chunk: Chunk) -> Lease:
+        """The chunk's bytes in a lease, for the caller alone until `release` or `write_back`. Waits as long as it takes.
+
+        Raises IoError when the read failed (the lease is back in the pool then), BudgetError when the pool can't hold it.
+        """
+        if chunk.state is ChunkState.WRITING:
+            self.settle(chunk)
+        if chunk.state is ChunkState.LANDING:
+            self._landing.remove(chunk)
+            chunk.landing = None
+            chunk.move_to(ChunkState.IN_USE)
+            assert chunk.lease is not None
+            return chunk.lease
+        if chunk.state is ChunkState.RESTING:
+            for other in chunk.after:
+                self.settle(other)
+            self.demand_reads += 1
+            self._start_read(chunk, self.make_room(chunk.lease_bytes, chunk.name), Priority.DEMAND)
+        if chunk.state is ChunkState.READING:
+            self._finish_read(chunk)
+        assert chunk.state is ChunkState.STAGED and chunk.lease is not None, f"{chunk.name} is already in use"
+        self._staged.remove(chunk)
+        chunk.move_to(ChunkState.IN_USE)
+        return chunk.lease
+
+    def occupy(self, chunk: Chunk) -> Lease:
+        """A lease for a chunk whose old bytes are not needed: as `acquire`, without the read."""
+        self.settle(chunk)
+        self.drop(chunk)
+        chunk.lease = self.make_room(chunk.lease_bytes, chunk.name)
+        chunk.move_to(ChunkState.IN_USE)
+        return chunk.lease
+
+    def release(self, chunk: Chunk, *, keep: bool) -> None:
+        """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed."""
+        landing = self.device.landing()
+        if keep:
+            chunk.move_to(ChunkState.STAGED)
+            self._staged.append(chunk)
+        elif landing.done():
+            self._rest(chunk)
+        else:
+            chunk.landing = landing
+            chunk.move_to(ChunkState.LANDING)
+            self._landing.append(chunk)
+
+    def write_back(self, chunk: Chunk) -> None:
+        """The user changed the bytes: write them in the background; the lease comes back when they are on the drive."""
+        assert chunk.lease is not None
+        chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
+        chunk.move_to(ChunkState.WRITING)
+        self._writing.append(chunk)
+
+    def settle(self, chunk: Chunk) -> None:
+        """Wait until a chunk that is being written is on the drive; nothing to do for any other.
+
+        Raises IoError when the write failed.
+        """
+        if chunk.state is ChunkState.WRITING:
+            self._writing.remove(chunk)
+            try:
+                self._engine.wait(chunk.transfers)
+            finally:
+                self._rest(chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        """Forget the staged bytes of a chunk, waiting for the end of its read; nothing to do where none are staged."""
+        if chunk.state is ChunkState.READING:
+            self._finish_read(chunk)
+        if chunk.state is ChunkState.STAGED:
+            self._staged.remove(chunk)
+            self._rest(chunk)
+        elif chunk.state is ChunkState.LANDING:
+            self._land(chunk)
+
+    def drop_all(self) -> None:
+        """Forget everything that is staged and nobody uses."""
+        for chunk in [*self._staged, *self._landing]:
+            self.drop(chunk)
+
+    def settle_all(self) -> None:
+        """Wait until everything written is on the drive. Raises the first failure, after all have ended."""
+        failure: OSError | None = None
+        while self._writing:
+            try:
+                self.settle(self._writing[0])
+            except OSError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def make_room(self, nbytes: int, who: str) -> Lease:
+        """A lease of `nbytes`, dropping what is staged (least wanted first) and waiting for writes where it must.
+
+        Raises BudgetError, naming `who` and the budget, where all of that is not enough.
+        """
+        while (lease := self._pool.try_lease(nbytes)) is None:
+            if self._reap():
+                continue
+            if self._staged:
+                self.drop(max(self._staged, key=self._distance))
+            elif self._writing:
+                self.settle(self._writing[0])
+            elif self._landing:
+                self._land(self._landing[0])
+            else:
+                raise BudgetError(
+                    f"{who} needs {format_bytes(nbytes)} of the pinned pool at once, which holds "
+                    f"{format_bytes(self._pool.nbytes)}, {format_bytes(self._pool.leased_bytes)} of them in use: raise "
+                    f"pinned_bytes_max (host_bytes_max) to at least {format_bytes(self._pool.leased_bytes + 3 * nbytes)}"
+                )
+        return lease
+
+    def _distance(self, chunk: Chunk) -> int:
+        """How far away the next use is: the place in `wanted`, or beyond its end."""
+        return self.wanted.index(chunk) if chunk in self.wanted else len(self.wanted)
+
+    def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> None:
+        try:
+            transfers = self._engine.start(self._requests("read", chunk, lease, priority))
+        except BaseException:
+            lease.give_back()
+            raise
+        chunk.lease, chunk.transfers = lease, transfers
+        chunk.move_to(ChunkState.READING)
+        self._staged.append(chunk)
+
+    def _finish_read(self, chunk: Chunk) -> None:
+        try:
+            self._engine.wait(chunk.transfers)
+        except OSError:
+            self._staged.remove(chunk)
+            self._rest(chunk)
+            raise
+        chunk.transfers = []
+        chunk.move_to(ChunkState.STAGED)
+
+    def _requests(self, operation: str, chunk: Chunk, lease: Lease, priority: Priority) -> list[Request]:
+        spans: tuple[Span, ...] = chunk.reads if operation == "read" else chunk.writes
+        return [
+            Request(operation, self._arena.file, s.offset, lease, s.lease_offset, s.nbytes, priority) for s in spans
+        ]
+
+    def _reap(self) -> bool:
+        """Take back what has ended by itself; whether anything had."""
+        ended = [c for c in self._writing if all(t.done for t in c.transfers)]
+        for chunk in ended:
+            self.settle(chunk)
+        landed = [c for c in self._landing if c.landing is not None and c.landing.done()]
+        for chunk in landed:
+            self._land(chunk)
+        return bool(ended or landed)
+
+    def _land(self, chunk: Chunk) -> None:
+        assert chunk.landing is not None
+        chunk.landing.wait()
+        chunk.landing = None
+        self._landing.remove(chunk)
+        self._rest(chunk)
+
+    def _rest(self, chunk: Chunk) -> None:
+        """The lease goes back and the chunk rests. No transfer of it is in flight any more."""
+        lease = chunk.lease
+        assert lease is not None
+        chunk.lease, chunk.transfers = None, []
+        chunk.move_to(ChunkState.RESTING)
+        lease.give_back()
