@@ -1,0 +1,269 @@
+"""Floor 5. The engine: forward, backward, step, save and load, under the names that users of DeepSpeed know."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.config import Config
+from infinity.errors import CheckpointError, InfinityError
+from infinity.runtime import checkpoint
+from infinity.schedule.floor import step_floor_seconds
+from infinity.swap import PagedAdam, SwapManager, SwapStats
+
+log = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the last step took: seconds from the end of the step before it, bytes to and from NVMe, and waiting.
+
+    stall_seconds: time the training thread stood waiting for NVMe.
+    """
+
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+    stall_seconds: float
+
+
+class Engine:
+    """Trains one model. Made by `infinity.initialize`.
+
+    `engine(batch)` runs the model, `engine.backward(loss)` its backward pass, `engine.step()` the optimizer after every
+    `gradient_accumulation_steps` of them. `module` is the sharded model, `optimizer` and `lr_scheduler` are what they say.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        training_dataloader: Any,
+        config: Config,
+        swap: SwapManager | None,
+        compute_dtype: torch.dtype,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.config = config
+        self.swap = swap
+        self.numel = sum(p.numel() for p in module.parameters())
+        """Parameters of the whole model."""
+        self.shard_numel = sum(_local(p).numel() for p in module.parameters())
+        """Those of this rank's shards."""
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.step_stats: EngineStats | None = None
+        """What the last optimizer step took; None before the first."""
+        self._compute_dtype = compute_dtype
+        self._on_close = on_close
+        self._boundary: bool | None = None
+        self._grad_norm: float | None = None
+        self._closed = False
+        self._mark = self._counters()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first.
+
+        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`).
+        """
+        if loss.numel() != 1:
+            raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+        scaled = loss / self.gradient_accumulation_steps()
+        scaled.backward()
+        self.micro_steps += 1
+        return scaled
+
+    def step(self) -> None:
+        """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing."""
+        if not self.is_gradient_accumulation_boundary():
+            return
+        self._grad_norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.global_steps += 1
+        self._boundary = None
+        self._note_step()
+
+    def train(self, mode: bool = True) -> Engine:
+        """Training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Evaluation mode."""
+        return self.train(False)
+
+    def parameters(self) -> Any:
+        """The sharded parameters (fp32 masters)."""
+        return self.module.parameters()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether `step` will step: the last micro-batch of a step has had its backward pass."""
+        if self._boundary is not None:
+            return self._boundary
+        return self.micro_steps > 0 and self.micro_steps % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say so yourself, until the next step."""
+        self._boundary = is_boundary
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+        return self.config.batch.accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per micro-batch and rank."""
+        return self.config.batch.micro
+
+    def train_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return self.config.batch.train
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the whole gradient at the last step, before clipping; None before the first."""
+        return self._grad_norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def swap_stats(self) -> SwapStats | None:
+        """Counters of the swap manager since the start; None where nothing rests on NVMe."""
+        return self.swap.stats() if self.swap is not None else None
+
+    def restart_clock(self) -> None:
+        """The next step's seconds and bytes count from now; call it after an evaluation that shouldn't count."""
+        self._mark = self._counters()
+
+    def step_floor_seconds(self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
+        """The least a step could take on this rank (seconds), with nothing cached: see infinity/schedule/floor.py."""
+        if self.swap is None:
+            return compute_seconds
+        read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps())
+        return step_floor_seconds(
+            read_bytes=read,
+            written_bytes=written,
+            read_bytes_per_s=read_bytes_per_s,
+            write_bytes_per_s=write_bytes_per_s,
+            compute_seconds=compute_seconds,
+        )
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
+    ) -> bool:
+        """Write everything needed to go on to `save_dir/tag` (default tag: global_stepN). A collective.
+
+        `client_state`: a dict of plain values and tensors of your own. Raises CheckpointError; an earlier checkpoint stays.
+        """
+        tag = tag or f"global_step{self.global_steps}"
+        if tag != Path(tag).name or tag.startswith("."):
+            raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}")
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.init_state()
+        rest = {
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "client_state": client_state or {},
+            "rng": torch.get_rng_state(),
+        }
+        checkpoint.save(save_dir, tag, self.module, self.optimizer, rest)
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint (default: the latest in `load_dir`), written by any number of ranks. A collective.
+
+        Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model.
+        """
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.init_state()
+        self.optimizer.zero_grad(set_to_none=True)
+        path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
+        self.global_steps = rest["global_steps"]
+        self.micro_steps = rest["micro_steps"]
+        if self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
+        if "rng" in rest:
+            torch.set_rng_state(rest["rng"])
+        return str(path), rest["client_state"]
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
+        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0."""
+        checkpoint.save_16bit(save_dir, self.module, self._compute_dtype)
+        return True
+
+    def close(self) -> None:
+        """Wait for what is in flight and give memory and drive space back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self.swap is not None:
+                self.swap.close()
+        finally:
+            self._on_close()
+
+    destroy = close
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _clip(self) -> float:
+        """Norm of the gradient over all ranks; gradients are scaled down to `gradient_clipping` where that is set."""
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if not grads:
+            raise InfinityError("step() without gradients: call backward(loss) before it")
+        norm = torch.nn.utils.get_total_norm(grads)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.config.gradient_clipping > 0:
+            parameters = [p for p in self.module.parameters() if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clipping, norm)
+        return float(whole)
+
+    def _counters(self) -> tuple[float, int, int, float]:
+        stats = self.swap.stats() if self.swap is not None else None
+        if stats is None:
+            return time.perf_counter(), 0, 0, 0.0
+        return time.perf_counter(), stats.read_bytes, stats.written_bytes, stats.stall_seconds
+
+    def _note_step(self) -> None:
+        now = self._counters()
+        seconds, read, written, stall = (b - a for a, b in zip(self._mark, now, strict=True))
+        self.step_stats = EngineStats(float(seconds), int(read), int(written), float(stall))
+        self._mark = now
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0:
+            log.info("step %d, lr %s, %.3f s", self.global_steps, self.get_lr(), seconds)
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data

@@ -1,0 +1,342 @@
+"""Floor 5. `initialize`: the one place that constructs the whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+
+from infinity.config import Config, OptimizerConfig, load_config
+from infinity.errors import ConfigError
+from infinity.runtime.engine import Engine
+from infinity.runtime.lr_schedules import make_lr_scheduler
+from infinity.runtime.materialize import (
+    InitFn,
+    check_initializable,
+    initialize_values,
+    load_weights,
+    meta_parameters,
+)
+from infinity.runtime.wrap import modules_to_wrap
+from infinity.swap import PagedAdam, SwapManager
+
+log = logging.getLogger("infinity")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    config_params: Any = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    init_fn: InitFn | None = None,
+) -> tuple[Engine, torch.optim.Optimizer, Any, Any]:
+    """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
+
+    Args:
+        args: an object with `deepspeed_config`, read when `config` is None.
+        model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place.
+        optimizer: a fresh torch AdamW or Adam over the model's parameters, or None: the config's.
+        model_parameters: parameters or parameter groups to train; all that require a gradient where None.
+        training_data: a dataset; a DataLoader over it is returned.
+        lr_scheduler: a function of the optimizer that makes one (needed where `initialize` makes the optimizer), a made
+            one where no optimizer is replaced, or None: the config's.
+        collate_fn: for that DataLoader.
+        config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
+        weights: safetensors (file or folder) from which the parameters are set, each rank reading only its rows.
+        init_fn: called with each module that was built on the meta device, to give values to its parameters.
+        distributed_port, mpu, dist_init_required: accepted for compatibility, without meaning here.
+
+    Returns (engine, optimizer, data loader or None, lr scheduler or None).
+
+    Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before the first step; nothing is left behind.
+    """
+    if model is None:
+        raise ConfigError("initialize needs model=")
+    source = config if config is not None else config_params
+    source = source if source is not None else getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ConfigError("initialize needs config=: a dict, a path to JSON, or base64 of JSON")
+    parsed = load_config(source)
+    with ExitStack() as undo:
+        close_group = _ensure_process_group(undo)
+        settled = parsed.resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
+        _check_supported(settled, model, init_fn, weights)
+        _report_ignored(settled)
+        groups = _trained_names(model, model_parameters, optimizer)
+        swap = _shard_and_page(model, settled, undo)
+        _give_values(model, swap, weights, init_fn)
+        made = _make_optimizer(model, settled, optimizer, groups, swap)
+        schedule = _make_schedule(settled, lr_scheduler, made, replaced=optimizer is not None and made is not optimizer)
+        loader = _make_loader(training_data, settled, collate_fn)
+        engine = Engine(
+            module=model,
+            optimizer=made,
+            lr_scheduler=schedule,
+            training_dataloader=loader,
+            config=settled,
+            swap=swap,
+            compute_dtype=_compute_dtype(settled),
+            on_close=close_group,
+        )
+        undo.pop_all()
+    return engine, made, loader, schedule
+
+
+def _ensure_process_group(undo: ExitStack) -> Callable[[], None]:
+    """A process group: the one there is, torchrun's, or one of a single rank. Returns what closes it if it is ours."""
+    if dist.is_initialized():
+        return lambda: None
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def close() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    undo.callback(close)
+    return close
+
+
+def _check_supported(
+    config: Config, model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None
+) -> None:
+    if config.fp16.enabled:
+        raise ConfigError('fp16 needs loss scaling, which infinity does not have yet: use "bf16": {"enabled": true}')
+    if config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1:
+        raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
+    if weights is not None and not Path(weights).exists():
+        raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
+    if weights is None and meta_parameters(model):
+        check_initializable(model, init_fn)
+    _mixed_residency(config)
+
+
+def _mixed_residency(config: Config) -> tuple[bool, bool]:
+    """(parameters on NVMe, optimizer state on NVMe). Raises ConfigError where they name different paths."""
+    parameters, state = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
+    both = parameters.device == state.device == "nvme"
+    if both and Path(str(parameters.nvme_path)).absolute() != Path(str(state.nvme_path)).absolute():
+        raise ConfigError(
+            f"offload_param.nvme_path ({parameters.nvme_path}) and offload_optimizer.nvme_path ({state.nvme_path}) differ: "
+            "infinity keeps both in one arena, so that one write stores them; name one path"
+        )
+    return parameters.device == "nvme", state.device == "nvme"
+
+
+def _report_ignored(config: Config) -> None:
+    if config.ignored and dist.get_rank() == 0:
+        log.info("config keys without meaning here: %s", ", ".join(config.ignored))
+
+
+def _trained_names(
+    model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Parameter groups as (settings, names): sharding puts other objects in the parameters' place."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(parameter, name)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        source: list[Any] = optimizer.param_groups
+    elif model_parameters is not None:
+        source = list(model_parameters)
+    else:
+        source = [parameter for parameter in names if parameter.requires_grad]
+    if not source:
+        raise ConfigError("there is nothing to train: no parameter requires a gradient")
+    grouped = source if isinstance(source[0], dict) else [{"params": source}]
+    found = []
+    for group in grouped:
+        members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
+        if any(member not in names for member in members):
+            raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found.append((settings, [names[member] for member in members]))
+    return found
+
+
+def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapManager | None:
+    """fully_shard each group and the root; then hand what rests on NVMe to a swap manager."""
+    own = config.infinity
+    zero = config.zero_optimization
+    nvme_parameters, nvme_state = _mixed_residency(config)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    _to_fp32_masters(model, mesh)
+    dtype = _compute_dtype(config)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype is torch.float32 else dtype,
+        reduce_dtype=torch.float32 if own.reduce_dtype == "fp32" else torch.bfloat16,
+    )
+    host = zero.offload_param.device == "cpu" and device_type != "cpu" and not nvme_state
+    offload = CPUOffloadPolicy(pin_memory=zero.offload_param.pin_memory) if host else OffloadPolicy()
+    wrap = modules_to_wrap(model, None if own.wrap == "auto" else own.wrap)
+    for module in wrap:
+        reshard = zero.stage >= 3
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    reshard_root = None if zero.stage >= 3 else False  # None: FSDP2 keeps the root group from forward to backward
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
+    if not (nvme_parameters or nvme_state):
+        return None
+    path = zero.offload_param.nvme_path if nvme_parameters else zero.offload_optimizer.nvme_path
+    assert path is not None
+    swap = SwapManager(
+        path,
+        host_bytes_max=own.pinned_bytes_max,
+        backend=own.backend,
+        block_bytes=config.aio.block_size,
+        queue_depth=config.aio.queue_depth,
+        rings=config.io_rings,
+        lock_memory=own.lock_memory,
+    )
+    undo.callback(swap.close)
+    prefetch = zero.stage3_prefetch_bucket_size
+    swap.page(
+        model,
+        sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
+        resident_numel_below=zero.stage3_param_persistence_threshold,
+        resident_numel_max=zero.offload_param.max_in_cpu,
+        look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize,
+        hold_parameters=not nvme_parameters,
+        hold_state=not nvme_state,
+    )
+    if dist.get_rank() == 0:
+        for note in swap.notes:
+            log.info(note)
+    return swap
+
+
+def _to_fp32_masters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters in fp32, where FSDP2 wants them: on the mesh's device, or on the meta device still."""
+    model.float()
+    if mesh.device_type == "cuda" and not any(p.is_meta for p in model.parameters()):
+        model.cuda()
+
+
+def _give_values(
+    model: nn.Module,
+    swap: SwapManager | None,
+    weights: str | os.PathLike[str] | None,
+    init_fn: InitFn | None,
+) -> None:
+    """Fill what was built on the meta device; set everything from `weights` where they are given."""
+    if swap is not None:
+        paged = swap.paged
+        blank = {shard.name for shard in paged.shards if not shard.filled}
+    else:
+        blank = meta_parameters(model)
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if swap is None and blank:
+        _allocate(model, device)
+    if blank and weights is None:
+        initialize_values(model, blank, device, init_fn)
+    elif weights is not None:
+        initialize_values(model, set(), device, init_fn)  # buffers
+        load_weights(model, Path(weights))
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Memory for the shards of a model on the meta device, buffers aside."""
+    buffers = {module: dict(module._buffers) for module in model.modules()}
+    model.to_empty(device=device)
+    for module, kept in buffers.items():
+        module._buffers.update(kept)
+
+
+def _make_optimizer(
+    model: nn.Module,
+    config: Config,
+    given: Any,
+    groups: list[tuple[dict[str, Any], list[str]]],
+    swap: SwapManager | None,
+) -> torch.optim.Optimizer:
+    """The optimizer over the sharded parameters: paged where there is a swap manager."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
+    if callable(given) and not isinstance(given, torch.optim.Optimizer):
+        if swap is not None:
+            raise ConfigError(
+                "with NVMe, pass a torch.optim.AdamW or Adam instead of a function, or name it in the config"
+            )
+        made: torch.optim.Optimizer = given(regrouped)
+        return made
+    if isinstance(given, torch.optim.Optimizer):
+        if type(given) not in (torch.optim.AdamW, torch.optim.Adam):
+            raise ConfigError(f"optimizer {type(given).__name__} can't be sharded here: pass torch.optim.AdamW or Adam")
+        if given.state:
+            raise ConfigError("pass an optimizer that has not stepped yet; its state can't follow the parameters")
+        defaults = dict(given.defaults)
+        defaults["decoupled_weight_decay"] = isinstance(given, torch.optim.AdamW)
+    else:
+        chosen = config.optimizer or OptimizerConfig()
+        defaults = {
+            "lr": chosen.lr,
+            "betas": chosen.betas,
+            "eps": chosen.eps,
+            "weight_decay": chosen.weight_decay,
+            "fused": config.infinity.fused,
+            "decoupled_weight_decay": chosen.type == "AdamW",
+        }
+    if swap is not None:
+        wanted = ("lr", "betas", "eps", "weight_decay", "maximize", "fused", "decoupled_weight_decay")
+        return PagedAdam(regrouped, swap=swap, **{key: defaults[key] for key in wanted if key in defaults})
+    return torch.optim.Adam(regrouped, **{key: value for key, value in defaults.items() if value is not None})
+
+
+def _make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, *, replaced: bool) -> Any:
+    if given is None:
+        return make_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+    if callable(given) and not hasattr(given, "step"):
+        return given(optimizer)
+    if getattr(given, "optimizer", None) is not optimizer:
+        raise ConfigError(
+            "the lr_scheduler belongs to an optimizer that initialize replaced: pass a function of the optimizer instead, "
+            "lr_scheduler=lambda optimizer: ..."
+        )
+    return given
+
+
+def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    if data is None:
+        return None
+    sampler: Any = DistributedSampler(data, shuffle=False) if dist.get_world_size() > 1 else None
+    return DataLoader(data, batch_size=config.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=True)
+
+
+def _compute_dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """Of models that carry a config, for the "auto" values that are computed from it."""
+    described = getattr(model, "config", None)
+    for name in ("hidden_size", "n_embd", "d_model"):
+        size = getattr(described, name, None)
+        if isinstance(size, int):
+            return size
+    return None
