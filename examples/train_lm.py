@@ -1,0 +1,467 @@
+"""Train a byte-level language model whose parameters and optimizer state rest on NVMe.
+
+python examples/train_lm.py                          40 M parameters on the source of Python's standard library
+python examples/train_lm.py --params 1B --steps 3    a larger one, in the same amount of pinned memory
+python examples/train_lm.py --in-memory              the same training without offload: the oracle
+torchrun --nproc-per-node 2 examples/train_lm.py     sharded over two ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import resource
+import signal
+import statistics
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpt import GPT, config_for
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import infinity
+from infinity.units import format_bytes, format_count, parse_bytes, parse_count
+
+HERE = Path(__file__).resolve().parent
+TEXT_BYTES_MAX = 32 << 20
+HELD_OUT_BATCHES = 4
+PROMPTS = ("def ", "class ", "import ")
+SAMPLE_BYTES = 96
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], epilog="Ctrl-C ends the run and gives the space on the drive back."
+    )
+    parser.add_argument(
+        "--config",
+        default=HERE / "train_lm.json",
+        type=Path,
+        help="training config, a DeepSpeed-style JSON (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--params", default="40M", help="parameters of the model, such as 40M, 200M or 1B (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: 100, or 5 above 150M parameters)")
+    parser.add_argument(
+        "--data", type=Path, help="a text file or a folder (default: the source of Python's standard library)"
+    )
+    parser.add_argument(
+        "--nvme-path", type=Path, help="folder on the drive (default: the config's, or .nvme in the checkout)"
+    )
+    parser.add_argument("--in-memory", action="store_true", help="the same training without offload")
+    parser.add_argument(
+        "--pinned-bytes-max", help="pinned host memory per rank, such as 256MiB (default: the config's)"
+    )
+    parser.add_argument("--batch-size", type=int, help="sequences per rank and micro-batch, where the config says auto")
+    parser.add_argument("--context", type=int, default=256, help="bytes per sequence (default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint-activations", action="store_true", help="recompute each block in the backward pass"
+    )
+    parser.add_argument(
+        "--lr", type=float, default=1e-3, help="learning rate, where the config says auto (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of first values, batches and samples (default: %(default)s)"
+    )
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint there at the end")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint there")
+    parser.add_argument("--no-sample", action="store_true", help="don't sample text at the end")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step and the summary there")
+    args = parser.parse_args(argv)
+    try:
+        args.numel = parse_count(args.params)
+    except ValueError as error:
+        parser.error(f"--params: {error}")
+    if args.numel < 100_000:
+        parser.error("--params: at least 100k")
+    if args.context < 8:
+        parser.error("--context: at least 8")
+    if args.steps is None:
+        args.steps = 100 if args.numel <= 150_000_000 else 5
+    if args.steps < 1:
+        parser.error("--steps: at least 1")
+    if args.batch_size is None:
+        args.batch_size = 8 if args.numel <= 150_000_000 else 1
+    return args
+
+
+def training_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The config file with its autos filled from the command line, and the device of --in-memory."""
+    try:
+        config: dict[str, Any] = json.loads(args.config.read_text())
+    except OSError as error:
+        raise infinity.ConfigError(f"{args.config}: can't read the config ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise infinity.ConfigError(f"{args.config}, line {error.lineno}: not JSON: {error.msg}") from None
+    if config.get("train_micro_batch_size_per_gpu") == "auto":
+        config["train_micro_batch_size_per_gpu"] = args.batch_size
+    fill = {"lr": args.lr, "total_num_steps": args.steps, "warmup_num_steps": max(2, args.steps // 10)}
+    for block in ("optimizer", "scheduler"):
+        values = config.get(block, {}).get("params", {})
+        values.update({key: fill[key] for key in values if values[key] == "auto" and key in fill})
+    zero = config.get("zero_optimization", {})
+    for block in ("offload_param", "offload_optimizer"):
+        place = zero.get(block)
+        if place is None:
+            continue
+        if args.in_memory:
+            zero[block] = {"device": "none"}
+        elif place.get("device") == "nvme" and (args.nvme_path or place.get("nvme_path") in (None, "auto")):
+            place["nvme_path"] = str(args.nvme_path or HERE.parent / ".nvme")
+    if args.pinned_bytes_max:
+        config.setdefault("infinity", {})["pinned_bytes_max"] = parse_bytes(args.pinned_bytes_max)
+    return config
+
+
+def read_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(training bytes, held-out bytes) as uint8: every 20th file is held out, or the end of a single one."""
+    root = path or Path(sysconfig.get_paths()["stdlib"])
+    if root.is_file():
+        raw = torch.frombuffer(bytearray(root.read_bytes()[:TEXT_BYTES_MAX]), dtype=torch.uint8)
+        cut = len(raw) * 19 // 20
+        return raw[:cut], raw[cut:]
+    if not root.is_dir():
+        raise infinity.ConfigError(f"--data {root}: no such file or folder")
+    pattern = "*.py" if path is None else "*"
+    files = sorted(f for f in root.rglob(pattern) if f.is_file() and "site-packages" not in f.parts)
+    parts = (bytearray(), bytearray())
+    for number, file in enumerate(files):
+        if len(parts[0]) >= TEXT_BYTES_MAX:
+            break
+        parts[number % 20 == 19].extend(file.read_bytes())
+    if not parts[0]:
+        raise infinity.ConfigError(f"--data {root}: no text in it")
+    if not parts[1]:
+        cut = len(parts[0]) * 19 // 20
+        parts = (parts[0][:cut], parts[0][cut:])
+    return torch.frombuffer(parts[0], dtype=torch.uint8), torch.frombuffer(parts[1], dtype=torch.uint8)
+
+
+def batch_of(
+    text: torch.Tensor, size: int, context: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`size` random pieces of the text and what follows each byte of them (int64)."""
+    starts = torch.randint(0, len(text) - context - 1, (size,), generator=generator)
+    pieces = torch.stack([text[s : s + context + 1] for s in starts.tolist()]).long()
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def loss_of(engine: infinity.Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    logits = engine(batch[0])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[1].to(logits.device).flatten())
+
+
+def held_out_loss(engine: infinity.Engine, text: torch.Tensor, args: argparse.Namespace) -> float:
+    """Mean over a few fixed batches, the same on every rank."""
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    engine.eval()
+    with torch.no_grad():
+        losses = [
+            loss_of(engine, batch_of(text, args.batch_size, args.context, generator)).item()
+            for _ in range(HELD_OUT_BATCHES)
+        ]
+    engine.train()
+    return statistics.mean(losses)
+
+
+def sample(engine: infinity.Engine, args: argparse.Namespace) -> list[str]:
+    """A line of text for each prompt; every new byte is a forward pass through the whole model, from the drive."""
+    generator = torch.Generator().manual_seed(args.seed)
+    width = max(map(len, PROMPTS))
+    tokens = torch.stack(
+        [torch.frombuffer(bytearray(p.rjust(width, "\n"), "ascii"), dtype=torch.uint8) for p in PROMPTS]
+    )
+    tokens = tokens.long()
+    engine.eval()
+    with torch.no_grad():
+        for _ in range(SAMPLE_BYTES):
+            logits = engine(tokens[:, -args.context :])[:, -1].float().cpu() / 0.7
+            tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+    engine.train()
+    return [bytes(row.tolist()).decode("utf-8", "replace").strip("\n") for row in tokens]
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * resource.getpagesize()
+
+
+def peak_rss_bytes() -> int:
+    """The most it ever was."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def train(
+    engine: infinity.Engine, text: torch.Tensor, args: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
+    """The steps, with progress; a record of each."""
+    rank = dist.get_rank()
+    records: list[dict[str, Any]] = []
+    accumulation = engine.gradient_accumulation_steps()
+    with progress_bar(console, enabled=rank == 0) as report:
+        for step in range(engine.global_steps, args.steps):
+            loss = 0.0
+            for micro in range(accumulation):
+                seed = ((args.seed * 1_000_003 + step) * 1009 + micro) * 997 + rank
+                generator = torch.Generator().manual_seed(seed)
+                micro_loss = loss_of(engine, batch_of(text, args.batch_size, args.context, generator))
+                engine.backward(micro_loss)
+                loss += micro_loss.item() / accumulation
+            engine.step()
+            took = engine.step_stats
+            assert took is not None
+            records.append(
+                {
+                    "step": step + 1,
+                    "loss": loss,
+                    "seconds": took.seconds,
+                    "read_bytes": took.read_bytes,
+                    "written_bytes": took.written_bytes,
+                    "stall_seconds": took.stall_seconds,
+                }
+            )
+            report(step + 1, args.steps, records[-1])
+    return records
+
+
+class progress_bar:
+    """A live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, *, enabled: bool) -> None:
+        self.console = console
+        self.enabled = enabled
+        self.bar: Progress | None = None
+
+    def __enter__(self) -> Any:
+        if self.enabled and self.console.is_terminal:
+            self.bar = Progress(
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task("first step ...", total=None)
+        return self.report
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def report(self, step: int, steps: int, record: dict[str, Any]) -> None:
+        seconds = record["seconds"]
+        text = (
+            f"loss {record['loss']:.3f}  {seconds:.2f} s/step  read {record['read_bytes'] / seconds / 1e9:.2f} GB/s  "
+            f"write {record['written_bytes'] / seconds / 1e9:.2f} GB/s  stall {record['stall_seconds']:.2f} s  "
+            f"resident {format_bytes(rss_bytes())}"
+        )
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, total=steps, description=text)
+        elif self.enabled and (step <= 3 or step % max(1, steps // 20) == 0 or step == steps):
+            self.console.print(f"step {step:4d}/{steps}  {text}", highlight=False, soft_wrap=True)
+
+
+def summarize(
+    engine: infinity.Engine, args: argparse.Namespace, records: list[dict[str, Any]], facts: dict[str, Any], rates: Any
+) -> dict[str, Any]:
+    """The closing figures of this rank; see the table for what they mean."""
+    own = engine.shard_numel
+    steady = records[1:] or records  # the first step also makes buffers and records the trace
+    median = {
+        key: statistics.median(r[key] for r in steady)
+        for key in ("seconds", "read_bytes", "written_bytes", "stall_seconds")
+    }
+    compute = statistics.median(r["seconds"] - r["stall_seconds"] for r in steady)
+    floor = compute
+    stats = engine.swap_stats()
+    if stats is not None and rates is not None:
+        floor = engine.step_floor_seconds(
+            compute_seconds=compute, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
+        )
+    peak = peak_rss_bytes()
+    pinned = stats.pinned_bytes if stats is not None else 0
+    return {
+        **facts,
+        "params": engine.numel,
+        "ranks": dist.get_world_size(),
+        "in_memory": args.in_memory,
+        "backend": engine.swap.backend if engine.swap is not None else None,
+        "nvme_bytes": stats.arena_bytes if stats is not None else 0,
+        "step_seconds": median["seconds"],
+        "stall_seconds": median["stall_seconds"],
+        "floor_seconds": floor,
+        "read_bytes_per_param": median["read_bytes"] / own,
+        "written_bytes_per_param": median["written_bytes"] / own,
+        "peak_rss_bytes": peak,
+        "baseline_rss_bytes": facts["baseline_rss_bytes"],
+        "pinned_bytes": pinned,
+        "gradient_bytes": 4 * own,
+        "in_memory_bytes": peak if stats is None else peak - pinned + 12 * own,
+        "drive": None
+        if rates is None
+        else {"read_bytes_per_s": rates.read_bytes_per_s, "write_bytes_per_s": rates.write_bytes_per_s},
+        "steps": records,
+    }
+
+
+def show(console: Console, summary: dict[str, Any]) -> None:
+    """The summary as a table."""
+    table = Table(
+        title="what it took" + (f" (rank 0 of {summary['ranks']})" if summary["ranks"] > 1 else ""), show_header=False
+    )
+    rows = [("parameters", format_count(summary["params"]))]
+    losses = [record["loss"] for record in summary["steps"]]
+    rows.append(("training loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"))
+    rows.append(
+        (
+            "held-out loss",
+            f"{summary['held_out_loss_first']:.3f} before, {summary['held_out_loss_last']:.3f} after (bits per byte: {summary['held_out_loss_last'] / 0.6931:.2f})",
+        )
+    )
+    if not summary["in_memory"]:
+        rows.append(("on NVMe", f"{format_bytes(summary['nvme_bytes'])}, through {summary['backend']}"))
+        rows.append(
+            (
+                "moved per parameter and step",
+                f"{summary['read_bytes_per_param']:.2f} B read, {summary['written_bytes_per_param']:.2f} B written",
+            )
+        )
+    rest = (
+        summary["peak_rss_bytes"] - summary["baseline_rss_bytes"] - summary["pinned_bytes"] - summary["gradient_bytes"]
+    )
+    rows.append(("peak resident memory", format_bytes(summary["peak_rss_bytes"])))
+    rows.append(
+        (
+            "  made of",
+            f"Python, torch and text {format_bytes(summary['baseline_rss_bytes'])}, pinned pool {format_bytes(summary['pinned_bytes'])}, "
+            f"gradients {format_bytes(summary['gradient_bytes'])}, live groups and activations {format_bytes(max(0, rest))}",
+        )
+    )
+    if not summary["in_memory"]:
+        rows.append(
+            (
+                "the same held in memory",
+                f"{format_bytes(summary['in_memory_bytes'])} (computed: masters and moments instead of the pool)",
+            )
+        )
+        drive = summary["drive"]
+        rows.append(
+            (
+                "drive, measured before",
+                f"{drive['read_bytes_per_s'] / 1e9:.2f} GB/s read, {drive['write_bytes_per_s'] / 1e9:.2f} GB/s write",
+            )
+        )
+    rows.append(
+        (
+            "step, median",
+            f"{summary['step_seconds']:.2f} s, of which {summary['stall_seconds']:.2f} s waiting for the drive",
+        )
+    )
+    rows.append(
+        (
+            "floor",
+            f"{summary['floor_seconds']:.2f} s: the larger of compute and bytes over bandwidth; measured is {summary['step_seconds'] / summary['floor_seconds']:.2f} x",
+        )
+    )
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+    for line in summary.get("samples", []):
+        console.rule(style="dim")
+        console.print(line, markup=False, highlight=False)
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    config = training_config(args)
+    text, held_out = read_text(args.data)
+    if min(len(text), len(held_out)) <= args.context + 1:
+        raise infinity.ConfigError(f"the text is shorter than two sequences of {args.context} bytes")
+    shape = config_for(args.numel, args.context, checkpoint_activations=args.checkpoint_activations)
+    console.print(
+        f"GPT of {format_count(shape.numel)} parameters: {shape.layers} blocks, hidden size {shape.hidden_size}; "
+        f"{format_bytes(len(text))} of text",
+        highlight=False,
+    )
+    baseline = rss_bytes()
+    zero = config.get("zero_optimization", {})
+    path = next(
+        (
+            zero[b]["nvme_path"]
+            for b in ("offload_param", "offload_optimizer")
+            if zero.get(b, {}).get("device") == "nvme"
+        ),
+        None,
+    )
+    torch.manual_seed(args.seed)
+    with infinity.init_empty():
+        model = GPT(shape)
+    engine, _, _, _ = infinity.initialize(model=model, config=config)
+    with engine:
+        if args.resume:
+            engine.load_checkpoint(args.resume)
+            console.print(f"resumed at step {engine.global_steps}")
+        rates = infinity.measure_drive(path) if path is not None else None
+        first = held_out_loss(engine, held_out, args)
+        engine.restart_clock()
+        records = train(engine, text, args, console)
+        if not records:
+            raise infinity.ConfigError(f"the checkpoint is at step {engine.global_steps} already: ask for more --steps")
+        facts: dict[str, Any] = {
+            "held_out_loss_first": first,
+            "held_out_loss_last": held_out_loss(engine, held_out, args),
+            "baseline_rss_bytes": baseline,
+            "seed": args.seed,
+        }
+        if args.save:
+            engine.save_checkpoint(args.save)
+        if not args.no_sample:
+            console.print("sampling ...")
+            facts["samples"] = sample(engine, args)
+        return summarize(engine, args, records, facts, rates)
+
+
+def reports_here() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    console = Console(quiet=not reports_here())
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_path=False, show_time=False, show_level=False)],
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    began = time.perf_counter()
+    try:
+        summary = run(args, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: the space on the drive is given back", style="yellow")
+        return 130
+    except infinity.InfinityError as error:
+        print(f"train_lm: {error}", file=sys.stderr)
+        return 1
+    summary["total_seconds"] = time.perf_counter() - began
+    show(console, summary)
+    if args.json and reports_here():
+        args.json.write_text(json.dumps(summary, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
