@@ -49,7 +49,7 @@ class Arena:
             end += extents[-1].nbytes
         self._folder.check_free(end - self.nbytes, what)
         try:
-            self.file.reserve(end)
+            self._reserve(end)
         except IoError as error:
             if error.errno == errno.ENOSPC:
                 self._folder.check_free(end - self.nbytes, what)
@@ -60,6 +60,9 @@ class Arena:
             ) from None
         self.nbytes = end
         return extents
+
+    def _reserve(self, nbytes: int) -> None:
+        self.file.reserve(nbytes)
 
     def close(self) -> None:
         """Close the file; the kernel frees its space once the last transfer has ended."""

@@ -54,6 +54,12 @@ def gather_bytes(group_bytes_max: int) -> int:
     return GROUPS_HELD * align_up(group_bytes_max)
 
 
+def comfortable_bytes(gather: int, sub_group_bytes: int) -> int:
+    """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight."""
+    gather_room = gather + gather // GROUPS_HELD * GATHERS_IN_USE
+    return align_up(max(gather_room, (PIPELINE_DEPTH + 1) * sub_group_bytes) + ACCESS_BYTES, MIB)
+
+
 def sub_group_numel_for(pinned_bytes: int, bytes_per_element: int) -> int:
     """The largest sub-group (elements, a multiple of SPACE_ALIGN) of which PIPELINE_DEPTH fit in `pinned_bytes`."""
     numel = (pinned_bytes - ACCESS_BYTES) // PIPELINE_DEPTH // bytes_per_element

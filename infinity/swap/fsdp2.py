@@ -46,9 +46,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
 
     Raises ConfigError where it wasn't, or where a parameter can't be paged (not fp32, not sharded on dim 0, 0-d).
     """
-    owners: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)
-    }
+    owners = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not owners:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
     names: dict[nn.Parameter, list[str]] = {}

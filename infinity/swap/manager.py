@@ -68,7 +68,8 @@ class SwapManager:
 
     Args:
         path: a folder on the drive; this run makes a folder of its own in it and removes it at the end.
-        host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes 512 MiB, or what the model needs at least.
+        host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
+            (see infinity/swap/budget.py), 512 MiB for plain tensors.
         backend: "auto", "io_uring" or "threads".
         block_bytes, queue_depth, rings: see `infinity.aio.IoEngine`.
         lock_memory: ask the kernel to lock the pinned pages.
@@ -385,7 +386,12 @@ class SwapManager:
         gather = budget.gather_bytes(group_bytes[largest])
         per_element = copy_itemsize + 12
         explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        pinned = explicit or max(budget.PINNED_BYTES_DEFAULT, gather + budget.ACCESS_BYTES)
+        if explicit is None:
+            spaces = max(sum(s.numel for s in shards if s.group == g and not s.resident) for g in range(len(groups)))
+            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT, spaces)
+            pinned = budget.comfortable_bytes(gather, align_up(numel, SPACE_ALIGN) * per_element)
+        else:
+            pinned = explicit
         budget.check_available(pinned)
         fitting = budget.sub_group_numel_for(pinned, per_element)
         numel = min(fitting, SUB_GROUP_NUMEL_DEFAULT) if sub_group_size is None else sub_group_size

@@ -1,0 +1,72 @@
+"""The oracle: the same training held in memory. Losses, gradient norms and final weights agree bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+
+import infinity
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small are faster so
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", training.CASES)
+def test_nvme_equals_memory(name: str, nvme_path: Path) -> None:
+    case = training.CASES[name]
+    assert not training.differences(training.with_engine(case, None), training.with_engine(case, str(nvme_path)))
+    assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation and clipping", "sub-groups that cut parameters"])
+def test_nvme_equals_memory_with_each_backend(name: str, nvme_path: Path, backend: str) -> None:
+    case = training.CASES[name]
+    ours = dataclasses.replace(case, backend=backend)
+    assert not training.differences(training.with_engine(case, None), training.with_engine(ours, str(nvme_path)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["plain", "accumulation and clipping", "frozen parameters", "fp32"])
+def test_own_loop_equals_stock_fsdp2_and_adamw(name: str, fused: bool, nvme_path: Path) -> None:
+    case = dataclasses.replace(training.CASES[name], fused=fused)
+    assert not training.differences(training.with_own_loop(case, None), training.with_own_loop(case, str(nvme_path)))
+
+
+def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: one master bit, in one step, is enough."""
+    case = training.CASES["plain"]
+    expected = training.with_engine(case, None)
+    update = infinity.PagedAdam._update
+    spoiled = []
+
+    def spoil(self, sub, lease, stepping):  # type: ignore[no-untyped-def]
+        update(self, sub, lease, stepping)
+        if not spoiled:
+            spoiled.append(True)
+            bits = lease.view(torch.int32, sub.layout.numel * sub.layout.copy_itemsize, 1)
+            bits ^= 1
+
+    monkeypatch.setattr(infinity.PagedAdam, "_update", spoil)
+    assert training.differences(expected, training.with_engine(case, str(nvme_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_ranks_equal_memory(ranks: int, torchrun, nvme_path: Path) -> None:  # type: ignore[no-untyped-def]
+    available = [name for name, works, _ in infinity.aio.probe() if works]
+    script = Path(training.__file__)
+    torchrun(script, str(nvme_path), ",".join(available), ranks=ranks, timeout_seconds=500)
+    assert not list(nvme_path.iterdir())

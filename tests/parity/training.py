@@ -1,0 +1,245 @@
+"""A small training with everything that goes wrong easily, held in memory or on NVMe: the two must agree bit for bit.
+
+Used by the tests beside it, in their process and as a script under torchrun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+
+VOCABULARY = 53  # uneven over 2 and 3 ranks
+HIDDEN = 64
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training. Both sides of a comparison run it, one of them on NVMe."""
+
+    accumulation: int = 1
+    clipping: float = 0.0
+    checkpointing: bool = False
+    bf16: bool = True
+    fused: bool = True
+    frozen: bool = False
+    evaluate: bool = False
+    adam: bool = False
+    reduce_dtype: str = "fp32"
+    # What only the NVMe side has.
+    backend: str = "auto"
+    pinned_bytes_max: int | str = "16MiB"
+    sub_group_size: int | str = "auto"
+    persistence_threshold: int = 1000
+    max_in_cpu: int = 0
+    parameters_on: str = "nvme"
+    state_on: str = "nvme"
+
+
+CASES = {
+    "plain": Case(),
+    "accumulation and clipping": Case(accumulation=2, clipping=0.5),
+    "activation checkpointing": Case(checkpointing=True, accumulation=2),
+    "frozen parameters": Case(frozen=True, clipping=1.0),
+    "evaluation between steps": Case(evaluate=True),
+    "sub-groups that cut parameters": Case(sub_group_size=4096, clipping=1.0),
+    "nothing resident": Case(persistence_threshold=0),
+    "everything resident": Case(persistence_threshold=10**9),
+    "some of it resident": Case(max_in_cpu=40_000),
+    "fp32": Case(bf16=False, sub_group_size=4096),
+    "the plain kernel": Case(fused=False),
+    "Adam": Case(adam=True),
+    "bf16 reduction": Case(reduce_dtype="bf16"),
+    "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
+    "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
+    "only the optimizer on NVMe": Case(parameters_on="none", sub_group_size=8192),
+    "the smallest pool": Case(pinned_bytes_max="8MiB"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointing: bool) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+        self.odd = nn.Linear(HIDDEN, 7)  # 7 rows: uneven, or empty on the last of many ranks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointing and self.training:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x)))) + self.odd(x).sum(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(Block(case.checkpointing) for _ in range(4))
+        self.unused = nn.Linear(33, 5)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        if case.frozen:
+            self.blocks[1].up.weight.requires_grad_(False)
+            self.blocks[2].norm.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def batch(step: int, micro: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + dist.get_rank())
+    return torch.randint(0, VOCABULARY, (4, 12), generator=generator)
+
+
+def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x)[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())
+
+
+def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: whole(p.data).clone() for name, p in model.named_parameters()}
+
+
+def whole(data: Any) -> torch.Tensor:
+    full = data.full_tensor()
+    return full.clone() + 0  # on one rank that is the paged tensor itself
+
+
+def with_engine(case: Case, nvme_path: str | None) -> Outcome:
+    """Through `infinity.initialize`; in memory where `nvme_path` is None."""
+
+    def offload(device: str) -> dict[str, Any]:
+        return {"device": device, "nvme_path": nvme_path} if nvme_path and device == "nvme" else {"device": "none"}
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clipping,
+        "bf16": {"enabled": case.bf16},
+        "optimizer": {
+            "type": "Adam" if case.adam else "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, **({"adam_w_mode": False} if case.adam else {})},
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": case.sub_group_size,
+            "stage3_param_persistence_threshold": case.persistence_threshold,
+            "offload_param": {**offload(case.parameters_on), "max_in_cpu": case.max_in_cpu},
+            "offload_optimizer": offload(case.state_on),
+        },
+        "infinity": {
+            "pinned_bytes_max": case.pinned_bytes_max,
+            "backend": case.backend,
+            "fused": case.fused,
+            "reduce_dtype": case.reduce_dtype,
+        },
+    }
+    torch.manual_seed(0)
+    engine, _, _, _ = infinity.initialize(model=Model(case), config=config)
+    losses = []
+    with engine:
+        for step in range(STEPS):
+            for micro in range(case.accumulation):
+                loss = loss_of(engine, batch(step, micro))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            norm = engine.get_global_grad_norm()
+            assert norm is not None
+            losses.append(norm)
+            if case.evaluate and step % 2:
+                engine.eval()
+                with torch.no_grad():
+                    losses += [loss_of(engine, batch(step, 9)).item() for _ in range(2)]
+                engine.train()
+        return losses, full_weights(engine.module)
+
+
+def with_own_loop(case: Case, nvme_path: str | None) -> Outcome:
+    """A loop of one's own: stock FSDP2 and torch.optim.AdamW, or the four lines that put them on NVMe."""
+    torch.manual_seed(0)
+    model = Model(case)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if case.bf16 else None, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": True if case.fused else None}
+    swap = None
+    if nvme_path is None:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    else:
+        swap = infinity.SwapManager(nvme_path, host_bytes_max=case.pinned_bytes_max, backend=case.backend)
+        swap.page(model, resident_numel_below=case.persistence_threshold)
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, **settings)
+    losses = []
+    try:
+        for step in range(STEPS):
+            for micro in range(case.accumulation):
+                loss = loss_of(model, batch(step, micro))
+                (loss / case.accumulation).backward()
+                losses.append(loss.item())
+            if case.clipping:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, full_weights(model)
+    finally:
+        if swap is not None:
+            swap.close()
+
+
+def differences(expected: Outcome, got: Outcome) -> list[str]:
+    """What differs in any bit: names of weights, numbers of losses."""
+    found = [f"loss {i}: {a!r} and {b!r}" for i, (a, b) in enumerate(zip(expected[0], got[0], strict=True)) if a != b]
+    found += [name for name in expected[1] if not torch.equal(expected[1][name], got[1][name])]
+    assert expected[1].keys() == got[1].keys()
+    assert any(value != expected[0][0] for value in expected[0])  # it did learn something
+    return found
+
+
+def main() -> int:
+    """Every case on all ranks, each backend in turn; prints what differs."""
+    nvme_path, backends = sys.argv[1], sys.argv[2].split(",")
+    dist.init_process_group("gloo")
+    failed = 0
+    for number, (name, case) in enumerate(CASES.items()):
+        for run in (with_engine, with_own_loop):
+            if run is with_own_loop and name not in ("plain", "accumulation and clipping", "frozen parameters"):
+                continue
+            ours = dataclasses.replace(case, backend=backends[number % len(backends)])
+            wrong = differences(run(case, None), run(ours, nvme_path))
+            failed += bool(wrong)
+            print(f"rank {dist.get_rank()} {run.__name__} {name}: {wrong[:4] or 'equal'}", flush=True)
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""Checkpoints: what was saved is what goes on, whoever saved it; a wrong one is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import infinity
+from infinity.runtime import checkpoint, materialize
+
+
+class Model(nn.Module):
+    """Two blocks and a tied head, so that a name can be missing from a file."""
+
+    def __init__(self, width: int = 32, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return self.head(h) * self.scale
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def config(path: Path | None) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
+    return {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 6}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+            "stage3_param_persistence_threshold": 100,
+            "sub_group_size": 2048,
+        },
+        "infinity": {"pinned_bytes_max": "16MiB"},
+    }
+
+
+def engine_for(
+    path: Path | None, *, model: nn.Module | None = None, seed: int = 0, **arguments: Any
+) -> infinity.Engine:
+    torch.manual_seed(seed)
+    engine, *_ = infinity.initialize(model=model or Model(), config=config(path), **arguments)
+    return engine
+
+
+def steps(engine: Any, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        x = torch.randint(0, 11, (4, 9), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(engine(x)[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("saver", ["nvme", "memory"])
+@pytest.mark.parametrize("loader", ["nvme", "memory"])
+def test_resuming_gives_the_losses_of_going_on(saver: str, loader: str, nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path if saver == "nvme" else None) as engine:
+        steps(engine, 0, 4)
+        engine.save_checkpoint(tmp_path, client_state={"seen": 16, "note": "half way"})
+        expected = steps(engine, 4, 4)
+    with engine_for(nvme_path if loader == "nvme" else None, seed=7) as engine:
+        path, state = engine.load_checkpoint(tmp_path)
+        assert path == str(tmp_path / "global_step4")
+        assert state == {"seen": 16, "note": "half way"}
+        assert engine.global_steps == 4
+        assert steps(engine, 4, 4) == expected
+    assert not list(nvme_path.iterdir())
+
+
+def test_loading_after_an_evaluation_uses_the_loaded_weights(nvme_path: Path, tmp_path: Path) -> None:
+    x = torch.arange(10).view(1, 10)
+    with engine_for(nvme_path) as engine:
+        steps(engine, 0, 2)
+        engine.save_checkpoint(tmp_path, tag="two")
+        engine.eval()
+        with torch.no_grad():
+            expected = engine(x).clone()
+        engine.train()
+        steps(engine, 2, 3)
+        engine.eval()
+        with torch.no_grad():
+            assert not torch.equal(engine(x), expected)  # leaves the root group gathered
+        engine.load_checkpoint(tmp_path, tag="two")
+        with torch.no_grad():
+            assert torch.equal(engine(x), expected)
+
+
+def test_stock_fsdp2_and_adamw_resume_ours_and_we_theirs(nvme_path: Path, tmp_path: Path) -> None:
+    def stock() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = Model()
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+    def stock_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
+        losses = []
+        for step in range(first, first + count):
+            x = torch.randint(0, 11, (4, 9), generator=torch.Generator().manual_seed(step))
+            loss = nn.functional.cross_entropy(model(x)[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def paged(path: Path) -> tuple[nn.Module, torch.optim.Optimizer, infinity.SwapManager]:
+        model, _ = stock()
+        swap = infinity.SwapManager(path, host_bytes_max="16MiB")
+        swap.page(model, resident_numel_below=100)
+        return model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=0.01, fused=True), swap
+
+    model, optimizer, swap = paged(nvme_path)
+    stock_steps(model, optimizer, 0, 3)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "ours")
+    expected = stock_steps(model, optimizer, 3, 3)
+    swap.close()
+
+    model, optimizer = stock()
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "ours")
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    assert stock_steps(model, optimizer, 3, 3) == expected
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "theirs")
+    expected = stock_steps(model, optimizer, 6, 3)
+
+    model, optimizer, swap = paged(nvme_path)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "theirs")
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
+    assert stock_steps(model, optimizer, 6, 3) == expected
+    swap.close()
+
+
+def test_the_optimizers_own_state_dict_goes_round(nvme_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        steps(engine, 0, 3)
+        for module in engine.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        model = {
+            k: v.full_tensor() + 0 if hasattr(v, "full_tensor") else v for k, v in engine.module.state_dict().items()
+        }
+        state = engine.optimizer.state_dict()
+        for moments in state["state"].values():
+            moments.update({k: moments[k].detach().clone() for k in ("step", "exp_avg", "exp_avg_sq")})
+        expected = steps(engine, 3, 2)
+    with engine_for(None, seed=5) as other:
+        assert model.keys() == other.module.state_dict().keys()
+    with engine_for(nvme_path, seed=5) as engine:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(engine.module, model, options=StateDictOptions(full_state_dict=True))
+        engine.optimizer.load_state_dict(state)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = state["param_groups"][0]["lr"]
+        engine.lr_scheduler.last_epoch = 3
+        assert steps(engine, 3, 1) == expected[:1]
+
+
+@pytest.mark.parametrize("change", [{"width": 48}, {"layers": 3}, {"layers": 1}])
+def test_a_checkpoint_of_another_model_is_refused(change: dict[str, int], nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        steps(engine, 0, 1)
+        engine.save_checkpoint(tmp_path)
+    with engine_for(nvme_path, model=Model(**change)) as engine:
+        with pytest.raises(infinity.CheckpointError, match=r"checkpoint of another model: \d+ tensors .*model\."):
+            engine.load_checkpoint(tmp_path)
+        steps(engine, 0, 1)
+
+
+def test_no_checkpoint_there(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        with pytest.raises(infinity.CheckpointError, match="holds no checkpoint"):
+            engine.load_checkpoint(tmp_path)
+        with pytest.raises(infinity.CheckpointError, match="is not a checkpoint"):
+            engine.load_checkpoint(tmp_path, tag="missing")
+        with pytest.raises(infinity.CheckpointError, match="tag is one folder name"):
+            engine.save_checkpoint(tmp_path, tag="../elsewhere")
+
+
+def test_a_client_state_that_cannot_be_stored_leaves_the_last_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="good")
+        with pytest.raises(infinity.CheckpointError, match="client_state can't be stored"):
+            engine.save_checkpoint(tmp_path, tag="bad", client_state={"function": print})
+        assert (tmp_path / "latest").read_text() == "good"
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest"]
+
+
+def test_a_failed_write_leaves_the_last_checkpoint(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="good")
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(checkpoint.dcp, "save", full)
+        with pytest.raises(infinity.CheckpointError, match="No space left on device"):
+            engine.save_checkpoint(tmp_path, tag="next")
+        assert (tmp_path / "latest").read_text() == "good"
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest"]
+
+
+def test_a_16_bit_model_is_the_masters_rounded(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SAFETENSORS_BYTES_MAX", 3000)  # several files and an index
+    with engine_for(nvme_path) as engine:
+        steps(engine, 0, 2)
+        engine.save_16bit_model(tmp_path)
+        masters = {name: p.full_tensor() + 0 for name, p in engine.module.named_parameters()}
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert set(stored) == {*masters, "scale"}
+    for name, master in masters.items():
+        assert torch.equal(stored[name], master.to(torch.bfloat16))
+    with engine_for(nvme_path, weights=tmp_path, seed=9) as engine:  # and back again
+        for name, p in engine.module.named_parameters():
+            assert torch.equal(p.full_tensor() + 0, stored[name].float())
+
+
+def test_weights_fill_a_model_built_without_memory(nvme_path: Path, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    source = Model()
+    tensors = {name: t.clone() for name, t in source.state_dict().items() if name != "head.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with infinity.init_empty():
+        empty = Model()
+    empty.scale = torch.tensor(2.0)
+    with engine_for(nvme_path, model=empty, weights=tmp_path / "model.safetensors") as engine:
+        losses = steps(engine, 0, 3)
+    with engine_for(None, model=source) as engine:
+        assert steps(engine, 0, 3) == losses
+
+
+@pytest.mark.parametrize(
+    ("spoil", "pattern"),
+    [
+        (lambda t: t.pop("blocks.0.weight"), r"missing blocks\.0\.weight"),
+        (lambda t: t.update(more=torch.ones(1)), "unknown more"),
+        (lambda t: t.update({"blocks.0.bias": torch.ones(3)}), r"blocks\.0\.bias has shape \(3,\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(spoil: Any, pattern: str, nvme_path: Path, tmp_path: Path) -> None:
+    tensors = {name: t.clone() for name, t in Model().state_dict().items() if name != "head.weight"}
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(infinity.CheckpointError, match=pattern):
+        engine_for(nvme_path, weights=tmp_path)
+    assert not list(nvme_path.iterdir())
+
+
+def test_models_built_without_memory_are_initialised_alike_everywhere(nvme_path: Path) -> None:
+    def built() -> nn.Module:
+        with infinity.init_empty():
+            model = Model()
+        model.scale = torch.tensor(2.0)
+        return model
+
+    with engine_for(None, model=built(), seed=4) as engine:
+        expected = steps(engine, 0, 3)
+    with engine_for(nvme_path, model=built(), seed=4) as engine:
+        assert steps(engine, 0, 3) == expected
+
+
+def test_an_init_fn_and_a_module_without_reset_parameters(nvme_path: Path) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.empty(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.gain
+
+    with infinity.init_empty():
+        model = nn.Sequential(nn.Linear(16, 16), Scale())
+    with pytest.raises(infinity.ConfigError, match=r"without a reset_parameters\(\) method: 1; pass init_fn"):
+        engine_for(nvme_path, model=model)
+
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.5)
+
+    with engine_for(nvme_path, model=model, init_fn=init) as engine:
+        assert all(bool((p.full_tensor() + 0 == 0.5).all()) for p in engine.module.parameters())
+
+
+def test_a_forward_before_values_were_given_is_refused(nvme_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with infinity.SwapManager(nvme_path, host_bytes_max="8MiB") as swap:
+        swap.page(model)
+        with pytest.raises(infinity.InfinityError, match="never given values"):
+            model(torch.ones(1, 4))
+        materialize.initialize_values(model, {"weight", "bias"}, torch.device("cpu"), None)
+        assert model(torch.ones(1, 4)).isfinite().all()

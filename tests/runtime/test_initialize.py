@@ -1,0 +1,279 @@
+"""What `initialize` refuses, in which words, and that nothing is left behind; what it accepts besides the plain case."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from infinity.store import run_folder
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    left = dist.is_initialized()
+    if left:
+        dist.destroy_process_group()
+    assert not left, "a process group was left behind"
+
+
+def model(layers: int = 3, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+
+
+def config(path: Path | str, **changes: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": str(path)},
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(path)},
+        "stage3_param_persistence_threshold": 0,
+    }
+    zero.update(changes.pop("zero_optimization", {}))
+    own = {"pinned_bytes_max": "16MiB", **changes.pop("infinity", {})}
+    return {"bf16": {"enabled": True}, "zero_optimization": zero, "infinity": own, **changes}
+
+
+def one_step(engine: infinity.Engine) -> float:
+    loss = engine(torch.ones(2, 8)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def refused(error: type[Exception], pattern: str, settings: Any, **arguments: Any) -> None:
+    with pytest.raises(error, match=pattern):
+        infinity.initialize(model=arguments.pop("model", None) or model(), config=settings, **arguments)
+
+
+def test_a_path_that_cannot_be_made(nvme_path: Path) -> None:
+    (nvme_path / "file").touch()
+    refused(infinity.StoreError, r"can't be made .*create it or choose another", config(nvme_path / "file" / "below"))
+
+
+def test_a_path_that_is_not_writable() -> None:
+    refused(infinity.StoreError, r"/proc is not writable|can't be made", config("/proc"))
+
+
+def test_not_enough_space_is_told_in_gib_before_training(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: 100_000)
+    refused(
+        infinity.StoreError,
+        r"parameters and optimizer state needs .* KiB on .* where 97.66 KiB are free",
+        config(nvme_path),
+    )
+    assert not list(nvme_path.iterdir())
+
+
+def test_space_that_vanishes_while_it_is_reserved(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(self: Any, nbytes: int) -> None:
+        raise infinity.IoError("reserve: ENOSPC", errno.ENOSPC)
+
+    monkeypatch.setattr("infinity.store.arena.Arena._reserve", no_space)
+    refused(infinity.StoreError, r"could not be reserved on .*free space or choose another", config(nvme_path))
+    assert not list(nvme_path.iterdir())
+
+
+def test_a_pool_too_small_for_one_group_names_the_number_that_does(nvme_path: Path) -> None:
+    wide = model(2, 2048)  # 4 Mi elements: 8 MiB of bf16 in each group
+    settings = config(nvme_path, infinity={"pinned_bytes_max": "16MiB"})
+    with pytest.raises(infinity.BudgetError, match=r"too small for group 1\.0.* (\d+) bytes .* would do") as caught:
+        infinity.initialize(model=wide, config=settings)
+    needed = int(str(caught.value).split(" so ")[1].split(" bytes")[0])
+    settings["infinity"]["pinned_bytes_max"] = needed
+    engine, *_ = infinity.initialize(model=model(2, 2048), config=settings)
+    with engine:
+        one_step(engine)
+    assert not list(nvme_path.iterdir())
+
+
+def test_a_pool_too_small_for_the_sub_groups_names_the_number_that_does(nvme_path: Path) -> None:
+    settings = config(
+        nvme_path, infinity={"pinned_bytes_max": "32MiB"}, zero_optimization={"sub_group_size": 2_000_000}
+    )
+    with pytest.raises(infinity.BudgetError, match=r"3 sub-groups of .*: \d+ bytes .* would do") as caught:
+        infinity.initialize(model=model(2, 1024), config=settings)
+    needed = int(str(caught.value).split(": ")[1].split(" bytes")[0])
+    settings["infinity"]["pinned_bytes_max"] = needed
+    engine, *_ = infinity.initialize(model=model(2, 1024), config=settings)
+    with engine:
+        one_step(engine)
+
+
+def test_a_pool_larger_than_the_machine(nvme_path: Path) -> None:
+    refused(
+        infinity.BudgetError, r"more than the .* of memory", config(nvme_path, infinity={"pinned_bytes_max": 1 << 50})
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nvme_needs_stage_3(nvme_path: Path, stage: int) -> None:
+    refused(infinity.ConfigError, r"stage", config(nvme_path, zero_optimization={"stage": stage}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
+        ({"zero_optimisation": {}}, "zero_optimization"),
+        ({"infinity": {"wrap": ["Blok"]}}, "Blok.*Linear"),
+        ({"infinity": {"backend": "libaio"}}, "libaio"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/elsewhere"}}}, "differ"),
+        ({"optimizer": {"type": "Lion"}}, "Lion"),
+    ],
+)
+def test_configs_that_are_refused(nvme_path: Path, changes: dict[str, Any], pattern: str) -> None:
+    refused(infinity.ConfigError, pattern, config(nvme_path, **changes))
+    assert not list(nvme_path.iterdir())
+
+
+def test_missing_arguments(nvme_path: Path) -> None:
+    with pytest.raises(infinity.ConfigError, match="model="):
+        infinity.initialize(config=config(nvme_path))
+    with pytest.raises(infinity.ConfigError, match="config="):
+        infinity.initialize(model=model())
+    with pytest.raises(infinity.ConfigError, match="no such file"):
+        infinity.initialize(model=model(), config=config(nvme_path), weights="/nowhere/model.safetensors")
+
+
+def test_a_file_system_without_o_direct_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    path = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    if path is None:
+        pytest.skip("no /dev/shm here")
+    flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT
+    probe = path / "infinity-o-direct"
+    try:
+        os.close(os.open(probe, flags))
+        pytest.skip("the tmpfs of this kernel takes O_DIRECT")
+    except OSError:
+        pass
+    finally:
+        probe.unlink(missing_ok=True)
+    with caplog.at_level(logging.INFO, "infinity"):
+        engine, *_ = infinity.initialize(model=model(), config=config(path / "infinity-test"))
+    with engine:
+        one_step(engine)
+    assert sum("O_DIRECT" in record.message for record in caplog.records) == 1
+
+
+def test_keys_without_meaning_are_named_once(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "infinity"):
+        engine, *_ = infinity.initialize(
+            model=model(), config=config(nvme_path, zero_optimization={"overlap_comm": True}, wandb={"enabled": False})
+        )
+        with engine:
+            one_step(engine)
+    lines = [record.message for record in caplog.records if "overlap_comm" in record.message]
+    assert len(lines) == 1
+    assert "wandb" in lines[0]
+
+
+def test_a_config_file_and_training_data(nvme_path: Path) -> None:
+    file = nvme_path / "config.json"
+    settings = config(nvme_path, train_batch_size=6, gradient_accumulation_steps=2)
+    file.write_text(json.dumps(settings))
+    engine, optimizer, loader, schedule = infinity.initialize(
+        model=model(),
+        config=str(file),
+        training_data=[torch.ones(8)] * 7,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+    )
+    with engine:
+        assert [tuple(x.shape) for x in loader] == [(3, 8), (3, 8)]
+        assert isinstance(optimizer, infinity.PagedAdam)
+        rates = []
+        for x in loader:
+            engine.backward(engine(x).float().square().mean())
+            assert engine.is_gradient_accumulation_boundary() == (engine.micro_steps == 2)
+            engine.step()
+            rates.append(schedule.get_last_lr()[0])
+        assert engine.global_steps == 1
+        assert rates[0] > rates[1]
+
+
+def test_parameter_groups_and_a_torch_optimizer(nvme_path: Path) -> None:
+    plain = model()
+    decayed, rest = list(plain.parameters())[:2], list(plain.parameters())[2:]
+    given = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": rest, "lr": 0.25}], lr=0.5)
+    engine, optimizer, *_ = infinity.initialize(model=plain, config=config(nvme_path), optimizer=given)
+    with engine:
+        assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.5), (0.25, 0.01)]
+        one_step(engine)
+    refused(infinity.ConfigError, "SGD", config(nvme_path), **_with_sgd())
+
+
+def _with_sgd() -> dict[str, Any]:
+    plain = model()
+    return {"model": plain, "optimizer": torch.optim.SGD(plain.parameters(), lr=0.1)}
+
+
+def test_step_without_backward_is_refused(nvme_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=model(), config=config(nvme_path))
+    with engine:
+        engine.set_gradient_accumulation_boundary(True)
+        with pytest.raises(infinity.InfinityError, match="without gradients"):
+            engine.step()
+
+
+def test_two_runs_share_a_path(nvme_path: Path) -> None:
+    first, *_ = infinity.initialize(model=model(), config=config(nvme_path))
+    second = infinity.SwapManager(nvme_path, host_bytes_max="16MiB")
+    second.register("mine", torch.arange(1000.0))
+    with first:
+        before = one_step(first)
+        assert one_step(first) < before
+        with second.use("mine") as mine:
+            assert torch.equal(mine, torch.arange(1000.0))
+    assert len(list(nvme_path.iterdir())) == 1
+    second.close()
+    assert not list(nvme_path.iterdir())
+
+
+def test_bytes_moved_are_the_sum_of_the_design(nvme_path: Path) -> None:
+    """16 bytes read and 14 written per parameter and step, as the engine counts them and as the kernel does."""
+    engine, *_ = infinity.initialize(
+        model=model(4, 512), config=config(nvme_path, infinity={"pinned_bytes_max": "32MiB"})
+    )
+    assert engine.swap is not None
+    with engine:
+        for _ in range(2):
+            one_step(engine)
+        engine.swap.flush()
+        before, kernel_before = engine.swap.stats(), _kernel_bytes()
+        steps = 4
+        for _ in range(steps):
+            one_step(engine)
+        engine.swap.flush()
+        after, kernel_after = engine.swap.stats(), _kernel_bytes()
+        read, written = engine.swap.step_bytes()
+    assert after.written_bytes - before.written_bytes == pytest.approx(steps * written, rel=0.03)
+    assert after.read_bytes - before.read_bytes <= 1.03 * steps * read  # less where a group stays staged at the turn
+    assert after.read_bytes - before.read_bytes >= 0.75 * steps * read
+    assert read == pytest.approx(16 * engine.shard_numel, rel=0.01)
+    assert written == pytest.approx(14 * engine.shard_numel, rel=0.01)
+    if kernel_before is not None and kernel_after is not None and engine.swap is not None:
+        assert kernel_after[0] - kernel_before[0] == pytest.approx(after.read_bytes - before.read_bytes, rel=0.05)
+        assert kernel_after[1] - kernel_before[1] == pytest.approx(after.written_bytes - before.written_bytes, rel=0.05)
+
+
+def _kernel_bytes() -> tuple[int, int] | None:
+    """(read, written) bytes of this process as the kernel counts them, where it does."""
+    try:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    except OSError:
+        return None
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
