@@ -22,6 +22,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from infinity.errors import ConfigError
 from infinity.units import PAGE_BYTES, align_up
 
 SPACE_ALIGN = 2048
@@ -143,7 +144,7 @@ def plan_layout(shards: Sequence[Shard], *, groups: int, sub_group_numel_max: in
         copy_itemsize: bytes per element of the gathered copy: 2, or 0 where the fp32 master itself is gathered.
     """
     if sub_group_numel_max < SPACE_ALIGN:
-        raise ValueError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
+        raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
     spaces: list[list[int]] = [[] for _ in range(groups + 1)]
     for i, shard in enumerate(shards):
         spaces[groups if shard.resident else shard.group].append(i)

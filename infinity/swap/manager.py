@@ -195,7 +195,8 @@ class SwapManager:
         being held; give them values (`load_state_dict`, `infinity.initialize`) before they are used.
 
         Args:
-            sub_group_size: at most this many elements are stepped together; from the pinned budget where None.
+            sub_group_size: at most this many elements are stepped together: as many as the pinned budget holds three of
+                where None, never more than SUB_GROUP_NUMEL_DEFAULT unless the budget is given too.
             resident_numel_below: parameters with fewer elements keep their copy in host memory.
             resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
             look_ahead_bytes: how far reads run ahead of use; as far as the pool allows where None.
@@ -384,23 +385,15 @@ class SwapManager:
                 group_bytes[shard.group] += align_up(shard.numel, SPACE_ALIGN) * (copy_itemsize or 4)
         largest = max(range(len(groups)), key=group_bytes.__getitem__)
         gather = budget.gather_bytes(group_bytes[largest])
-        per_element = copy_itemsize + 12
         explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
         if explicit is None:
-            spaces = max(sum(s.numel for s in shards if s.group == g and not s.resident) for g in range(len(groups)))
-            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT, spaces)
-            pinned = budget.comfortable_bytes(gather, align_up(numel, SPACE_ALIGN) * per_element)
+            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
         else:
-            pinned = explicit
+            fitting = budget.sub_group_numel_for(explicit, copy_itemsize + 12)
+            numel = sub_group_size or min(max(fitting, SPACE_ALIGN), SUB_GROUP_NUMEL_DEFAULT)
+        layout = plan_layout(shards, groups=len(groups), sub_group_numel_max=numel, copy_itemsize=copy_itemsize)
+        pinned = explicit or budget.comfortable_bytes(gather, layout.sub_group_bytes_max)
         budget.check_available(pinned)
-        fitting = budget.sub_group_numel_for(pinned, per_element)
-        numel = min(fitting, SUB_GROUP_NUMEL_DEFAULT) if sub_group_size is None else sub_group_size
-        layout = plan_layout(
-            shards,
-            groups=len(groups),
-            sub_group_numel_max=max(SPACE_ALIGN, numel if explicit else min(numel, fitting)),
-            copy_itemsize=copy_itemsize,
-        )
         need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * layout.sub_group_bytes_max)
         budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
         self._open(pinned)
