@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import resource
 import signal
@@ -320,65 +321,42 @@ def summarize(
 
 def show(console: Console, summary: dict[str, Any]) -> None:
     """The summary as a table."""
-    table = Table(
-        title="what it took" + (f" (rank 0 of {summary['ranks']})" if summary["ranks"] > 1 else ""), show_header=False
-    )
-    rows = [("parameters", format_count(summary["params"]))]
+
+    def size(name: str) -> str:
+        return format_bytes(summary[name])
+
     losses = [record["loss"] for record in summary["steps"]]
-    rows.append(("training loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"))
-    rows.append(
-        (
-            "held-out loss",
-            f"{summary['held_out_loss_first']:.3f} before, {summary['held_out_loss_last']:.3f} after (bits per byte: {summary['held_out_loss_last'] / 0.6931:.2f})",
-        )
-    )
+    first, last = summary["held_out_loss_first"], summary["held_out_loss_last"]
+    named = ("baseline_rss_bytes", "pinned_bytes", "gradient_bytes")
+    rest = format_bytes(max(0, summary["peak_rss_bytes"] - sum(summary[name] for name in named)))
+    seconds, floor = summary["step_seconds"], summary["floor_seconds"]
+    rows = [
+        ("parameters", format_count(summary["params"])),
+        ("training loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),
+        ("held-out loss", f"{first:.3f} before, {last:.3f} after ({last / math.log(2):.2f} bits per byte)"),
+        ("peak resident memory", size("peak_rss_bytes")),
+        ("  Python, torch and the text", size("baseline_rss_bytes")),
+        ("  gradients", size("gradient_bytes")),
+        ("  live groups and activations", rest),
+        ("step, median", f"{seconds:.2f} s, {summary['stall_seconds']:.2f} s of it waiting for the drive"),
+    ]
     if not summary["in_memory"]:
-        rows.append(("on NVMe", f"{format_bytes(summary['nvme_bytes'])}, through {summary['backend']}"))
-        rows.append(
-            (
-                "moved per parameter and step",
-                f"{summary['read_bytes_per_param']:.2f} B read, {summary['written_bytes_per_param']:.2f} B written",
-            )
-        )
-    rest = (
-        summary["peak_rss_bytes"] - summary["baseline_rss_bytes"] - summary["pinned_bytes"] - summary["gradient_bytes"]
-    )
-    rows.append(("peak resident memory", format_bytes(summary["peak_rss_bytes"])))
-    rows.append(
-        (
-            "  made of",
-            f"Python, torch and text {format_bytes(summary['baseline_rss_bytes'])}, pinned pool {format_bytes(summary['pinned_bytes'])}, "
-            f"gradients {format_bytes(summary['gradient_bytes'])}, live groups and activations {format_bytes(max(0, rest))}",
-        )
-    )
-    if not summary["in_memory"]:
-        rows.append(
-            (
-                "the same held in memory",
-                f"{format_bytes(summary['in_memory_bytes'])} (computed: masters and moments instead of the pool)",
-            )
-        )
+        moved = summary["read_bytes_per_param"], summary["written_bytes_per_param"]
         drive = summary["drive"]
+        rates = drive["read_bytes_per_s"] / 1e9, drive["write_bytes_per_s"] / 1e9
+        rows.insert(5, ("  pinned pool", size("pinned_bytes")))
+        rows.insert(3, ("on NVMe", f"{size('nvme_bytes')}, through {summary['backend']}"))
+        rows.insert(4, ("moved per parameter and step", f"{moved[0]:.2f} B read, {moved[1]:.2f} B written"))
         rows.append(
-            (
-                "drive, measured before",
-                f"{drive['read_bytes_per_s'] / 1e9:.2f} GB/s read, {drive['write_bytes_per_s'] / 1e9:.2f} GB/s write",
-            )
+            ("floor", f"{floor:.2f} s, the larger of compute and bytes over bandwidth: {seconds / floor:.2f} x")
         )
-    rows.append(
-        (
-            "step, median",
-            f"{summary['step_seconds']:.2f} s, of which {summary['stall_seconds']:.2f} s waiting for the drive",
+        rows.append(("drive, measured before", f"{rates[0]:.2f} GB/s read, {rates[1]:.2f} GB/s write"))
+        rows.append(
+            ("the same held in memory", f"{size('in_memory_bytes')} resident (computed: 12 B of state, no pool)")
         )
-    )
-    rows.append(
-        (
-            "floor",
-            f"{summary['floor_seconds']:.2f} s: the larger of compute and bytes over bandwidth; measured is {summary['step_seconds'] / summary['floor_seconds']:.2f} x",
-        )
-    )
-    for name, value in rows:
-        table.add_row(name, value)
+    table = Table(title=f"rank 0 of {summary['ranks']}" if summary["ranks"] > 1 else None, show_header=False)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     for line in summary.get("samples", []):
         console.rule(style="dim")
@@ -398,14 +376,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     baseline = rss_bytes()
     zero = config.get("zero_optimization", {})
-    path = next(
-        (
-            zero[b]["nvme_path"]
-            for b in ("offload_param", "offload_optimizer")
-            if zero.get(b, {}).get("device") == "nvme"
-        ),
-        None,
-    )
+    offloads = [zero.get(block, {}) for block in ("offload_param", "offload_optimizer")]
+    path = next((place["nvme_path"] for place in offloads if place.get("device") == "nvme"), None)
     torch.manual_seed(args.seed)
     with infinity.init_empty():
         model = GPT(shape)

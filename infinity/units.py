@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -62,13 +63,16 @@ def format_count(count: float) -> str:
 
 
 def _parse(text: str | int | float, factors: dict[str, int], wanted: str) -> int:
-    if isinstance(text, bool):
-        raise ValueError(f"expected {wanted}, got {text!r}")
-    if isinstance(text, (int, float)):
-        if text != int(text):
-            raise ValueError(f"expected {wanted}, got {text!r}")
-        return int(text)
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    refusal = ValueError(f"expected {wanted}, got {text!r}")
+    if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        raise refusal
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*)\s*", str(text))
     if match is None or match.group(2).lower() not in factors:
-        raise ValueError(f"expected {wanted}, got {text!r}")
-    return int(float(match.group(1)) * factors[match.group(2).lower()])
+        raise refusal
+    number = Decimal(match.group(1))
+    if number.adjusted() > 30:
+        raise refusal
+    value = number * factors[match.group(2).lower()]
+    if value != int(value) and not match.group(2):
+        raise refusal
+    return int(value)

@@ -147,7 +147,7 @@ class PinnedPool:
 
     def try_lease(self, nbytes: int) -> Lease | None:
         """A lease of at least `nbytes` (rounded up to 4 KiB), or None while the pool has no such range free."""
-        size = align_up(nbytes)
+        size = align_up(max(nbytes, 1))
         offset = self._ranges.take(size)
         if offset is None:
             return None

@@ -42,6 +42,8 @@ class Arena:
 
         Raises StoreError, in GiB and naming `what`, when the file system lacks the space; nothing is then reserved.
         """
+        if not sizes:
+            return []
         extents = []
         end = self.nbytes
         for size in sizes:

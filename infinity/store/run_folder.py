@@ -25,6 +25,8 @@ from infinity.errors import StoreError
 from infinity.units import format_bytes
 
 _PREFIX = "infinity-run-"
+_MAKING_SECONDS_MAX = 600
+"""A folder that still has its first, hidden name after this long was left by a run that was killed while making it."""
 
 
 class RunFolder:
@@ -70,7 +72,8 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
 
 def remove_stale(root: Path) -> None:
     """Remove the folders of runs that are no more: those whose lock nobody holds."""
-    for folder in root.glob(f"{_PREFIX}*"):
+    aged = [f for f in root.glob(f".{_PREFIX}*") if time.time() - f.stat().st_mtime > _MAKING_SECONDS_MAX]
+    for folder in [*root.glob(f"{_PREFIX}*"), *aged]:
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:

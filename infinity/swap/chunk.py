@@ -17,7 +17,7 @@ class ChunkState(enum.Enum):
     READING = "reading"
     """A read into its lease is in flight; the transfers hold the memory too. May be dropped once the read has ended."""
     STAGED = "staged"
-    """Its lease holds what the arena holds; nobody uses it. May be dropped."""
+    """Its lease holds what the arena holds; nobody uses it. May be dropped, once the device has copied what it took."""
     IN_USE = "in use"
     """Somebody reads or changes its lease. Must not be dropped."""
     LANDING = "landing"

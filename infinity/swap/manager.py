@@ -124,6 +124,10 @@ class SwapManager:
             raise ValueError(f"a tensor named {name!r} is registered already: use update() to change it")
         if tensor.numel() == 0:
             raise ValueError(f"tensor {name!r} has no elements")
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise ValueError(
+                f"tensor {name!r} is {tensor.layout} on {tensor.device}: only ordinary dense tensors are stored"
+            )
         nbytes = tensor.numel() * tensor.itemsize
         machinery = self._open()
         if align_up(nbytes) > machinery.pool.nbytes:
@@ -135,7 +139,11 @@ class SwapManager:
         span = (Span(extent.offset, 0, extent.nbytes),)
         entry = _Tensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
         lease = machinery.stager.occupy(entry.chunk)
-        lease.view(tensor.dtype, 0, tensor.numel()).view(tensor.shape).copy_(tensor.detach())
+        try:
+            lease.view(tensor.dtype, 0, tensor.numel()).view(tensor.shape).copy_(tensor.detach())
+        except BaseException:
+            machinery.stager.release(entry.chunk, keep=False)
+            raise
         machinery.stager.write_back(entry.chunk)
         self._tensors[name] = entry
 
@@ -171,6 +179,8 @@ class SwapManager:
 
     def flush(self) -> None:
         """Wait until everything updated is on the drive (fdatasync). Raises IoError when a write failed."""
+        if self._machinery is None and not self._closed:
+            return  # nothing was ever stored
         machinery = self._open()
         machinery.stager.settle_all()
         machinery.arena.file.sync()

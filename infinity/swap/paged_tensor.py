@@ -151,6 +151,17 @@ class PagedTensor(torch.Tensor):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.materialize().__array__(*args, **kwargs)
 
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.materialize().__dlpack__(**kwargs)
+
+    def apply_(self, function: Any) -> Any:
+        self.store(self.materialize().apply_(function))
+        return self
+
+    def map_(self, other: Any, function: Any) -> Any:
+        self.store(self.materialize().map_(_ordinary(other), function))
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.materialize().__reduce_ex__(protocol)
 
@@ -176,6 +187,10 @@ class PagedTensor(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.inplace_view in func.tags:
+            raise InfinityError(
+                f"{func.overloadpacket} would change the shape of a paged tensor in place: use a view of it"
+            )
         if func.overloadpacket in _FACTORIES and isinstance(args[0], PagedTensor):
             return _factory(func, args, kwargs)
         arguments = list(zip(func._schema.arguments, args, strict=False))
@@ -195,14 +210,15 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     start, count = base._extent() if base.numel() else (base._offset, 0)
     flat = torch.empty(start + count, device="meta")
     geometry = func(flat.as_strided(base.shape, base.stride(), base._offset), *args[1:], **kwargs)
-    return tree_map(
-        lambda g: (
-            PagedTensor.over(base._shard, base._field, base._gatherer, base.device, geometry=g, twin=base._twin)
-            if isinstance(g, torch.Tensor)
-            else g
-        ),
-        geometry,
-    )
+
+    def over(made: Any) -> Any:
+        if not isinstance(made, torch.Tensor):
+            return made
+        if made.dtype != base.dtype:
+            raise InfinityError(f"a paged tensor can't be viewed as {made.dtype}: clone() it first")
+        return PagedTensor.over(base._shard, base._field, base._gatherer, base.device, geometry=made, twin=base._twin)
+
+    return tree_map(over, geometry)
 
 
 def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -10,6 +10,7 @@ so a demand either finds room, or makes it by dropping and waiting; it fails onl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
@@ -18,6 +19,8 @@ from infinity.errors import BudgetError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.units import format_bytes
+
+log = logging.getLogger("infinity")
 
 
 class Stager:
@@ -47,7 +50,7 @@ class Stager:
             self._reap()
             lease = self._pool.try_lease(chunk.lease_bytes)
         while lease is None:
-            idle = [c for c in self._staged if c not in self.wanted and all(t.done for t in c.transfers)]
+            idle = [c for c in self._staged if c not in self.wanted and _is_idle(c)]
             if not idle:
                 return False
             self.drop(idle[0])
@@ -62,16 +65,18 @@ class Stager:
         """
         if chunk.state is ChunkState.WRITING:
             self.settle(chunk)
+        if chunk.landing is not None:  # the caller may change the bytes: the device must have copied them
+            chunk.landing.wait()
+            chunk.landing = None
         if chunk.state is ChunkState.LANDING:
             self._landing.remove(chunk)
-            chunk.landing = None
             chunk.move_to(ChunkState.IN_USE)
             assert chunk.lease is not None
             return chunk.lease
         if chunk.state is ChunkState.RESTING:
             for other in chunk.after:
                 self.settle(other)
-            self.demand_reads += 1
+            self.demand_reads += bool(chunk.reads)
             self._start_read(chunk, self.make_room(chunk.lease_bytes, chunk.name), Priority.DEMAND)
         if chunk.state is ChunkState.READING:
             self._finish_read(chunk)
@@ -91,19 +96,19 @@ class Stager:
     def release(self, chunk: Chunk, *, keep: bool) -> None:
         """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed."""
         landing = self.device.landing()
+        chunk.landing = None if landing.done() else landing
         if keep:
             chunk.move_to(ChunkState.STAGED)
             self._staged.append(chunk)
-        elif landing.done():
+        elif chunk.landing is None:
             self._rest(chunk)
         else:
-            chunk.landing = landing
             chunk.move_to(ChunkState.LANDING)
             self._landing.append(chunk)
 
     def write_back(self, chunk: Chunk) -> None:
         """The user changed the bytes: write them in the background; the lease comes back when they are on the drive."""
-        assert chunk.lease is not None
+        assert chunk.lease is not None and chunk.landing is None
         chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
         chunk.move_to(ChunkState.WRITING)
         self._writing.append(chunk)
@@ -114,17 +119,28 @@ class Stager:
         Raises IoError when the write failed.
         """
         if chunk.state is ChunkState.WRITING:
-            self._writing.remove(chunk)
             try:
                 self._engine.wait(chunk.transfers)
-            finally:
+            except OSError:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
+                self._writing.remove(chunk)
                 self._rest(chunk)
+                raise
+            self._writing.remove(chunk)
+            self._rest(chunk)
 
     def drop(self, chunk: Chunk) -> None:
-        """Forget the staged bytes of a chunk, waiting for the end of its read; nothing to do where none are staged."""
+        """Forget the staged bytes of a chunk, waiting until nothing reads into or out of them.
+
+        Nothing to do where none are staged. A read that failed is only logged: nobody wanted its bytes.
+        """
         if chunk.state is ChunkState.READING:
-            self._finish_read(chunk)
+            try:
+                self._finish_read(chunk)
+            except OSError as error:
+                log.warning("a read ahead failed: %s", error)
         if chunk.state is ChunkState.STAGED:
+            if chunk.landing is not None:
+                chunk.landing.wait()
             self._staged.remove(chunk)
             self._rest(chunk)
         elif chunk.state is ChunkState.LANDING:
@@ -211,7 +227,6 @@ class Stager:
     def _land(self, chunk: Chunk) -> None:
         assert chunk.landing is not None
         chunk.landing.wait()
-        chunk.landing = None
         self._landing.remove(chunk)
         self._rest(chunk)
 
@@ -219,6 +234,11 @@ class Stager:
         """The lease goes back and the chunk rests. No transfer of it is in flight any more."""
         lease = chunk.lease
         assert lease is not None
-        chunk.lease, chunk.transfers = None, []
+        chunk.lease, chunk.transfers, chunk.landing = None, [], None
         chunk.move_to(ChunkState.RESTING)
         lease.give_back()
+
+
+def _is_idle(chunk: Chunk) -> bool:
+    """Whether dropping a staged chunk takes no waiting."""
+    return all(t.done for t in chunk.transfers) and (chunk.landing is None or chunk.landing.done())

@@ -1,0 +1,134 @@
+"""What the trace promises: a cycle that was seen once is predicted, a change costs one cycle, and nothing ever fails."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.schedule.trace import Trace
+
+cycles = st.lists(st.integers(0, 5), min_size=1, max_size=12)
+
+
+def follow(trace: Trace, cycle: list[int]) -> list[bool]:
+    """Use the groups of one cycle; for each, whether it was the one predicted."""
+    hits = []
+    for group in cycle:
+        hits.append(next(trace.upcoming(), None) == group)
+        trace.use(group)
+    trace.end_cycle()
+    return hits
+
+
+def test_nothing_is_predicted_before_a_whole_cycle_was_seen() -> None:
+    trace = Trace()
+    for group in (0, 1, 2, 1):
+        assert not trace.known
+        assert list(trace.upcoming()) == []
+        trace.use(group)
+    trace.end_cycle()
+    assert trace.known
+    assert trace.surprises == 0
+    assert list(islice(trace.upcoming(), 4)) == [0, 1, 2, 1]
+
+
+@given(cycles)
+def test_same_cycle_again_is_predicted_use_by_use(cycle: list[int]) -> None:
+    trace = Trace()
+    follow(trace, cycle)
+    for _ in range(3):
+        assert follow(trace, cycle) == [True] * len(cycle)
+    assert trace.surprises == 0
+
+
+@given(cycles)
+def test_upcoming_is_the_rest_of_this_cycle_and_one_more(cycle: list[int]) -> None:
+    trace = Trace()
+    follow(trace, cycle)
+    for done, group in enumerate(cycle):
+        assert list(trace.upcoming()) == cycle[done:] + cycle
+        trace.use(group)
+    assert list(trace.upcoming()) == cycle
+
+
+@given(before=cycles, disturbed=cycles, after=cycles)
+def test_trace_heals_within_one_cycle(before: list[int], disturbed: list[int], after: list[int]) -> None:
+    trace = Trace()
+    follow(trace, before)
+    follow(trace, disturbed)
+    follow(trace, after)
+    surprises = trace.surprises
+    assert follow(trace, after) == [True] * len(after)
+    assert trace.surprises == surprises
+
+
+@given(first=cycles, second=cycles)
+def test_a_change_of_path_is_counted_and_the_same_path_is_not(first: list[int], second: list[int]) -> None:
+    trace = Trace()
+    follow(trace, first)
+    follow(trace, second)
+    assert (trace.surprises > 0) == (first != second)
+
+
+def test_a_use_left_out_costs_one_surprise_and_the_place_is_found_again() -> None:
+    trace = Trace()
+    follow(trace, [0, 1, 2, 3, 4])
+    assert follow(trace, [0, 1, 3, 4]) == [True, True, False, True]
+    assert trace.surprises == 1
+
+
+def test_an_unknown_use_is_recorded_and_the_place_is_kept() -> None:
+    trace = Trace()
+    follow(trace, [0, 1, 2])
+    assert follow(trace, [0, 9, 1, 2]) == [True, False, True, True]
+    assert trace.surprises == 1
+    assert follow(trace, [0, 9, 1, 2]) == [True] * 4
+
+
+def test_a_cycle_that_stops_early_is_a_surprise() -> None:
+    trace = Trace()
+    follow(trace, [0, 1, 2])
+    assert follow(trace, [0, 1]) == [True, True]
+    assert trace.surprises == 1
+
+
+def test_an_empty_cycle_changes_nothing() -> None:
+    trace = Trace()
+    trace.end_cycle()
+    assert not trace.known
+    follow(trace, [0, 1, 2])
+    trace.end_cycle()
+    assert list(islice(trace.upcoming(), 3)) == [0, 1, 2]
+    assert trace.surprises == 0
+
+
+def test_used_is_about_the_cycle_that_goes_on() -> None:
+    trace = Trace()
+    trace.use(3)
+    assert trace.used(3)
+    assert not trace.used(4)
+    trace.end_cycle()
+    assert not trace.used(3)
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=60))
+def test_whatever_comes_is_taken(events: list[int | None]) -> None:
+    """None ends a cycle. Nothing raises, and what is predicted was used in the cycle that ended last."""
+    trace = Trace()
+    recorded: list[int] = []
+    last: list[int] = []
+    for event in events:
+        if event is None:
+            trace.end_cycle()
+            last, recorded = recorded or last, []
+        else:
+            trace.use(event)
+            recorded.append(event)
+        ahead = list(trace.upcoming())
+        assert ahead[len(ahead) - len(last) :] == last
+        rest = ahead[: len(ahead) - len(last)]
+        assert rest == last[len(last) - len(rest) :]
+        assert trace.known == bool(last)
+        assert {group for group in range(5) if trace.used(group)} == set(recorded)

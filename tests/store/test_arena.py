@@ -1,0 +1,150 @@
+"""What the arena promises: extents that never move, reserved all or none, in a private file that nobody can find."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
+from infinity.errors import IoError, StoreError
+from infinity.store import Arena, Extent, RunFolder, run_folder
+
+PAGE = 4096
+
+
+@dataclass
+class Bench:
+    folder: RunFolder
+    pool: PinnedPool
+    engine: IoEngine
+    arena: Arena
+
+    def move(self, operation: str, extent: Extent, lease: Lease) -> None:
+        request = Request(operation, self.arena.file, extent.offset, lease, 0, extent.nbytes, Priority.DEMAND)
+        self.engine.wait(self.engine.start([request]))
+
+
+@pytest.fixture
+def bench(nvme_path: Path, backend: str) -> Iterator[Bench]:
+    folder = RunFolder(nvme_path)
+    pool = PinnedPool(16 * PAGE)
+    engine = IoEngine(pool, backend=backend)
+    arena = Arena(folder, engine, name="rank0.arena")
+    yield Bench(folder, pool, engine, arena)
+    engine.close()
+    arena.close()
+    folder.close()
+
+
+def test_extents_are_whole_pages_one_behind_the_other(bench: Bench) -> None:
+    first = bench.arena.reserve([1, PAGE, PAGE + 1], "tensors")
+    assert first == [Extent(0, PAGE), Extent(PAGE, PAGE), Extent(2 * PAGE, 2 * PAGE)]
+    assert bench.arena.reserve([10], "one more") == [Extent(4 * PAGE, PAGE)]
+    assert bench.arena.nbytes == 5 * PAGE
+    assert bench.arena.file.size_bytes >= 5 * PAGE
+
+
+def test_nothing_to_reserve_is_nothing_reserved(bench: Bench) -> None:
+    assert bench.arena.reserve([], "nothing") == []
+    assert bench.arena.nbytes == 0
+
+
+def test_file_is_private_and_has_no_name(bench: Bench) -> None:
+    bench.arena.reserve([PAGE], "a tensor")
+    assert {path.name for path in bench.folder.path.iterdir()} == {"lock", "run.json"}
+    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+    ours = [link for link in links if link.is_symlink() and "rank0.arena" in os.readlink(link)]  # noqa: PTH115
+    mine = [link.stat() for link in ours if str(bench.folder.path) in os.readlink(link)]  # noqa: PTH115
+    assert mine
+    for found in mine:
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_nlink == 0
+
+
+def test_bytes_never_written_read_as_zero(bench: Bench) -> None:
+    (extent,) = bench.arena.reserve([4 * PAGE], "a tensor")
+    with bench.pool.lease(extent.nbytes) as lease:
+        lease.view(torch.uint8).fill_(7)
+        bench.move("read", extent, lease)
+        assert not lease.view(torch.uint8).any()
+
+
+def test_extents_keep_what_was_written_when_more_are_reserved(bench: Bench) -> None:
+    first, second = bench.arena.reserve([2 * PAGE, 2 * PAGE], "tensors")
+    with bench.pool.lease(2 * PAGE) as lease:
+        for number, extent in ((1, first), (2, second)):
+            lease.view(torch.uint8).fill_(number)
+            bench.move("write", extent, lease)
+        bench.arena.reserve([64 * PAGE], "another")
+        for number, extent in ((1, first), (2, second)):
+            lease.view(torch.uint8).zero_()
+            bench.move("read", extent, lease)
+            assert lease.view(torch.uint8).unique().tolist() == [number]
+
+
+def test_missing_space_is_told_and_nothing_is_reserved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.arena.reserve([PAGE], "a small one")
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: 1 << 30)
+    with pytest.raises(StoreError) as caught:
+        bench.arena.reserve([PAGE, 3 << 29, 3 << 29], "optimizer state")
+    assert caught.value.errno == errno.ENOSPC
+    assert "optimizer state needs 3.00 GiB on " in str(caught.value)
+    assert "where 1.00 GiB are free: free 2.00 GiB more or choose another nvme_path" in str(caught.value)
+    assert bench.arena.nbytes == PAGE
+    assert bench.arena.file.size_bytes == PAGE
+    assert bench.arena.reserve([PAGE], "another small one") == [Extent(PAGE, PAGE)]
+
+
+def test_space_that_the_drive_really_lacks_is_refused(bench: Bench) -> None:
+    with pytest.raises(StoreError, match=r"1048576\.00 TiB") as caught:
+        bench.arena.reserve([1 << 60], "parameters")
+    assert caught.value.errno == errno.ENOSPC
+    assert bench.arena.nbytes == 0
+
+
+class RefusingFile:
+    """A file on a file system that has the space until it is asked for it."""
+
+    def __init__(self, failure: IoError) -> None:
+        self.failure = failure
+
+    def reserve(self, nbytes: int) -> None:
+        raise self.failure
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_refused_reservation_is_a_store_error(nvme_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(nvme_path)
+    engine = IoEngine(PinnedPool(PAGE), backend="threads")
+    arena = Arena(folder, engine, name="rank0.arena")
+    arena.file.close()
+    monkeypatch.setattr(arena, "file", RefusingFile(IoError("reserve: refused", number)))
+    with pytest.raises(
+        StoreError, match=r"parameters: 8\.00 KiB could not be reserved .*refused.*free space"
+    ) as caught:
+        arena.reserve([PAGE, PAGE], "parameters")
+    assert caught.value.errno == number
+    assert str(nvme_path) in str(caught.value)
+    assert arena.nbytes == 0
+    engine.close()
+    folder.close()
+
+
+def test_two_arenas_are_two_files(bench: Bench) -> None:
+    other = Arena(bench.folder, bench.engine, name="rank0.arena")
+    (extent,) = bench.arena.reserve([PAGE], "a tensor")
+    other.reserve([PAGE], "a tensor")
+    with bench.pool.lease(PAGE) as lease:
+        lease.view(torch.uint8).fill_(9)
+        bench.move("write", extent, lease)
+        request = Request("read", other.file, 0, lease, 0, PAGE, Priority.DEMAND)
+        bench.engine.wait(bench.engine.start([request]))
+        assert not lease.view(torch.uint8).any()
+    other.close()

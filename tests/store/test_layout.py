@@ -1,0 +1,189 @@
+"""What the layout promises: every element of every shard has one place, and the places make large aligned transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.store import Field, Layout, Shard, plan_layout
+from infinity.store.layout import SHARD_ALIGN, SPACE_ALIGN
+
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Plan:
+    layout: Layout
+    groups: int
+    numel_max: int
+    copy_itemsize: int
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    groups = draw(st.integers(1, 4))
+    sizes = st.one_of(st.integers(0, 300), st.integers(0, 4 * SPACE_ALIGN), st.integers(1, 30).map(lambda n: n * 1024))
+    shards = [
+        Shard(f"p{i}", draw(st.integers(0, groups - 1)), draw(sizes), draw(st.booleans()), draw(st.booleans()))
+        for i in range(draw(st.integers(0, 12)))
+    ]
+    numel_max = draw(st.integers(SPACE_ALIGN, 8 * SPACE_ALIGN))
+    copy_itemsize = draw(st.sampled_from([0, 2, 4]))
+    layout = plan_layout(shards, groups=groups, sub_group_numel_max=numel_max, copy_itemsize=copy_itemsize)
+    return Plan(layout, groups, numel_max, copy_itemsize)
+
+
+@given(plans())
+def test_every_element_lies_in_exactly_one_piece(plan: Plan) -> None:
+    layout = plan.layout
+    found: dict[int, list[tuple[int, int]]] = {i: [] for i in range(len(layout.shards))}
+    for sub in layout.sub_groups:
+        for piece in sub.pieces:
+            found[piece.shard].append((piece.start, piece.numel))
+            space, first = layout.place[piece.shard]
+            assert sub.space == space
+            assert sub.start + piece.offset == first + piece.start  # both ways lead to the same element of the space
+            assert 0 <= piece.offset and piece.offset + piece.numel <= sub.numel
+    for i, shard in enumerate(layout.shards):
+        end = 0
+        for start, numel in sorted(found[i]):
+            assert start == end and numel > 0
+            end += numel
+        assert end == shard.numel
+
+
+@given(plans())
+def test_shards_of_a_space_do_not_overlap_and_start_aligned(plan: Plan) -> None:
+    layout = plan.layout
+    for space, numel in enumerate(layout.space_numel):
+        end = 0
+        members = sorted((first, i) for i, (where, first) in enumerate(layout.place) if where == space)
+        for first, i in members:
+            assert end <= first and first % SHARD_ALIGN == 0
+            end = max(end, first + layout.shards[i].numel)
+        assert end <= numel
+
+
+@given(plans())
+def test_sub_groups_fill_their_space_within_the_limit(plan: Plan) -> None:
+    layout = plan.layout
+    assert [sub.index for sub in layout.sub_groups] == list(range(len(layout.sub_groups)))
+    assert [sub for cuts in layout.by_space for sub in cuts] == list(layout.sub_groups)
+    for space, cuts in enumerate(layout.by_space):
+        end = 0
+        for sub in cuts:
+            assert (sub.space, sub.start) == (space, end)
+            assert 0 < sub.numel <= plan.numel_max
+            assert sub.start % SPACE_ALIGN == 0 and sub.numel % SPACE_ALIGN == 0
+            end += sub.numel
+        assert end == layout.space_numel[space]
+
+
+@given(plans())
+def test_shards_are_cut_only_where_a_vector_ends(plan: Plan) -> None:
+    for sub in plan.layout.sub_groups:
+        for piece in sub.pieces:
+            assert piece.start % SHARD_ALIGN == 0 and piece.offset % SHARD_ALIGN == 0
+            if piece.start + piece.numel < plan.layout.shards[piece.shard].numel:
+                assert piece.numel % SHARD_ALIGN == 0
+
+
+@given(plans())
+def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
+    for sub in plan.layout.sub_groups:
+        assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
+        assert (Field.EXP_AVG in sub.fields) == (Field.EXP_AVG_SQ in sub.fields) == sub.trained
+        assert Field.MASTER in sub.fields
+        assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0)
+
+
+@given(plans())
+def test_fields_are_whole_pages_and_fill_the_extent(plan: Plan) -> None:
+    for sub in plan.layout.sub_groups:
+        end = 0
+        for which in sub.fields:
+            assert sub.field_offset(which) == end
+            assert end % PAGE == 0
+            end += sub.numel * sub.itemsize(which)
+        assert end == sub.nbytes and end % PAGE == 0
+        for which in set(Field) - set(sub.fields):
+            with pytest.raises(KeyError, match=which.value):
+                sub.field_offset(which)
+    assert plan.layout.nbytes == sum(sub.nbytes for sub in plan.layout.sub_groups)
+    assert plan.layout.sub_group_bytes_max == max((s.nbytes for s in plan.layout.sub_groups if s.trained), default=0)
+
+
+@given(plans())
+def test_copies_read_one_behind_the_other_give_back_the_flat_space(plan: Plan) -> None:
+    """What a gather does: the copy fields of a group, in order, without a gap; a shard that was cut is whole again."""
+    layout = plan.layout
+    for space, cuts in enumerate(layout.by_space):
+        flat: list[tuple[int, int] | None] = []
+        for sub in cuts:
+            field: list[tuple[int, int] | None] = [None] * sub.numel
+            for piece in sub.pieces:
+                for k in (0, piece.numel - 1):
+                    field[piece.offset + k] = (piece.shard, piece.start + k)
+            flat += field
+        assert len(flat) == layout.space_numel[space]
+        for i, (where, first) in enumerate(layout.place):
+            if where == space and layout.shards[i].numel:
+                assert flat[first] == (i, 0)
+                assert flat[first + layout.shards[i].numel - 1] == (i, layout.shards[i].numel - 1)
+
+
+@given(plans())
+def test_a_space_is_a_group_and_the_last_one_is_of_the_resident(plan: Plan) -> None:
+    layout = plan.layout
+    assert len(layout.space_numel) == len(layout.by_space) == plan.groups + 1
+    assert layout.resident_space == plan.groups
+    for shard, (space, _) in zip(layout.shards, layout.place, strict=True):
+        assert space == (layout.resident_space if shard.resident else shard.group)
+
+
+@given(plans())
+def test_waste_is_bounded(plan: Plan) -> None:
+    """Less than SHARD_ALIGN per shard and SPACE_ALIGN per part (trained, frozen) of a space."""
+    layout = plan.layout
+    for space, numel in enumerate(layout.space_numel):
+        members = [s for s, (where, _) in zip(layout.shards, layout.place, strict=True) if where == space]
+        parts = len({shard.trained for shard in members})
+        waste = numel - sum(shard.numel for shard in members)
+        assert 0 <= waste <= len(members) * (SHARD_ALIGN - 1) + parts * (SPACE_ALIGN - 1)
+
+
+@given(plans())
+def test_cuts_of_a_part_are_few_and_even(plan: Plan) -> None:
+    limit = plan.numel_max // SPACE_ALIGN * SPACE_ALIGN
+    for cuts in plan.layout.by_space:
+        for trained in (True, False):
+            sizes = [sub.numel for sub in cuts if sub.trained is trained]
+            assert len(sizes) == -(-sum(sizes) // limit)
+            assert len(set(sizes[:-1])) <= 1 and all(size <= sizes[0] for size in sizes)
+
+
+@given(plans())
+def test_same_shards_make_the_same_layout(plan: Plan) -> None:
+    again = plan_layout(
+        plan.layout.shards,
+        groups=plan.groups,
+        sub_group_numel_max=plan.numel_max,
+        copy_itemsize=plan.copy_itemsize,
+    )
+    assert again == plan.layout
+
+
+def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
+    layout = plan_layout([Shard("p", 0, SPACE_ALIGN)], groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2)
+    (sub,) = layout.sub_groups
+    assert sub.fields == (Field.COPY, Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
+    assert [sub.field_offset(which) for which in sub.fields] == [0, 4096, 12288, 20480]
+    assert sub.nbytes == 14 * SPACE_ALIGN
+
+
+def test_sub_group_below_the_least_is_refused_with_the_number() -> None:
+    with pytest.raises(ValueError, match="at least 2048 elements, got 2047"):
+        plan_layout([], groups=1, sub_group_numel_max=SPACE_ALIGN - 1, copy_itemsize=2)

@@ -1,0 +1,204 @@
+"""What the run folder promises: a locked place of one's own, that is gone when the run is, however the run ended."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import InfinityError, StoreError
+from infinity.store import RunFolder, run_folder
+from infinity.store.run_folder import free_bytes, remove_stale
+
+# Makes a run folder in argv[1], tells its path, and lives until its input closes.
+HOLDER = """
+import sys
+from infinity.store import RunFolder
+folder = RunFolder(sys.argv[1])
+print(folder.path, flush=True)
+sys.stdin.read()
+"""
+
+
+class Holder:
+    """Another process that holds a run folder."""
+
+    def __init__(self, root: Path) -> None:
+        command = [sys.executable, "-c", HOLDER, str(root)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.path = Path(self.process.stdout.readline().strip())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    holder = Holder(tmp_path)
+    yield holder
+    holder.kill()
+
+
+def test_folder_is_private_and_tells_whose_it_is(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.path.parent == folder.root == tmp_path
+    assert folder.path.name.startswith(f"infinity-run-{os.getpid()}-")
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) & 0o077 for path in [folder.path / "lock"]} == {"lock": 0}
+    assert json.loads((folder.path / "run.json").read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == [folder.path]
+    folder.close()
+
+
+def test_folder_is_locked_while_the_run_lives(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    with (folder.path / "lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder.close()
+
+
+def test_missing_folders_on_the_way_are_made(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    assert folder.path.is_dir()
+    folder.close()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_relative_path_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder("swap")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert folder.path.parent == tmp_path / "swap"
+    folder.close()
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+def test_close_removes_everything_and_may_be_called_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    (folder.path / "sub").mkdir()
+    (folder.path / "sub" / "file").write_text("x")
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+    folder.close()
+
+
+def test_second_close_does_not_close_a_descriptor_of_somebody_else(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.close()
+    with (tmp_path / "other").open("w") as other:
+        folder.close()
+        os.fstat(other.fileno())
+
+
+def test_forgotten_folder_goes_with_its_owner(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    del folder
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_of_a_living_process_stays_and_of_a_killed_one_goes(holder: Holder, tmp_path: Path) -> None:
+    RunFolder(tmp_path).close()
+    assert list(tmp_path.iterdir()) == [holder.path]
+    holder.kill()
+    assert list(tmp_path.iterdir()) == [holder.path]
+    folder = RunFolder(tmp_path)
+    assert list(tmp_path.iterdir()) == [folder.path]
+    folder.close()
+
+
+def test_two_runs_share_a_path(tmp_path: Path) -> None:
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    assert first.path != second.path
+    second.close()
+    assert list(tmp_path.iterdir()) == [first.path]
+    first.close()
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "data"
+    mine.mkdir()
+    (tmp_path / "infinity-run-notes.txt").write_text("x")
+    (tmp_path / "infinity-run-1-0").mkdir()  # without a lock: being made or removed just now
+    remove_stale(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "infinity-run-notes.txt", "infinity-run-1-0"}
+
+
+def test_forked_child_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    child = os.fork()
+    if child == 0:
+        folder.close()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert folder.path.is_dir()
+    RunFolder(tmp_path).close()
+    assert folder.path.is_dir()  # still locked
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_forked_child_that_exits_leaves_the_folder_too(tmp_path: Path) -> None:
+    """As a data loader's worker does: through the interpreter's exit, with its finalizers. The parent's exit removes it."""
+    script = (
+        "import os, sys\n"
+        "from infinity.store import RunFolder\n"
+        "folder = RunFolder(sys.argv[1])\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    sys.exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert folder.path.is_dir()\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(StoreError, match=r"can't be made .File exists.: create it or choose another path") as caught:
+        RunFolder(file)
+    assert str(file) in str(caught.value)
+    assert isinstance(caught.value, InfinityError) and isinstance(caught.value, OSError)
+    with pytest.raises(StoreError, match="can't be made"):
+        RunFolder(file / "below")
+    assert file.read_text() == "x"
+
+
+def test_path_that_can_not_be_made_is_refused() -> None:
+    with pytest.raises(StoreError, match="nvme_path /proc/none/swap can't be made"):
+        RunFolder("/proc/none/swap")
+
+
+def test_path_that_is_not_writable_is_refused() -> None:
+    with pytest.raises(StoreError, match=r"nvme_path /proc is not writable .*: change its owner or choose another"):
+        RunFolder("/proc")
+
+
+def test_missing_space_is_told_with_what_for_and_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: 1 << 30)
+    folder.check_free(1 << 30, "optimizer state")
+    with pytest.raises(StoreError) as caught:
+        folder.check_free(3 << 30, "optimizer state")
+    assert str(caught.value.strerror) == (
+        f"optimizer state needs 3.00 GiB on {tmp_path}, where 1.00 GiB are free: "
+        "free 2.00 GiB more or choose another nvme_path"
+    )
+    folder.close()
+
+
+def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
+    total = os.statvfs(tmp_path)
+    assert 0 < free_bytes(tmp_path) <= total.f_blocks * total.f_frsize

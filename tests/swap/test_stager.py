@@ -1,0 +1,850 @@
+"""What the stager promises: bytes arrive whole or not at all, every lease comes back, and nobody waits for ever.
+
+Over the real backends where bytes on a drive matter; over an engine in memory, whose transfers end when the test says so
+and fail when it says so, where order and faults do.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
+from infinity.device import CpuDevice
+from infinity.errors import BudgetError, IoError
+from infinity.store import Arena, RunFolder
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.stager import Stager
+
+PAGE = 4096
+POISON = 0xEE
+
+
+class ScriptedTransfer:
+    """Moves its bytes when it ends, not before: whoever reuses the lease too early spoils them, and the test sees it."""
+
+    def __init__(self, engine: ScriptedEngine, request: Request) -> None:
+        self.engine = engine
+        self.request = request
+        self.done = False
+        self.failure: IoError | None = None
+        self.waited = False
+
+    def end(self, failure: IoError | None = None) -> None:
+        assert not self.done
+        request = self.request
+        assert request.lease.held, f"{request.operation} in flight into a lease that was given back"
+        place = slice(request.offset, request.offset + request.length)
+        staged = request.lease.view(torch.uint8, request.lease_offset, request.length)
+        arena = self.engine.arena_bytes[place]
+        if request.operation == "read":
+            staged.copy_(arena)
+        else:
+            arena.copy_(staged)
+        if failure is not None:
+            (staged if request.operation == "read" else arena).fill_(POISON)
+        self.done, self.failure = True, failure
+
+    def wait(self) -> None:
+        if not self.done:
+            self.waited = True
+            self.end(self.engine.failure_of(self.request))
+        if self.failure is not None:
+            raise self.failure
+
+
+class ScriptedEngine:
+    """As infinity.aio.IoEngine, with a drive in memory. A transfer ends when it is waited for, or when told to."""
+
+    def __init__(self, arena_pages: int) -> None:
+        self.arena_bytes = torch.zeros(arena_pages * PAGE, dtype=torch.uint8)
+        self.transfers: list[ScriptedTransfer] = []
+        self.failing: Callable[[Request], bool] = lambda request: False
+        self.stall_seconds = 0.0
+
+    def start(self, requests: Sequence[Request]) -> list[ScriptedTransfer]:
+        assert all(request.lease.held for request in requests)
+        started = [ScriptedTransfer(self, request) for request in requests]
+        self.transfers += started
+        return started
+
+    wait = IoEngine.wait
+
+    def failure_of(self, request: Request) -> IoError | None:
+        if not self.failing(request):
+            return None
+        return IoError(f"{request.operation} at {request.offset}: EIO", errno.EIO, request.operation)
+
+    @property
+    def pending(self) -> list[ScriptedTransfer]:
+        return [transfer for transfer in self.transfers if not transfer.done]
+
+    def end_all(self) -> None:
+        for transfer in self.pending:
+            transfer.end(self.failure_of(transfer.request))
+
+
+class ScriptedLanding:
+    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.copies = copies
+        self.fired = not copies
+        self.waited = False
+
+    def done(self) -> bool:
+        return self.fired
+
+    def wait(self) -> None:
+        self.waited = self.waited or not self.fired
+        self.fire()
+
+    def fire(self) -> None:
+        """The device copies only now: the bytes must still be those it was given."""
+        self.fired = True
+        for staged, given in self.copies:
+            assert torch.equal(staged, given), "staged bytes changed before the device had copied them"
+        self.copies.clear()
+
+
+class ScriptedDevice(CpuDevice):
+    """A device that copies late. One queue of copies: a landing covers all that were taken before it."""
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.landings: list[ScriptedLanding] = []
+
+    def take(self, staged: torch.Tensor) -> torch.Tensor:
+        self.queue.append((staged, staged.clone()))
+        return self.queue[-1][1]
+
+    def landing(self) -> ScriptedLanding:
+        self.landings.append(ScriptedLanding(self.queue))
+        return self.landings[-1]
+
+
+@dataclass
+class Bench:
+    """A stager over a pool of `pool_pages`, with chunks that lie one behind the other in the arena."""
+
+    engine: Any
+    pool: PinnedPool
+    arena: Any
+    device: ScriptedDevice
+    stager: Stager
+    chunks: list[Chunk] = field(default_factory=list)
+    end: int = 0
+
+    def chunk(self, pages: int = 1, *, after: tuple[Chunk, ...] = ()) -> Chunk:
+        nbytes = pages * PAGE
+        span = (Span(self.end, 0, nbytes),)
+        self.end += nbytes
+        self.chunks.append(Chunk(f"chunk {len(self.chunks)}", nbytes, span, span, after))
+        return self.chunks[-1]
+
+    def write(self, chunk: Chunk, value: int) -> None:
+        """Start to write `value` into all bytes of the chunk."""
+        self.stager.occupy(chunk).view(torch.uint8).fill_(value)
+        self.stager.write_back(chunk)
+
+    def read(self, chunk: Chunk) -> list[int]:
+        """The distinct bytes of the chunk."""
+        lease = self.stager.acquire(chunk)
+        found: list[int] = lease.view(torch.uint8).unique().tolist()
+        self.stager.release(chunk, keep=False)
+        return found
+
+    def is_clean(self) -> bool:
+        return self.pool.leased_bytes == 0 and all(
+            chunk.state is ChunkState.RESTING and chunk.lease is None for chunk in self.chunks
+        )
+
+
+def scripted(pool_pages: int = 8, arena_pages: int = 64) -> Bench:
+    engine = ScriptedEngine(arena_pages)
+    pool = PinnedPool(pool_pages * PAGE)
+    arena = SimpleNamespace(file="arena")
+    device = ScriptedDevice()
+    stager = Stager(cast(IoEngine, engine), pool, cast(Arena, arena), device)
+    return Bench(engine, pool, arena, device, stager)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return scripted()
+
+
+@pytest.fixture
+def real(backend: str, nvme_path: Path) -> Iterator[Bench]:
+    folder = RunFolder(nvme_path)
+    pool = PinnedPool(8 * PAGE)
+    engine = IoEngine(pool, backend=backend, block_bytes=2 * PAGE)
+    arena = Arena(folder, engine, name="rank0.arena")
+    arena.reserve([64 * PAGE], "the test")
+    device = ScriptedDevice()
+    yield Bench(engine, pool, arena, device, Stager(engine, pool, arena, device))
+    engine.close()
+    arena.close()
+    folder.close()
+
+
+# On a drive.
+
+
+def test_write_then_read_of_the_same_chunk_sees_the_new_bytes(real: Bench) -> None:
+    chunk = real.chunk(5)
+    for value in (1, 2, 3):
+        real.write(chunk, value)
+        assert real.read(chunk) == [value]
+    real.stager.settle_all()
+    assert real.is_clean()
+
+
+def test_chunk_of_many_spans_is_gathered_into_one_lease(real: Bench) -> None:
+    """As a group is: the copies of its sub-groups, read one behind the other."""
+    parts = [real.chunk(2) for _ in range(3)]
+    for value, part in enumerate(parts):
+        real.write(part, value + 1)
+    spans = tuple(Span(2 * k * PAGE, k * PAGE, PAGE) for k in range(3))
+    group = Chunk("group", 3 * PAGE, spans, (), after=tuple(parts))
+    lease = real.stager.acquire(group)
+    assert lease.view(torch.uint8).view(3, PAGE).unique(dim=1).flatten().tolist() == [1, 2, 3]
+    real.stager.release(group, keep=False)
+    assert real.is_clean()
+
+
+def test_more_chunks_than_the_pool_holds_flow_through_it(real: Bench) -> None:
+    chunks = [real.chunk(3) for _ in range(12)]
+    for value, chunk in enumerate(chunks):
+        real.write(chunk, value)
+    for place, chunk in enumerate(chunks):
+        real.stager.wanted = chunks[place : place + 2]
+        for following in real.stager.wanted:
+            if following.state is ChunkState.RESTING:
+                real.stager.prefetch(following)
+        assert real.read(chunk) == [place]
+    real.stager.drop_all()
+    assert real.is_clean()
+    assert real.pool.peak_bytes <= real.pool.nbytes
+
+
+def beyond_the_end(bench: Bench) -> Chunk:
+    offset = 1 << 30
+    return Chunk("lost", PAGE, (Span(offset, 0, PAGE),), (Span(offset, 0, PAGE),))
+
+
+def test_lease_returns_after_failed_read(real: Bench) -> None:
+    lost = beyond_the_end(real)
+    with pytest.raises(IoError) as caught:
+        real.stager.acquire(lost)
+    assert (caught.value.operation, caught.value.offset) == ("read", 1 << 30)
+    assert lost.state is ChunkState.RESTING
+    assert real.pool.leased_bytes == 0
+
+
+def test_lease_returns_after_failed_prefetch(real: Bench) -> None:
+    lost = beyond_the_end(real)
+    assert real.stager.prefetch(lost)
+    with pytest.raises(IoError):
+        real.stager.acquire(lost)
+    assert real.pool.leased_bytes == 0
+
+
+# Reading.
+
+
+def test_staged_chunk_is_not_read_again(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.stager.acquire(chunk)
+    bench.stager.release(chunk, keep=True)
+    assert chunk.state is ChunkState.STAGED
+    assert bench.pool.leased_bytes == PAGE
+    bench.stager.acquire(chunk)
+    assert len(bench.engine.transfers) == 1
+    assert bench.stager.demand_reads == 1
+
+
+def test_prefetched_chunk_is_no_demand_read(bench: Bench) -> None:
+    chunk = bench.chunk()
+    assert bench.stager.prefetch(chunk)
+    assert chunk.state is ChunkState.READING
+    assert not bench.engine.transfers[0].done
+    bench.stager.acquire(chunk)
+    assert bench.stager.demand_reads == 0
+    assert [transfer.request.priority for transfer in bench.engine.transfers] == [Priority.PREFETCH]
+
+
+def test_demand_goes_first_and_write_back_last(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.stager.acquire(chunk)
+    bench.stager.write_back(chunk)
+    assert [transfer.request.priority for transfer in bench.engine.transfers] == [Priority.DEMAND, Priority.WRITE_BACK]
+
+
+def test_chunk_in_use_is_nobody_elses(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.stager.acquire(chunk)
+    with pytest.raises(AssertionError, match="already in use"):
+        bench.stager.acquire(chunk)
+
+
+def test_occupy_reads_nothing(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.stager.occupy(chunk)
+    assert bench.engine.transfers == []
+    assert chunk.state is ChunkState.IN_USE
+
+
+def test_failed_read_rests_the_chunk_and_frees_its_lease(bench: Bench) -> None:
+    chunk = bench.chunk(2)
+    bench.engine.failing = lambda request: request.operation == "read"
+    bench.stager.prefetch(chunk)
+    with pytest.raises(IoError, match="EIO"):
+        bench.stager.acquire(chunk)
+    assert bench.is_clean()
+    bench.engine.failing = lambda request: False
+    assert bench.read(chunk) == [0]  # it may be tried again
+
+
+def test_failed_read_that_nobody_wants_is_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    chunk = bench.chunk(2)
+    bench.engine.failing = lambda request: request.operation == "read"
+    bench.stager.prefetch(chunk)
+    bench.stager.drop(chunk)
+    assert bench.is_clean()
+    assert "a read ahead failed" in caplog.text
+    assert "EIO" in caplog.text
+
+
+def test_failed_part_of_a_read_waits_for_the_other_parts(bench: Bench) -> None:
+    spans = tuple(Span(k * PAGE, k * PAGE, PAGE) for k in range(3))
+    chunk = Chunk("parts", 3 * PAGE, spans, spans)
+    bench.engine.failing = lambda request: request.offset == 0
+    with pytest.raises(IoError):
+        bench.stager.acquire(chunk)
+    assert bench.engine.pending == []
+    assert bench.pool.leased_bytes == 0
+
+
+def test_drop_while_reading_waits_for_the_end(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.stager.prefetch(chunk)
+    bench.stager.drop(chunk)
+    assert bench.engine.transfers[0].waited
+    assert bench.is_clean()
+
+
+def test_drop_leaves_what_is_in_use_or_written(bench: Bench) -> None:
+    used, written = bench.chunk(), bench.chunk()
+    bench.stager.acquire(used)
+    bench.write(written, 1)
+    for chunk in (used, written):
+        bench.stager.drop(chunk)
+    bench.stager.drop_all()
+    assert (used.state, written.state) == (ChunkState.IN_USE, ChunkState.WRITING)
+
+
+def test_read_that_can_not_start_frees_its_lease(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(requests: Sequence[Request]) -> list[ScriptedTransfer]:
+        raise ValueError("the file is closed")
+
+    monkeypatch.setattr(bench.engine, "start", refuse)
+    chunk = bench.chunk()
+    with pytest.raises(ValueError, match="closed"):
+        bench.stager.acquire(chunk)
+    with pytest.raises(ValueError, match="closed"):
+        bench.stager.prefetch(chunk)
+    assert bench.is_clean()
+
+
+# Writing.
+
+
+def test_write_goes_on_in_the_background(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.write(chunk, 5)
+    assert chunk.state is ChunkState.WRITING
+    assert bench.engine.arena_bytes[0] == 0
+    bench.stager.settle(chunk)
+    assert bench.engine.arena_bytes[:PAGE].unique().tolist() == [5]
+    assert bench.is_clean()
+
+
+def test_acquire_of_a_chunk_being_written_waits_for_the_write(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.write(chunk, 5)
+    assert bench.read(chunk) == [5]
+    assert [transfer.request.operation for transfer in bench.engine.transfers] == ["write", "read"]
+
+
+def test_lease_returns_after_failed_write(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.engine.failing = lambda request: request.operation == "write"
+    bench.write(chunk, 5)
+    with pytest.raises(IoError, match="write at 0"):
+        bench.stager.settle(chunk)
+    assert bench.is_clean()
+    bench.stager.settle(chunk)  # told once
+
+
+def test_settle_all_raises_the_first_failure_after_all_have_ended(bench: Bench) -> None:
+    chunks = [bench.chunk() for _ in range(4)]
+    bench.engine.failing = lambda request: request.offset in (PAGE, 2 * PAGE)
+    for value, chunk in enumerate(chunks):
+        bench.write(chunk, value + 1)
+    with pytest.raises(IoError, match=f"write at {PAGE}:"):
+        bench.stager.settle_all()
+    assert bench.engine.pending == []
+    assert bench.is_clean()
+    assert bench.engine.arena_bytes[3 * PAGE] == 4
+    bench.stager.settle_all()
+
+
+def test_failed_write_is_told_to_whoever_meets_it_first(bench: Bench) -> None:
+    chunk = bench.chunk(8)
+    other = bench.chunk(8)
+    bench.engine.failing = lambda request: request.operation == "write"
+    bench.write(chunk, 5)
+    with pytest.raises(IoError, match="write at 0"):
+        bench.stager.acquire(other)
+    assert bench.is_clean()
+    bench.stager.acquire(other)
+
+
+def test_interrupted_settle_keeps_the_lease_until_the_write_has_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C gets through every wait; the transfer it interrupts the wait for is still in flight."""
+    chunk = bench.chunk()
+    bench.write(chunk, 5)
+
+    def interrupted(transfers: Sequence[ScriptedTransfer]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.stager.settle(chunk)
+    assert bench.engine.pending[0].request.lease.held
+    bench.stager.settle_all()
+    assert bench.engine.arena_bytes[0] == 5
+    assert bench.is_clean()
+
+
+def test_interrupted_acquire_keeps_the_lease_until_the_read_has_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = bench.chunk()
+
+    def interrupted(transfers: Sequence[ScriptedTransfer]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bench.stager.acquire(chunk)
+    assert bench.engine.pending[0].request.lease.held
+    bench.stager.drop_all()
+    assert bench.is_clean()
+
+
+# One chunk after another that stores the same bytes.
+
+
+def test_read_waits_for_the_writes_it_comes_after(bench: Bench) -> None:
+    part = bench.chunk()
+    group = Chunk("group", PAGE, part.reads, (), after=(part,))
+    bench.write(part, 9)
+    assert not bench.stager.prefetch(group)
+    assert bench.pool.leased_bytes == PAGE
+    lease = bench.stager.acquire(group)
+    assert lease.view(torch.uint8).unique().tolist() == [9]
+
+
+def test_prefetch_goes_ahead_once_the_write_before_it_has_ended(bench: Bench) -> None:
+    part = bench.chunk()
+    group = Chunk("group", PAGE, part.reads, (), after=(part,))
+    bench.write(part, 9)
+    bench.engine.end_all()
+    assert bench.stager.prefetch(group)
+    assert bench.stager.acquire(group).view(torch.uint8).unique().tolist() == [9]
+
+
+# Making room.
+
+
+def test_least_wanted_is_dropped_first(bench: Bench) -> None:
+    chunks = [bench.chunk(2) for _ in range(4)]
+    for chunk in chunks:
+        bench.stager.prefetch(chunk)
+    unwanted, *wanted = chunks
+    bench.stager.wanted = wanted
+    new = [bench.chunk(2) for _ in range(3)]
+    left = []
+    for each in new:
+        bench.stager.acquire(each)
+        left.append([chunk.state is not ChunkState.RESTING for chunk in (unwanted, *wanted)])
+    assert left == [[False, True, True, True], [False, True, True, False], [False, True, False, False]]
+
+
+def test_room_is_made_by_waiting_for_writes(bench: Bench) -> None:
+    first, second = bench.chunk(4), bench.chunk(4)
+    bench.write(first, 1)
+    bench.write(second, 2)
+    third = bench.chunk(8)
+    bench.stager.acquire(third)
+    assert (first.state, second.state) == (ChunkState.RESTING, ChunkState.RESTING)
+    assert bench.engine.arena_bytes[[0, 4 * PAGE]].tolist() == [1, 2]
+
+
+def test_room_is_taken_from_what_ended_before_anything_is_dropped(bench: Bench) -> None:
+    staged, written = bench.chunk(4), bench.chunk(4)
+    bench.stager.prefetch(staged)
+    bench.write(written, 1)
+    bench.engine.end_all()
+    bench.stager.acquire(bench.chunk(4))
+    assert (staged.state, written.state) == (ChunkState.READING, ChunkState.RESTING)
+
+
+def test_pool_full_of_what_is_in_use_is_a_budget_error_with_a_number(bench: Bench) -> None:
+    for _ in range(2):
+        bench.stager.acquire(bench.chunk(3))
+    starved = bench.chunk(4)
+    with pytest.raises(BudgetError) as caught:
+        bench.stager.acquire(starved)
+    assert str(caught.value) == (
+        "chunk 2 needs 16.00 KiB of the pinned pool at once, which holds 32.00 KiB, 24.00 KiB of them in use: "
+        "raise pinned_bytes_max (host_bytes_max) to at least 72.00 KiB"
+    )
+    assert starved.state is ChunkState.RESTING
+    assert bench.pool.leased_bytes == 6 * PAGE
+
+
+def test_chunk_larger_than_the_pool_is_a_budget_error(bench: Bench) -> None:
+    staged = bench.chunk(2)
+    bench.stager.prefetch(staged)
+    with pytest.raises(BudgetError, match=r"36\.00 KiB"):
+        bench.stager.acquire(bench.chunk(9))
+
+
+# Reading ahead.
+
+
+def test_prefetch_never_displaces_what_is_wanted(bench: Bench) -> None:
+    wanted = [bench.chunk(4), bench.chunk(4)]
+    for chunk in wanted:
+        bench.stager.prefetch(chunk)
+    bench.engine.end_all()
+    bench.stager.wanted = wanted
+    assert not bench.stager.prefetch(bench.chunk(1))
+    assert all(chunk.state is ChunkState.READING for chunk in wanted)
+
+
+def test_prefetch_takes_the_room_of_what_is_not_wanted(bench: Bench) -> None:
+    old = [bench.chunk(4), bench.chunk(4)]
+    for chunk in old:
+        bench.stager.prefetch(chunk)
+    bench.engine.end_all()
+    bench.stager.wanted = [old[0]]
+    new = bench.chunk(4)
+    assert bench.stager.prefetch(new)
+    assert [chunk.state for chunk in (*old, new)] == [ChunkState.READING, ChunkState.RESTING, ChunkState.READING]
+
+
+def test_prefetch_never_waits(bench: Bench) -> None:
+    """Not for a read, not for a write, not for the device."""
+    reading, writing, landing = bench.chunk(3), bench.chunk(3), bench.chunk(2)
+    bench.device.take(bench.stager.acquire(landing).view(torch.uint8))
+    bench.stager.release(landing, keep=False)
+    bench.stager.prefetch(reading)
+    bench.write(writing, 1)
+    pending = bench.engine.pending
+    assert not bench.stager.prefetch(bench.chunk(1))
+    assert [chunk.state.name for chunk in (reading, writing, landing)] == ["READING", "WRITING", "LANDING"]
+    assert bench.engine.pending == pending
+    assert not any(each.waited for each in bench.device.landings)
+    assert bench.pool.leased_bytes == bench.pool.nbytes
+
+
+def test_prefetch_takes_the_room_of_what_ended(bench: Bench) -> None:
+    bench.write(bench.chunk(8), 1)
+    following = bench.chunk(8)
+    assert not bench.stager.prefetch(following)
+    bench.engine.end_all()
+    assert bench.stager.prefetch(following)
+
+
+# Landing.
+
+
+def hand_over(bench: Bench, chunk: Chunk, *, keep: bool) -> None:
+    """Use the chunk as a gather does: the device is still copying when it is released."""
+    bench.device.take(bench.stager.acquire(chunk).view(torch.uint8))
+    bench.stager.release(chunk, keep=keep)
+
+
+def test_lease_returns_only_when_the_device_has_copied(bench: Bench) -> None:
+    chunk = bench.chunk()
+    hand_over(bench, chunk, keep=False)
+    assert chunk.state is ChunkState.LANDING
+    assert bench.pool.leased_bytes == PAGE
+    assert not bench.device.landings[0].waited
+    bench.device.landings[0].fire()
+    bench.stager.drop_all()
+    assert bench.is_clean()
+
+
+def test_lease_returns_at_once_where_the_device_has_copied(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.stager.acquire(chunk)
+    bench.stager.release(chunk, keep=False)
+    assert bench.is_clean()
+
+
+def test_room_is_made_by_waiting_for_the_device(bench: Bench) -> None:
+    chunk = bench.chunk(8)
+    hand_over(bench, chunk, keep=False)
+    bench.stager.acquire(bench.chunk(8))
+    assert bench.device.landings[0].waited
+    assert chunk.state is ChunkState.RESTING
+
+
+def test_landing_chunk_is_acquired_where_it_lies(bench: Bench) -> None:
+    chunk = bench.chunk()
+    bench.write(chunk, 3)
+    hand_over(bench, chunk, keep=False)
+    reads = len(bench.engine.transfers)
+    lease = bench.stager.acquire(chunk)
+    assert lease.view(torch.uint8).unique().tolist() == [3]
+    assert len(bench.engine.transfers) == reads
+    assert not bench.device.landings[0].waited
+    bench.stager.release(chunk, keep=False)  # the first copy still hasn't landed
+    assert chunk.state is ChunkState.LANDING
+    bench.stager.drop(chunk)
+    assert bench.is_clean()
+
+
+def test_landing_chunk_is_occupied_once_the_device_has_copied(bench: Bench) -> None:
+    chunk = bench.chunk()
+    hand_over(bench, chunk, keep=False)
+    bench.stager.occupy(chunk)
+    assert bench.device.landings[0].fired
+
+
+@pytest.mark.parametrize("dropper", ["drop", "drop_all", "demand"])
+def test_kept_chunk_is_dropped_only_when_the_device_has_copied(bench: Bench, dropper: str) -> None:
+    chunk = bench.chunk(8)
+    hand_over(bench, chunk, keep=True)
+    if dropper == "demand":
+        bench.stager.acquire(bench.chunk(8)).view(torch.uint8).fill_(7)
+    elif dropper == "drop":
+        bench.stager.drop(chunk)
+    else:
+        bench.stager.drop_all()
+    assert chunk.state is ChunkState.RESTING
+    assert bench.device.landings[0].fired, "the lease went back while the device was copying out of it"
+
+
+# Everything at once.
+
+POOL_PAGES = 8
+SIZES = (1, 2, 2, 3, 4)
+
+
+class StagerMachine(RuleBasedStateMachine):
+    """Random calls, transfers that end and fail at random, a device that copies late; against a dict of contents.
+
+    Chunk `group` reads the same bytes as the first two chunks write, as the copies of two sub-groups.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = scripted(POOL_PAGES)
+        self.plain = [self.bench.chunk(pages) for pages in SIZES]
+        spans = (Span(0, 0, PAGE), Span(PAGE, PAGE, 2 * PAGE))
+        self.group = Chunk("group", 3 * PAGE, spans, (), after=(self.plain[0], self.plain[1]))
+        self.bench.chunks.append(self.group)
+        self.content: dict[str, int | None] = {chunk.name: 0 for chunk in self.plain}  # None: a write failed
+        self.failing = 0
+        self.version = 0
+        self.failures = 0
+        self.copying: list[Lease] = []
+
+    @initialize()
+    def listen(self) -> None:
+        def failing(request: Request) -> bool:
+            if self.failing == 0:
+                return False
+            self.failing -= 1
+            self.failures += 1
+            if request.operation == "write":
+                for chunk in self.plain:
+                    if chunk.writes[0].offset == request.offset:
+                        self.content[chunk.name] = None
+            return True
+
+        self.bench.engine.failing = failing
+
+    @property
+    def stager(self) -> Stager:
+        return self.bench.stager
+
+    def in_use(self) -> list[Chunk]:
+        return [chunk for chunk in self.bench.chunks if chunk.state is ChunkState.IN_USE]
+
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """What the call returns; None where it raised what it may: an IoError, once a transfer has failed."""
+        try:
+            return call()
+        except IoError:
+            assert self.failures, "an error without a failed transfer"
+            return None
+
+    def check(self, chunk: Chunk, lease: Lease) -> None:
+        found = lease.view(torch.uint8)
+        parts = (
+            [(chunk, found)]
+            if chunk is not self.group
+            else [(self.plain[0], found[:PAGE]), (self.plain[1], found[PAGE:])]
+        )
+        for part, elements in parts:
+            expected = self.content[part.name]
+            assert expected is None or elements.unique().tolist() == [expected]
+
+    def some(self, data: st.DataObject, *states: ChunkState) -> Chunk:
+        """Any chunk, or one in any of these states."""
+        found = [chunk for chunk in self.bench.chunks if not states or chunk.state in states]
+        hypothesis.assume(found)
+        names = {chunk.name: chunk for chunk in found}
+        return names[data.draw(st.sampled_from(list(names)), label="chunk")]
+
+    @rule(data=st.data(), taken=st.booleans())
+    def acquire(self, data: st.DataObject, taken: bool) -> None:
+        chunk = self.some(data)
+        if chunk.state is ChunkState.IN_USE:
+            return
+        try:
+            lease = self.attempt(lambda: self.stager.acquire(chunk))
+        except BudgetError:
+            assert self.in_use()
+            return
+        if lease is not None:
+            assert chunk.state is ChunkState.IN_USE
+            self.check(chunk, lease)
+            if taken:
+                self.bench.device.take(lease.view(torch.uint8))
+                self.copying.append(lease)
+
+    @rule(data=st.data())
+    def prefetch(self, data: st.DataObject) -> None:
+        chunk = self.some(data, ChunkState.RESTING)
+        pending = self.bench.engine.pending
+        started = self.attempt(lambda: self.stager.prefetch(chunk))
+        assert bool(started) == (chunk.state is ChunkState.READING)
+        assert not any(transfer.done for transfer in pending), "prefetch waited for a transfer"
+
+    @precondition(lambda self: self.in_use())
+    @rule(data=st.data(), keep=st.booleans())
+    def release(self, data: st.DataObject, keep: bool) -> None:
+        chunk = self.some(data, ChunkState.IN_USE)
+        self.stager.release(chunk, keep=keep)
+
+    @rule(data=st.data(), occupy=st.booleans())
+    def change(self, data: st.DataObject, occupy: bool) -> None:
+        """As an optimizer does: new bytes in place, then back to the drive. Staged copies of them are dropped before."""
+        chunk = self.plain[data.draw(st.integers(0, len(self.plain) - 1), label="chunk")]
+        shared = chunk in self.group.after
+        if chunk.state is ChunkState.IN_USE or (shared and self.group.state is ChunkState.IN_USE):
+            return
+        if shared:
+            self.attempt(lambda: self.stager.drop(self.group))
+        self.fire()  # nothing is written into bytes that the device still copies
+        try:
+            lease = self.attempt(lambda: self.stager.occupy(chunk) if occupy else self.stager.acquire(chunk))
+        except BudgetError:
+            assert self.in_use()
+            return
+        if lease is None:
+            return
+        self.version = self.version % 200 + 1
+        lease.view(torch.uint8).fill_(self.version)
+        self.content[chunk.name] = self.version
+        self.stager.write_back(chunk)
+
+    @rule(data=st.data(), how=st.sampled_from(["settle", "drop"]))
+    def finish(self, data: st.DataObject, how: str) -> None:
+        chunk = self.some(data)
+        self.attempt(lambda: getattr(self.stager, how)(chunk))
+        assert chunk.state is not (ChunkState.WRITING if how == "settle" else ChunkState.READING)
+
+    @rule(how=st.sampled_from(["settle_all", "drop_all"]))
+    def finish_all(self, how: str) -> None:
+        self.attempt(getattr(self.stager, how))
+
+    @rule(data=st.data())
+    def want(self, data: st.DataObject) -> None:
+        places = st.integers(0, len(self.bench.chunks) - 1)
+        self.stager.wanted = [self.bench.chunks[k] for k in data.draw(st.lists(places, unique=True, max_size=4))]
+
+    @precondition(lambda self: self.bench.engine.pending)
+    @rule(data=st.data())
+    def end_one(self, data: st.DataObject) -> None:
+        pending = self.bench.engine.pending
+        transfer = pending[data.draw(st.integers(0, len(pending) - 1))]
+        transfer.end(self.bench.engine.failure_of(transfer.request))
+
+    @rule()
+    def fail_next(self) -> None:
+        self.failing = 1
+
+    @rule()
+    def fire(self) -> None:
+        for landing in self.bench.device.landings:
+            if not landing.fired:
+                landing.fire()
+
+    @invariant()
+    def leases_are_those_of_the_chunks_and_do_not_overlap(self) -> None:
+        leases = sorted((c.lease for c in self.bench.chunks if c.lease is not None), key=lambda lease: lease.offset)
+        assert all(lease.held for lease in leases)
+        assert sum(lease.nbytes for lease in leases) == self.bench.pool.leased_bytes
+        for one, other in pairwise(leases):
+            assert one.offset + one.nbytes <= other.offset
+        for chunk in self.bench.chunks:
+            assert (chunk.lease is None) == (chunk.state is ChunkState.RESTING)
+
+    @invariant()
+    def what_is_in_flight_has_its_lease(self) -> None:
+        assert all(transfer.request.lease.held for transfer in self.bench.engine.pending)
+
+    @invariant()
+    def what_the_device_copies_has_its_lease(self) -> None:
+        if not self.bench.device.queue:
+            self.copying.clear()
+        assert all(lease.held for lease in self.copying)
+
+    def teardown(self) -> None:
+        for chunk in self.in_use():
+            self.stager.release(chunk, keep=False)
+        for _ in range(len(self.bench.chunks) + 1):  # a failure met on the way may end a call early
+            self.attempt(self.stager.drop_all)
+            self.attempt(self.stager.settle_all)
+        assert self.bench.is_clean()
+        for chunk in self.plain:
+            expected = self.content[chunk.name]
+            span = chunk.writes[0]
+            stored = self.bench.engine.arena_bytes[span.offset : span.offset + span.nbytes]
+            assert expected is None or stored.unique().tolist() == [expected]
+
+
+TestStagerMachine = StagerMachine.TestCase
+TestStagerMachine.settings = hypothesis.settings(max_examples=50, stateful_step_count=30, deadline=None)
