@@ -65,7 +65,7 @@ class Stager:
         """
         if chunk.state is ChunkState.WRITING:
             self.settle(chunk)
-        if chunk.landing is not None:  # the caller may change the bytes: the device must have copied them
+        if chunk.landing is not None and chunk.writes:  # they may be changed now: the device must have copied them
             chunk.landing.wait()
             chunk.landing = None
         if chunk.state is ChunkState.LANDING:
