@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import GPT, config_for
+from gpt import GPT, GPTConfig, config_for
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -73,7 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--checkpoint-activations", action="store_true", help="recompute each block in the backward pass"
     )
     parser.add_argument(
-        "--lr", type=float, default=1e-3, help="learning rate, where the config says auto (default: %(default)s)"
+        "--lr", type=float, help="learning rate, where the config says auto (default: 0.4 / hidden size)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of first values, batches and samples (default: %(default)s)"
@@ -100,7 +100,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def training_config(args: argparse.Namespace) -> dict[str, Any]:
+def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any]:
     """The config file with its autos filled from the command line, and the device of --in-memory."""
     try:
         config: dict[str, Any] = json.loads(args.config.read_text())
@@ -110,7 +110,8 @@ def training_config(args: argparse.Namespace) -> dict[str, Any]:
         raise infinity.ConfigError(f"{args.config}, line {error.lineno}: not JSON: {error.msg}") from None
     if config.get("train_micro_batch_size_per_gpu") == "auto":
         config["train_micro_batch_size_per_gpu"] = args.batch_size
-    fill = {"lr": args.lr, "total_num_steps": args.steps, "warmup_num_steps": max(2, args.steps // 10)}
+    lr = 0.4 / shape.hidden_size if args.lr is None else args.lr
+    fill = {"lr": lr, "total_num_steps": args.steps, "warmup_num_steps": max(2, args.steps // 10)}
     for block in ("optimizer", "scheduler"):
         values = config.get(block, {}).get("params", {})
         values.update({key: fill[key] for key in values if values[key] == "auto" and key in fill})
@@ -194,6 +195,15 @@ def sample(engine: infinity.Engine, args: argparse.Namespace) -> list[str]:
             tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
     engine.train()
     return [bytes(row.tolist()).decode("utf-8", "replace").strip("\n") for row in tokens]
+
+
+def measure_drive(path: str, console: Console) -> infinity.DriveRates | None:
+    """What the drive gives now; None where it has no room to spare for the measurement."""
+    try:
+        return infinity.measure_drive(path)
+    except infinity.StoreError as error:
+        console.print(f"the drive is not measured, the floor counts compute only ({error})", style="yellow")
+        return None
 
 
 def rss_bytes() -> int:
@@ -343,14 +353,15 @@ def show(console: Console, summary: dict[str, Any]) -> None:
     if not summary["in_memory"]:
         moved = summary["read_bytes_per_param"], summary["written_bytes_per_param"]
         drive = summary["drive"]
-        rates = drive["read_bytes_per_s"] / 1e9, drive["write_bytes_per_s"] / 1e9
         rows.insert(5, ("  pinned pool", size("pinned_bytes")))
         rows.insert(3, ("on NVMe", f"{size('nvme_bytes')}, through {summary['backend']}"))
         rows.insert(4, ("moved per parameter and step", f"{moved[0]:.2f} B read, {moved[1]:.2f} B written"))
         rows.append(
             ("floor", f"{floor:.2f} s, the larger of compute and bytes over bandwidth: {seconds / floor:.2f} x")
         )
-        rows.append(("drive, measured before", f"{rates[0]:.2f} GB/s read, {rates[1]:.2f} GB/s write"))
+        if drive is not None:
+            rates = drive["read_bytes_per_s"] / 1e9, drive["write_bytes_per_s"] / 1e9
+            rows.append(("drive, measured before", f"{rates[0]:.2f} GB/s read, {rates[1]:.2f} GB/s write"))
         rows.append(
             ("the same held in memory", f"{size('in_memory_bytes')} resident (computed: 12 B of state, no pool)")
         )
@@ -364,11 +375,11 @@ def show(console: Console, summary: dict[str, Any]) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    config = training_config(args)
+    shape = config_for(args.numel, args.context, checkpoint_activations=args.checkpoint_activations)
+    config = training_config(args, shape)
     text, held_out = read_text(args.data)
     if min(len(text), len(held_out)) <= args.context + 1:
         raise infinity.ConfigError(f"the text is shorter than two sequences of {args.context} bytes")
-    shape = config_for(args.numel, args.context, checkpoint_activations=args.checkpoint_activations)
     console.print(
         f"GPT of {format_count(shape.numel)} parameters: {shape.layers} blocks, hidden size {shape.hidden_size}; "
         f"{format_bytes(len(text))} of text",
@@ -386,7 +397,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if args.resume:
             engine.load_checkpoint(args.resume)
             console.print(f"resumed at step {engine.global_steps}")
-        rates = infinity.measure_drive(path) if path is not None else None
+        rates = measure_drive(path, console) if path is not None else None
         first = held_out_loss(engine, held_out, args)
         engine.restart_clock()
         records = train(engine, text, args, console)

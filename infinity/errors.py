@@ -16,7 +16,10 @@ class BudgetError(InfinityError, MemoryError):
 
 
 class StoreError(InfinityError, OSError):
-    """The place where bytes rest can't be used: missing, not writable, too small, in use by another run."""
+    """The place where bytes rest can't be used: missing, not writable, too small."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 class CheckpointError(InfinityError, RuntimeError):

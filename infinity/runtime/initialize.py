@@ -150,8 +150,38 @@ def _mixed_residency(config: Config) -> tuple[bool, bool]:
 
 
 def _report_ignored(config: Config) -> None:
-    if config.ignored and dist.get_rank() == 0:
+    if dist.get_rank() != 0:
+        return
+    if config.ignored:
         log.info("config keys without meaning here: %s", ", ".join(config.ignored))
+    if later := _set_but_not_acted_on(config):
+        log.info("config keys that are not acted on yet: %s", ", ".join(later))
+
+
+_NOT_YET = {
+    "wall_clock_breakdown",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_model_persistence_threshold",
+    "zero_optimization.stage3_module_granularity_threshold",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.reduce_bucket_size",
+    "activation_checkpointing.cpu_checkpointing",
+    "flops_profiler.enabled",
+}
+"""Keys that will mean something here, and don't yet."""
+
+
+def _set_but_not_acted_on(config: Config) -> list[str]:
+    found = []
+    for path in sorted(_NOT_YET):
+        *blocks, key = path.split(".")
+        block: Any = config
+        for name in blocks:
+            block = getattr(block, name)
+        if key in block.model_fields_set and getattr(block, key) not in (False, None):
+            found.append(path)
+    return found
 
 
 def _trained_names(

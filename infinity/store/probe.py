@@ -14,7 +14,7 @@ from infinity.store.arena import Arena
 from infinity.store.run_folder import RunFolder
 from infinity.units import MIB
 
-_CHUNK_BYTES = 64 * MIB
+_CHUNK_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -55,7 +56,7 @@ class RunFolder:
         if nbytes > free:
             raise StoreError(
                 errno.ENOSPC,
-                f"{what} needs {format_bytes(nbytes)} on {self.root}, where {format_bytes(free)} are free: "
+                f"{what}: {format_bytes(nbytes)} are needed on {self.root}, where {format_bytes(free)} are free: "
                 f"free {format_bytes(nbytes - free)} more or choose another nvme_path",
             )
 
@@ -65,9 +66,9 @@ class RunFolder:
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes that this user may still write on the file system of `path`."""
+    """Bytes that this user may still write on the file system of `path`; no bound where it doesn't count (ramfs)."""
     stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize
+    return stat.f_bavail * stat.f_frsize if stat.f_blocks else sys.maxsize
 
 
 def remove_stale(root: Path) -> None:

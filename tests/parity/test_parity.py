@@ -70,3 +70,13 @@ def test_several_ranks_equal_memory(ranks: int, torchrun, nvme_path: Path) -> No
     script = Path(training.__file__)
     torchrun(script, str(nvme_path), ",".join(available), ranks=ranks, timeout_seconds=500)
     assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_three(torchrun, nvme_path: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    script = Path(training.__file__).with_name("reshard.py")
+    digests = set()
+    for verb, ranks in (("save", 2), ("load", 1), ("load", 3)):
+        done = torchrun(script, verb, str(nvme_path), str(tmp_path), ranks=ranks)
+        digests |= {line for line in done.stdout.splitlines() if line.startswith("digest")}
+    assert len(digests) == 1

@@ -95,7 +95,7 @@ def test_missing_space_is_told_and_nothing_is_reserved(bench: Bench, monkeypatch
     with pytest.raises(StoreError) as caught:
         bench.arena.reserve([PAGE, 3 << 29, 3 << 29], "optimizer state")
     assert caught.value.errno == errno.ENOSPC
-    assert "optimizer state needs 3.00 GiB on " in str(caught.value)
+    assert "optimizer state: 3.00 GiB are needed on " in str(caught.value)
     assert "where 1.00 GiB are free: free 2.00 GiB more or choose another nvme_path" in str(caught.value)
     assert bench.arena.nbytes == PAGE
     assert bench.arena.file.size_bytes == PAGE

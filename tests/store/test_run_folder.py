@@ -193,7 +193,7 @@ def test_missing_space_is_told_with_what_for_and_how_much(tmp_path: Path, monkey
     with pytest.raises(StoreError) as caught:
         folder.check_free(3 << 30, "optimizer state")
     assert str(caught.value.strerror) == (
-        f"optimizer state needs 3.00 GiB on {tmp_path}, where 1.00 GiB are free: "
+        f"optimizer state: 3.00 GiB are needed on {tmp_path}, where 1.00 GiB are free: "
         "free 2.00 GiB more or choose another nvme_path"
     )
     folder.close()
