@@ -62,7 +62,11 @@ class Trace:
         self._recorded, self._used, self._place = [], set(), 0
         return surprised
 
-    def upcoming(self) -> Iterator[int]:
-        """The uses expected from now on: the rest of this cycle, then one whole next cycle. Empty until one is known."""
+    def upcoming(self, *, into_next: bool = False) -> Iterator[int]:
+        """The uses expected in the rest of this cycle, `into_next`: and in the next one. Empty until one is known.
+
+        What is read before the end of a training cycle is stale after it: the step changes every group.
+        """
         yield from self._followed[self._place :]
-        yield from self._followed
+        if into_next:
+            yield from self._followed

@@ -449,12 +449,12 @@ class SwapManager:
         trace.use(group.index)
         assert group.chunk is not None
         self._open().stager.acquire(group.chunk)
-        self._look_ahead(trace)
+        self._look_ahead(trace, into_next=not training)
 
-    def _look_ahead(self, trace: Trace) -> None:
+    def _look_ahead(self, trace: Trace, *, into_next: bool = False) -> None:
         groups = self.paged.groups
         stager = self._open().stager
-        chosen = groups_to_stage(trace.upcoming(), self._group_bytes, self._look_ahead_bytes)
+        chosen = groups_to_stage(trace.upcoming(into_next=into_next), self._group_bytes, self._look_ahead_bytes)
         wanted = [chunk for index in chosen if (chunk := groups[index].chunk) is not None]
         stager.wanted = wanted
         for chunk in wanted:
