@@ -56,7 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--params", default="40M", help="parameters of the model, such as 40M, 200M or 1B (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, help="optimizer steps (default: 120, or 5 above 150M parameters)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: 100, or 5 above 150M parameters)")
     parser.add_argument(
         "--data", type=Path, help="a text file or a folder (default: the source of Python's standard library)"
     )
@@ -92,7 +92,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.context < 8:
         parser.error("--context: at least 8")
     if args.steps is None:
-        args.steps = 120 if args.numel <= 150_000_000 else 5
+        args.steps = 100 if args.numel <= 150_000_000 else 5
     if args.steps < 1:
         parser.error("--steps: at least 1")
     if args.batch_size is None:

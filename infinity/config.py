@@ -295,8 +295,8 @@ class ZeroConfig(_Block):
     )
     stage3_prefetch_bucket_size: _AutoCount = Field(
         default="auto",
-        description="Elements that may be fetched ahead of their use. auto is 0.9 · hidden size² where the hidden size "
-        "is known, otherwise derived from the pinned budget. DeepSpeed's default is 5e7.",
+        description="Elements of this rank's shards that may be read ahead of their use, the next group always. auto is as "
+        "far as the pinned budget allows. DeepSpeed's default is 5e7, its auto 0.9 · hidden size²: less than a group here.",
     )
     stage3_param_persistence_threshold: _Count = Field(
         default=100_000, description="Parameters of fewer elements stay gathered. auto is 10 · hidden size."
@@ -1147,16 +1147,12 @@ def _fill_autos(
     values: dict[str, Any], auto: Sequence[str], hidden_size: int | None, caller: Mapping[str, Any]
 ) -> None:
     """Put into `values` what the caller, the hidden size or another value gives for each path of `auto`."""
-    prefetch = "zero_optimization.stage3_prefetch_bucket_size"
     by_size: dict[str, int] = {}
     if hidden_size is not None:
         by_size = {
             "zero_optimization.reduce_bucket_size": hidden_size * hidden_size,
-            prefetch: int(0.9 * hidden_size * hidden_size),
             "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
         }
-        if values.get("zero_optimization", {}).get("stage3_prefetch_bucket_size", "auto") == "auto":
-            auto = tuple(dict.fromkeys((*auto, prefetch)))  # its default is "auto" too
     known = set(_known_paths()) - {"optimizer", "scheduler", *_NESTED}  # a block has no value of its own
     for path in sorted(
         known.intersection(auto)

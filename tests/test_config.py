@@ -579,21 +579,26 @@ def test_auto_that_must_be_given_is_missed_when_resolved() -> None:
 
 
 def test_hidden_size_fills_the_buckets() -> None:
-    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    keys = ("reduce_bucket_size", "stage3_param_persistence_threshold")
     config = load_config({"zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")}})
     zero = config.resolve(world_size=1, hidden_size=1000).zero_optimization
-    assert [getattr(zero, key) for key in keys] == [1_000_000, 900_000, 10_000]
+    assert [getattr(zero, key) for key in keys] == [1_000_000, 10_000]
     zero = config.resolve(world_size=1, hidden_size=1000, reduce_bucket_size=5).zero_optimization
     assert zero.reduce_bucket_size == 5
     zero = config.resolve(world_size=1).zero_optimization
-    assert [getattr(zero, key) for key in keys] == [500_000_000, "auto", 100_000]
+    assert [getattr(zero, key) for key in keys] == [500_000_000, 100_000]
 
 
 def test_hidden_size_leaves_written_numbers_alone() -> None:
     zero = load_config({"zero_optimization": {"stage3_prefetch_bucket_size": 7}})
     resolved = zero.resolve(world_size=1, hidden_size=1000).zero_optimization
     assert (resolved.stage3_prefetch_bucket_size, resolved.reduce_bucket_size) == (7, 500_000_000)
-    assert load_config({}).resolve(world_size=1, hidden_size=10).zero_optimization.stage3_prefetch_bucket_size == 90
+
+
+@pytest.mark.parametrize("written", [{}, {"stage3_prefetch_bucket_size": "auto"}])
+def test_how_far_to_read_ahead_is_left_to_the_pool(written: dict[str, Any]) -> None:
+    config = load_config({"zero_optimization": written}).resolve(world_size=1, hidden_size=1000)
+    assert config.zero_optimization.stage3_prefetch_bucket_size == "auto"
 
 
 def test_optimizer_and_scheduler_are_filled_by_name() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
     """The next distinct groups of `upcoming`, soonest first, for as long as their bytes fit in `look_ahead_bytes`.
 
-    Stops at the first group that doesn't fit instead of passing over it: whatever comes later would be needed later, and
-    would only stand in its way.
+    The next group is always among them. Stops at the first that doesn't fit instead of passing over it: whatever comes
+    later would be needed later, and would only stand in its way.
     """
     chosen: dict[int, None] = {}
     total_bytes = 0
@@ -17,7 +17,7 @@ def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ah
         if group in chosen:
             continue
         total_bytes += group_bytes[group]
-        if total_bytes > look_ahead_bytes:
+        if chosen and total_bytes > look_ahead_bytes:
             break
         chosen[group] = None
     return list(chosen)

@@ -209,7 +209,8 @@ class SwapManager:
                 where None, never more than SUB_GROUP_NUMEL_DEFAULT unless the budget is given too.
             resident_numel_below: parameters with fewer elements keep their copy in host memory.
             resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
-            look_ahead_bytes: how far reads run ahead of use; as far as the pool allows where None.
+            look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows
+                where None.
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
 
