@@ -73,7 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--checkpoint-activations", action="store_true", help="recompute each block in the backward pass"
     )
     parser.add_argument(
-        "--lr", type=float, help="learning rate, where the config says auto (default: 0.4 / hidden size)"
+        "--lr", type=float, help="learning rate, where the config says auto (default: 4 / (hidden size * blocks))"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of first values, batches and samples (default: %(default)s)"
@@ -110,8 +110,9 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
         raise infinity.ConfigError(f"{args.config}, line {error.lineno}: not JSON: {error.msg}") from None
     if config.get("train_micro_batch_size_per_gpu") == "auto":
         config["train_micro_batch_size_per_gpu"] = args.batch_size
-    lr = 0.4 / shape.hidden_size if args.lr is None else args.lr
-    fill = {"lr": lr, "total_num_steps": args.steps, "warmup_num_steps": max(2, args.steps // 10)}
+    lr = 4 / (shape.hidden_size * shape.layers) if args.lr is None else args.lr
+    warmup = max(10, args.steps // 10)
+    fill = {"lr": lr, "total_num_steps": max(args.steps, 2 * warmup), "warmup_num_steps": warmup}
     for block in ("optimizer", "scheduler"):
         values = config.get(block, {}).get("params", {})
         values.update({key: fill[key] for key in values if values[key] == "auto" and key in fill})
