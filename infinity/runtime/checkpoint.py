@@ -65,12 +65,15 @@ def save(
         problem = f"writing the checkpoint {final} failed: {next(iter(error.failures.values()))[0]}"
     _agree(problem, cleanup=partial)
     if dist.get_rank() == 0:
+        old = root / f".{tag}.old"
+        shutil.rmtree(old, ignore_errors=True)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(old)  # whatever happens from here on, a whole checkpoint stands under one of the names
         partial.rename(final)
         note = root / f".{_LATEST}.partial"
         note.write_text(tag)
         note.rename(root / _LATEST)
+        shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
@@ -92,9 +95,7 @@ def load(
     path = root / tag
     if not (path / ".metadata").is_file():
         raise CheckpointError(f"{path} is not a checkpoint (no .metadata in it)")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # what is gathered now would be stale
+    _reshard(model)  # what is gathered now would be stale
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     _check_fits(path, state)
     dcp.load(state, storage_reader=dcp.FileSystemReader(path))
@@ -112,6 +113,8 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
     """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective."""
     root = Path(directory)
     writer = dist.get_rank() == 0
+    _reshard(model)
+    persistent = set(model.state_dict(keep_vars=True))
     if writer:
         root.mkdir(parents=True, exist_ok=True)
     files: list[list[str]] = []
@@ -135,7 +138,7 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
         total += nbytes
     if writer:
         for name, buffer in model.named_buffers():
-            if name in model.state_dict(keep_vars=True):
+            if name in persistent:
                 part[name] = buffer.detach().cpu().contiguous()
         flush()
         _name_files(root, files, total)
@@ -155,6 +158,13 @@ def _name_files(root: Path, files: list[list[str]], total: int) -> None:
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free whatever is gathered, so that the model's parameters are the sharded masters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _check_fits(path: Path, state: dict[str, Any]) -> None:
