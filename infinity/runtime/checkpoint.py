@@ -57,7 +57,9 @@ def save(
     _agree(problem)
     try:
         state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, thread_count=1, overwrite=True))
+        # A file per tensor: the writer holds all tensors of a file until it is complete.
+        writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, thread_count=1, overwrite=True)
+        dcp.save(state, storage_writer=writer)
         (partial / f"rank{dist.get_rank()}.pt").write_bytes(blob)
     except OSError as error:
         problem = f"writing the checkpoint {final} failed: {error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity.runtime import checkpoint, materialize
+from infinity.swap import PagedTensor
 
 
 class Model(nn.Module):
@@ -212,6 +215,30 @@ def test_no_checkpoint_there(nvme_path: Path, tmp_path: Path) -> None:
             engine.load_checkpoint(tmp_path, tag="missing")
         with pytest.raises(infinity.CheckpointError, match="tag is one folder name"):
             engine.save_checkpoint(tmp_path, tag="../elsewhere")
+
+
+def test_saving_and_loading_hold_a_few_tensors_at_a_time(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[weakref.ref[torch.Tensor]] = []
+    most_alive = 0
+    materialize = PagedTensor.materialize
+
+    def watch(paged: PagedTensor) -> torch.Tensor:
+        nonlocal most_alive
+        gc.collect()
+        tensor = materialize(paged)
+        read.append(weakref.ref(tensor))
+        most_alive = max(most_alive, sum(each() is not None for each in read))
+        return tensor
+
+    with engine_for(nvme_path) as engine:
+        steps(engine, 0, 1)
+        monkeypatch.setattr(PagedTensor, "materialize", watch)
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+    assert len(read) >= 15  # 5 parameters, each with its two moments
+    assert most_alive <= 3
 
 
 def test_a_client_state_that_cannot_be_stored_leaves_the_last_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
