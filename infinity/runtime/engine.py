@@ -182,8 +182,7 @@ class Engine:
         tag = tag or f"global_step{self.global_steps}"
         if tag != Path(tag).name or tag.startswith("."):
             raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}")
-        if isinstance(self.optimizer, PagedAdam):
-            self.optimizer.init_state()
+        self._make_optimizer_state()
         rest = {
             "global_steps": self.global_steps,
             "micro_steps": self.micro_steps,
@@ -201,8 +200,7 @@ class Engine:
 
         Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model.
         """
-        if isinstance(self.optimizer, PagedAdam):
-            self.optimizer.init_state()
+        self._make_optimizer_state()
         self.optimizer.zero_grad(set_to_none=True)
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
@@ -236,6 +234,22 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _make_optimizer_state(self) -> None:
+        """State for every parameter, as a first step would make it, without a step: a checkpoint holds all of it."""
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.init_state()
+        elif isinstance(self.optimizer, torch.optim.Adam):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and not self.optimizer.state[parameter]:
+                        self.optimizer.state[parameter].update(
+                            step=torch.zeros(
+                                (), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu"
+                            ),
+                            exp_avg=torch.zeros_like(parameter.data),
+                            exp_avg_sq=torch.zeros_like(parameter.data),
+                        )
 
     def _clip(self) -> float:
         """Norm of the gradient over all ranks; gradients are scaled down to `gradient_clipping` where that is set."""

@@ -132,8 +132,7 @@ def _check_supported(
         raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
     if weights is not None and not Path(weights).exists():
         raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
-    if weights is None and meta_parameters(model):
-        check_initializable(model, init_fn)
+    check_initializable(model, init_fn, parameters=weights is None)
     _mixed_residency(config)
 
 

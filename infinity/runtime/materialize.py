@@ -35,14 +35,18 @@ def meta_parameters(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
 
 
-def check_initializable(model: nn.Module, init_fn: InitFn | None) -> None:
+def check_initializable(model: nn.Module, init_fn: InitFn | None, *, parameters: bool = True) -> None:
     """Raise ConfigError, naming them, when modules on the meta device have no way to get values."""
     if init_fn is not None or callable(getattr(model, "_init_weights", None)):
         return
     lost = [
         name or "the root module"
         for name, module in model.named_modules()
-        if any(p.is_meta for p in module.parameters(recurse=False)) and not hasattr(module, "reset_parameters")
+        if (
+            (parameters and any(p.is_meta for p in module.parameters(recurse=False)))
+            or any(b.is_meta for b in module.buffers(recurse=False))
+        )
+        and not hasattr(module, "reset_parameters")
     ]
     if lost:
         raise ConfigError(
@@ -115,6 +119,14 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             shape = tuple(where[name].get_slice(name).get_shape())
             if shape != tuple(parameter.shape):
                 raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {tuple(parameter.shape)}")
+        for name, buffer in model.named_buffers():
+            if name in where:
+                stored = where[name].get_tensor(name)
+                if stored.shape != buffer.shape:
+                    raise CheckpointError(
+                        f"{path}: {name} has shape {tuple(stored.shape)}, the model wants {tuple(buffer.shape)}"
+                    )
+                buffer.copy_(stored)
         for parameter, name in chosen.items():
             local, start = _local_rows(parameter)
             if local.numel():

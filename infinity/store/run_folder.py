@@ -73,7 +73,7 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
 
 def remove_stale(root: Path) -> None:
     """Remove the folders of runs that are no more: those whose lock nobody holds."""
-    aged = [f for f in root.glob(f".{_PREFIX}*") if time.time() - f.stat().st_mtime > _MAKING_SECONDS_MAX]
+    aged = [folder for folder in root.glob(f".{_PREFIX}*") if _is_aged(folder)]
     for folder in [*root.glob(f"{_PREFIX}*"), *aged]:
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -86,6 +86,13 @@ def remove_stale(root: Path) -> None:
             pass  # alive
         finally:
             os.close(lock)
+
+
+def _is_aged(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime > _MAKING_SECONDS_MAX
+    except FileNotFoundError:
+        return False  # it has just taken its real name
 
 
 def _make_writable(root: Path) -> None:

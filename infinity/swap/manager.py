@@ -291,6 +291,8 @@ class SwapManager:
     def begin_step(self) -> None:
         """For the optimizer: the copies are about to change, so nothing staged is worth keeping."""
         stager = self._open().stager
+        for group in self.paged.groups:
+            self.paged.forget(group)
         stager.drop_all()
         stager.wanted = ()
 

@@ -60,6 +60,8 @@ class PagedShard:
     model: PagedModel = field(repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
     filled: bool = False
+    stepped: bool = False
+    """Whether its moments were ever written: if not, they read as zero."""
 
     def read(self, which: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of a field (1-D, fp32, on the CPU) in ordinary memory."""
@@ -79,6 +81,8 @@ class PagedShard:
 
         numel = values.numel()
         self.model._access(self, which, start, numel, give, write=True)
+        if which in (Field.EXP_AVG, Field.EXP_AVG_SQ):
+            self.stepped = True
         if which is Field.MASTER:
             if self.model.layout.sub_groups and self.model.has_copy:
                 self.model._access(self, Field.COPY, start, numel, give, write=True)
@@ -149,6 +153,18 @@ class PagedModel:
         itemsize = self.copy_dtype.itemsize
         return shard.group.chunk.lease.view(self.copy_dtype, start * itemsize, self.layout.shards[shard.index].numel)
 
+    def forget(self, group: PagedGroup) -> None:
+        """Drop the group's staged copies, which are about to be stale, whoever was to gather them.
+
+        FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
+        """
+        group.gathering.clear()
+        if group.chunk is None:
+            return
+        if group.chunk.state is ChunkState.IN_USE:
+            self._stager.release(group.chunk, keep=False)
+        self._stager.drop(group.chunk)
+
     def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
             group = self.groups[spec.group]
@@ -189,9 +205,8 @@ class PagedModel:
 
         The bytes around a range that share its first and last page are read first and written back unchanged.
         """
-        if write and shard.group.chunk is not None:
-            assert shard.group.chunk.state is not ChunkState.IN_USE, f"{shard.name} is written while it is gathered"
-            self._stager.drop(shard.group.chunk)
+        if write and which in (Field.MASTER, Field.COPY):
+            self.forget(shard.group)
         for sub, at, low, count in self._ranges(shard, which, start, numel):
             dtype = self.copy_dtype if which is Field.COPY else torch.float32
             if sub.held is not None and which is not Field.COPY:

@@ -62,6 +62,7 @@ class PagedAdam(torch.optim.Adam):
         )
         self._swap = swap
         for group in self.param_groups:
+            _settings(group)
             for parameter in group["params"]:
                 _trained_shard(parameter)
 
@@ -101,7 +102,7 @@ class PagedAdam(torch.optim.Adam):
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
             moments = {name: loaded[name] for name in _MOMENTS}
             del self.state[parameter]
-            self._init_state_of(parameter)
+            self._init_state_of(parameter, zero=False)
             for name, moment in moments.items():
                 local = moment._local_tensor if isinstance(moment, DTensor) else moment
                 self.state[parameter][name]._local_tensor.copy_(local)
@@ -159,6 +160,7 @@ class PagedAdam(torch.optim.Adam):
             batch.exp_avg_sqs.append(exp_avg_sq[place])
             batch.grads.append(each.grad[piece.start : piece.start + numel].to("cpu", torch.float32))
             batch.steps.append(self.state[each.parameter]["step"].clone())  # a shard in two pieces makes one step
+            each.shard.stepped = True
             touched.append((each.shard, piece.start, place))
         for settings, batch in batches.items():
             adam_(
@@ -175,7 +177,8 @@ class PagedAdam(torch.optim.Adam):
             if shard.resident is not None:
                 shard.resident[start : start + place.stop - place.start].copy_(copy[place])
 
-    def _init_state_of(self, parameter: nn.Parameter) -> None:
+    def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
+        """Make the state of a parameter that has none: step 0 and moments of zero (or left as they are in the arena)."""
         state = self.state[parameter]
         if state:
             return
@@ -188,6 +191,8 @@ class PagedAdam(torch.optim.Adam):
             state[name] = DTensor.from_local(
                 local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
             )
+            if zero and shard.stepped:
+                local.zero_()
 
 
 class PagedAdamW(PagedAdam):
@@ -221,6 +226,8 @@ class _Batch:
 def _settings(group: dict[str, Any]) -> AdamSettings:
     if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
         raise ConfigError("amsgrad, capturable and differentiable are not available for paged parameters")
+    if isinstance(group["lr"], torch.Tensor) and not group["fused"]:
+        raise ConfigError("a learning rate that is a tensor needs fused=True for paged parameters: pass a float")
     return AdamSettings(
         lr=float(group["lr"]),
         betas=(float(group["betas"][0]), float(group["betas"][1])),
