@@ -174,7 +174,7 @@ def held_out_loss(engine: infinity.Engine, text: torch.Tensor, args: argparse.Na
     engine.eval()
     with torch.no_grad():
         losses = [
-            loss_of(engine, batch_of(text, args.batch_size, args.context, generator)).item()
+            loss_of(engine, batch_of(text, engine.train_micro_batch_size_per_gpu(), args.context, generator)).item()
             for _ in range(HELD_OUT_BATCHES)
         ]
     engine.train()
@@ -231,7 +231,9 @@ def train(
             for micro in range(accumulation):
                 seed = ((args.seed * 1_000_003 + step) * 1009 + micro) * 997 + rank
                 generator = torch.Generator().manual_seed(seed)
-                micro_loss = loss_of(engine, batch_of(text, args.batch_size, args.context, generator))
+                micro_loss = loss_of(
+                    engine, batch_of(text, engine.train_micro_batch_size_per_gpu(), args.context, generator)
+                )
                 engine.backward(micro_loss)
                 loss += micro_loss.item() / accumulation
             engine.step()

@@ -64,6 +64,10 @@ def save(
     except OSError as error:
         problem = f"writing the checkpoint {final} failed: {error}"
     except dcp.CheckpointException as error:
+        for inner, _ in error.failures.values():
+            if isinstance(inner, (KeyboardInterrupt, SystemExit)):  # DCP catches these too
+                shutil.rmtree(partial, ignore_errors=True)
+                raise inner from None
         problem = f"writing the checkpoint {final} failed: {next(iter(error.failures.values()))[0]}"
     _agree(problem, cleanup=partial)
     if dist.get_rank() == 0:
