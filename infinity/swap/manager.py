@@ -7,7 +7,6 @@ the same for plain tensors of any other engine. All calls come from the training
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -242,8 +241,6 @@ class SwapManager:
         room = machinery.pool.nbytes - budget.ACCESS_BYTES - budget.GATHERS_IN_USE * max(self._group_bytes)
         self._look_ahead_bytes = max(0, room if look_ahead_bytes is None else min(room, look_ahead_bytes))
         self._take_over(model, groups, self._paged)
-        del groups
-        _trim_heap()
 
     @property
     def paged(self) -> PagedModel:
@@ -502,12 +499,6 @@ class _Machinery:
                 self.engine.close()
             finally:
                 self.arena.close()
-
-
-def _trim_heap() -> None:
-    """Give what the parameters occupied back to the kernel: glibc keeps freed blocks of up to 32 MiB in its heap."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _shards(groups: list[ShardedGroup], resident_below: float, resident_numel_max: int) -> list[Shard]:
