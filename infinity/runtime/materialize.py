@@ -7,6 +7,7 @@ there at once.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,7 +70,7 @@ def initialize_values(model: nn.Module, pending: set[str], device: torch.device,
         if not fresh and not blank:
             continue
         for name, buffer in blank.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            module._buffers[name] = _unset(buffer, device)
         with torch.no_grad():
             for name, p in owned.items():
                 module._parameters[name] = nn.Parameter(torch.empty(p.shape), requires_grad=p.requires_grad)
@@ -79,6 +80,12 @@ def initialize_values(model: nn.Module, pending: set[str], device: torch.device,
                 value = module._parameters[name]
                 assert value is not None
                 load_full(p, value)
+            lost = [_join(prefix, name) for name in blank if _is_unset(module._buffers[name])]
+            if lost:
+                raise ConfigError(
+                    f"buffers built on the meta device that nothing gave values to: {', '.join(lost)}; set them in the "
+                    "module's reset_parameters() or in init_fn=..., or build them on the CPU"
+                )
         finally:
             module._parameters.update(owned)
         done.update(fresh.values())
@@ -131,6 +138,22 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             local, start = _local_rows(parameter)
             if local.numel():
                 local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
+
+
+def _unset(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a buffer, filled with a value that no initialisation leaves everywhere."""
+    made = torch.empty_like(buffer, device=device)
+    if made.is_floating_point() or made.is_complex():
+        return made.fill_(math.nan)
+    return made.zero_() if made.dtype is torch.bool else made.fill_(torch.iinfo(made.dtype).min)
+
+
+def _is_unset(buffer: torch.Tensor | None) -> bool:
+    if buffer is None or buffer.numel() == 0 or buffer.dtype in (torch.bool, torch.uint8):
+        return False  # no value to tell by
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().all())
+    return bool((buffer == torch.iinfo(buffer.dtype).min).all())
 
 
 def _local_rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:

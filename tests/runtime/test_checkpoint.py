@@ -362,3 +362,18 @@ def test_a_forward_before_values_were_given_is_refused(nvme_path: Path) -> None:
             model(torch.ones(1, 4))
         materialize.initialize_values(model, {"weight", "bias"}, torch.device("cpu"), None)
         assert model(torch.ones(1, 4)).isfinite().all()
+
+
+def test_a_meta_buffer_that_nothing_fills_is_refused(nvme_path: Path) -> None:
+    with infinity.init_empty():
+        model = Model()  # its buffer is computed in __init__, and it has no reset_parameters
+
+    def fill(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.5)
+
+    with pytest.raises(
+        infinity.ConfigError, match="buffers built on the meta device that nothing gave values to: scale"
+    ):
+        engine_for(nvme_path, model=model, init_fn=fill)
+    assert not list(nvme_path.iterdir())
