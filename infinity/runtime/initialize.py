@@ -140,12 +140,16 @@ def _mixed_residency(config: Config) -> tuple[bool, bool]:
     """(parameters on NVMe, optimizer state on NVMe). Raises ConfigError where they name different paths."""
     parameters, state = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
     both = parameters.device == state.device == "nvme"
-    if both and Path(str(parameters.nvme_path)).absolute() != Path(str(state.nvme_path)).absolute():
+    if both and _absolute(parameters.nvme_path) != _absolute(state.nvme_path):
         raise ConfigError(
             f"offload_param.nvme_path ({parameters.nvme_path}) and offload_optimizer.nvme_path ({state.nvme_path}) differ: "
             "infinity keeps both in one arena, so that one write stores them; name one path"
         )
     return parameters.device == "nvme", state.device == "nvme"
+
+
+def _absolute(paths: str | tuple[str, ...] | None) -> list[Path]:
+    return [Path(path).absolute() for path in ([paths] if isinstance(paths, str) else paths or ())]
 
 
 def _report_ignored(config: Config) -> None:
@@ -232,15 +236,16 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
     if not (nvme_parameters or nvme_state):
         return None
-    path = zero.offload_param.nvme_path if nvme_parameters else zero.offload_optimizer.nvme_path
-    assert path is not None
     swap = SwapManager(
-        path,
+        config.nvme_paths,
         host_bytes_max=own.pinned_bytes_max,
         backend=own.backend,
         block_bytes=config.aio.block_size,
         queue_depth=config.aio.queue_depth,
         rings=config.io_rings,
+        mix="interleaved" if own.mix == "auto" else own.mix,
+        iopoll=own.iopoll,
+        sqpoll=own.sqpoll,
         lock_memory=own.lock_memory,
     )
     undo.callback(swap.close)

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class DriveRates:
 
 
 def measure_drive(
-    path: str | os.PathLike[str], *, nbytes: int = 256 * MIB, rounds: int = 5, **engine_options: object
+    path: str | os.PathLike[str], *, nbytes: int = 256 * MIB, rounds: int = 5, **engine_options: Any
 ) -> DriveRates:
     """Write and read `nbytes` of random data on the drive of `path`, `rounds` times in turn; takes seconds.
 
@@ -39,7 +40,7 @@ def measure_drive(
     folder = RunFolder(path)
     try:
         pool = PinnedPool(2 * _CHUNK_BYTES)
-        engine = IoEngine(pool, **engine_options)  # type: ignore[arg-type]
+        engine = IoEngine(pool, **engine_options)
         arena = Arena(folder, engine, name="probe.arena")
         leases = [pool.lease(_CHUNK_BYTES) for _ in range(2)]
         for lease in leases:
