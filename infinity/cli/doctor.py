@@ -25,12 +25,14 @@ def run(asked: argparse.Namespace) -> int:
     from infinity.aio import probe
     from infinity.errors import InfinityError
     from infinity.store import RunFolder
+    from infinity.store.drive import drive_of
 
     backends = [{"name": name, "available": available, "reason": reason} for name, available, reason in probe()]
     path = (asked.path or Path()).absolute()
     reasons = [] if any(each["available"] for each in backends) else ["no I/O backend is available"]
     try:
         RunFolder(path).close()
+        drive = drive_of(path).model
     except InfinityError as error:
         reasons.append(str(error))
     if asked.json:
@@ -38,5 +40,7 @@ def run(asked: argparse.Namespace) -> int:
     else:
         for each in backends:
             print(f"{'ok' if each['available'] else '--':4}  {each['name']}: {each['reason']}")
-        print(f"{path}: training with NVMe " + (f"does not work: {'; '.join(reasons)}" if reasons else "works"))
+        print(
+            f"{path}: training with NVMe " + (f"does not work: {'; '.join(reasons)}" if reasons else f"works ({drive})")
+        )
     return 1 if reasons else 0
