@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.errors import StoreError
+from infinity.kernel_files import chosen_of, number_of, text_of
 from infinity.units import KIB, MIB
 
 _BLOCK_BYTES_MIN = 512 * KIB
@@ -169,7 +170,7 @@ def _mount_of(path: Path, mountinfo: Path) -> _Mount:
 
 
 def _mounts(mountinfo: Path) -> Iterator[_Mount]:
-    for line in (_text(mountinfo) or "").split("\n"):
+    for line in (text_of(mountinfo) or "").split("\n"):
         mount, separator, super_block = line.partition(" - ")
         if not separator:
             continue
@@ -216,18 +217,18 @@ def _whole(device: Path) -> Path:
 
 def _layer(device: Path) -> str:
     """ "dm-0 (CRYPT-LUKS2 home)" or "md0 (raid0)"."""
-    uuid = _text(device / "dm/uuid") or ""
+    uuid = text_of(device / "dm/uuid") or ""
     kind = "-".join(uuid.split("-")[: 2 if uuid.startswith("CRYPT-") else 1])  # what follows are numbers
-    words = [word for word in (kind, _text(device / "dm/name"), _text(device / "md/level")) if word]
+    words = [word for word in (kind, text_of(device / "dm/name"), text_of(device / "md/level")) if word]
     return f"{device.name} ({' '.join(words)})" if words else device.name
 
 
 def _disk_of(disk: Path, sysfs: Path) -> Disk:
-    size = _number(disk / "size")
-    rotational = _number(disk / "queue/rotational")
+    size = number_of(disk / "size")
+    rotational = number_of(disk / "queue/rotational")
     return Disk(
         name=disk.name,
-        model=_text(disk / "device/model"),
+        model=text_of(disk / "device/model"),
         identity=_first_text(disk / "wwid", disk / "device/wwid", disk / "device/serial", disk / "serial"),
         transport=_transport(disk),
         nbytes=None if size is None else size * _SECTOR_BYTES,
@@ -239,7 +240,7 @@ def _disk_of(disk: Path, sysfs: Path) -> Disk:
 def _transport(disk: Path) -> str:
     """How the disk is attached, from the path of its device and the kernel's name for it."""
     if disk.name.startswith("nvme"):
-        kind = next((kind for controller in _controllers(disk) if (kind := _text(controller / "transport"))), "pcie")
+        kind = next((kind for controller in _controllers(disk) if (kind := text_of(controller / "transport"))), "pcie")
         return "nvme" if kind == "pcie" else f"nvme-{kind}"
     where = str(disk)
     for mark, transport in (
@@ -264,7 +265,7 @@ def _numa_node(disk: Path, sysfs: Path) -> int | None:
         for folder in (start, *start.parents):
             if folder == sysfs:
                 break
-            node = _number(folder / "numa_node")
+            node = number_of(folder / "numa_node")
             if node is not None and node >= 0:
                 return node
     return None
@@ -278,37 +279,20 @@ def _controllers(disk: Path) -> list[Path]:
 
 def _queue_of(device: Path) -> Queue:
     queue = _whole(device) / "queue"
-    scheduler = _text(queue / "scheduler")
-    chosen = re.search(r"\[(.+?)\]", scheduler or "")
-    io_poll = _number(queue / "io_poll")
+    io_poll = number_of(queue / "io_poll")
     return Queue(
-        max_sectors_kb=_number(queue / "max_sectors_kb"),
-        max_hw_sectors_kb=_number(queue / "max_hw_sectors_kb"),
-        max_segments=_number(queue / "max_segments"),
-        nr_requests=_number(queue / "nr_requests"),
-        scheduler=chosen[1] if chosen else scheduler,
+        max_sectors_kb=number_of(queue / "max_sectors_kb"),
+        max_hw_sectors_kb=number_of(queue / "max_hw_sectors_kb"),
+        max_segments=number_of(queue / "max_segments"),
+        nr_requests=number_of(queue / "nr_requests"),
+        scheduler=chosen_of(queue / "scheduler"),
         io_poll=None if io_poll is None else bool(io_poll),
-        write_cache=_text(queue / "write_cache"),
-        dma_alignment=_number(queue / "dma_alignment"),
-        logical_block_size=_number(queue / "logical_block_size"),
-        physical_block_size=_number(queue / "physical_block_size"),
+        write_cache=text_of(queue / "write_cache"),
+        dma_alignment=number_of(queue / "dma_alignment"),
+        logical_block_size=number_of(queue / "logical_block_size"),
+        physical_block_size=number_of(queue / "physical_block_size"),
     )
 
 
 def _first_text(*files: Path) -> str | None:
-    return next((text for file in files if (text := _text(file))), None)
-
-
-def _text(file: Path) -> str | None:
-    """What stands in a file of the kernel; None where it is missing, empty, or not for us."""
-    try:
-        return file.read_text(errors="surrogateescape").strip() or None
-    except OSError:
-        return None
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(_text(file) or "")
-    except ValueError:
-        return None
+    return next((text for file in files if (text := text_of(file))), None)
