@@ -144,7 +144,8 @@ def check_software(section: Section) -> None:
     section.add("infinity", Mark.OK, infinity.__version__)
     section.add("python", Mark.OK, f"{platform.python_version()} ({platform.python_implementation()})")
     try:
-        import torch
+        with _signals_held():  # an exception raised by Ctrl-C while torch loads may abort the process
+            import torch
     except Exception as error:  # a missing library of CUDA is an OSError
         section.add("torch", Mark.FAIL, f"torch can't be loaded: {error}", "install torch again: pip install torch")
     else:
@@ -391,7 +392,8 @@ def _check_room(section: Section, path: Path) -> None:
     section.facts["free_files"] = status.f_favail if counts_files else None
     move = "remove files there, or name a folder on another drive"
     if free < TRIAL_BYTES + MIB:
-        section.add("space", Mark.FAIL, f"no space: {format_bytes(free)} of {format_bytes(total)} are free", move)
+        text = f"no space: {format_bytes(free)} of {format_bytes(total)} are free, and the trial alone takes more"
+        section.add("space", Mark.FAIL, text, move)
     elif not total:
         section.add("space", Mark.INFO, "this file system does not say how much is free")
     else:
