@@ -544,7 +544,7 @@ def _judge(section: Section, trial: Trial) -> None:
     else:
         memory, offset = trial.alignment
         fits = all(each and PAGE_BYTES % each == 0 for each in trial.alignment)
-        text = f"works; memory aligned to {memory} B, offset and length to {offset} B"
+        text = f"works; alignment of memory {memory} B, of offset and length {offset} B"
         move = f"use a drive that takes {PAGE_BYTES} B, as every transfer is aligned to that"
         section.add("direct_io", Mark.OK if fits else Mark.FAIL, text, "" if fits else move)
     for note in trial.notes:

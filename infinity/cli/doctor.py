@@ -6,13 +6,15 @@ Runs the checks, prints what they found, and leaves nothing behind. Runs on the 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import errno
 import io
 import json
 import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from infinity.errors import StoreError
 
 if TYPE_CHECKING:
     from infinity.cli.checks import Finding, Section
@@ -57,9 +59,11 @@ def run(asked: argparse.Namespace) -> int:
     """Report on the path asked for; 0 where training with NVMe works, else 1."""
     from infinity.cli.checks import Mark, examine
 
-    path = asked.path or Path()
-    with contextlib.suppress(OSError):  # the current directory was removed: the checks will say so
-        path = path.absolute()
+    try:
+        path = (asked.path or Path()).absolute()
+        Path.cwd()
+    except FileNotFoundError:  # libraries of torch end the process there
+        raise StoreError(errno.ENOENT, "the current directory does not exist any more: cd to one that does") from None
     sections = list(examine(path))
     failures = [each for section in sections for each in section.findings if each.mark is Mark.FAIL]
     if asked.json:
@@ -106,13 +110,13 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
     console = Console(highlight=False)
     width = min(console.width, _WIDTH_MAX)
 
-    def show(text: str, style: str, head: tuple[str, str] = ("", "")) -> None:
-        """`text` wrapped beside `head`, a word and its style. rich itself would fill lines up with blanks."""
-        room = max(width - len(head[0]), _WIDTH_MIN)
+    def show(text: str, style: str, mark: str = "", mark_style: str = "", name: str = "") -> None:
+        """`text` wrapped beside mark and name, if any. rich itself would fill the lines up with blanks."""
+        head = [(f"{mark:6}", mark_style), (f"{name:17}", "")] if name else []
+        indent = " " * sum(len(each) for each, _ in head)
+        room = max(width - len(indent), _WIDTH_MIN)
         for number, line in enumerate(textwrap.wrap(_printable(text), room, break_on_hyphens=False)):
-            console.print(
-                Text.assemble((" " * len(head[0]) if number else head[0], head[1]), (line, style)), soft_wrap=True
-            )
+            console.print(Text.assemble(*([indent] if number else head), (line, style)), soft_wrap=True)
 
     if by_default:
         show(f"No PATH given: checking the current directory, {path}", "")
@@ -120,11 +124,9 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
         console.print()
         show(section.title, "bold")
         for each in section.findings:
-            word, style = _MARKS[each.mark.value]
-            head = f"{word:4}  {each.name:15}  "
-            show(each.text, "", (head, style))
+            show(each.text, "", *_MARKS[each.mark.value], each.name)
             if each.next_move:
-                show(f"next: {each.next_move}", "bold", (" " * len(head), ""))
+                show(f"next: {each.next_move}", "bold", name=" ")
     console.print()
     show(_verdict(path, sections, failures), "bold red" if failures else "bold green")
 
