@@ -234,10 +234,14 @@ class AioConfig(_Block):
     """How transfers between the drives and pinned memory are cut and queued."""
 
     block_size: Annotated[int, _BLOCK_BYTES] = Field(
-        default=MIB, description="Bytes per submission to the kernel; a transfer is cut into such blocks."
+        default=MIB,
+        description="Bytes per submission to the kernel; a transfer is cut into such blocks. Where absent or auto: the "
+        "drive's profile (`infinity-bench sweep`), or else what its block queue passes on as one request.",
     )
     queue_depth: _Positive = Field(
-        default=32, description="Submissions in flight per ring. DeepSpeed's default is 8, too little for a fast drive."
+        default=32,
+        description="Submissions in flight per ring. Where absent or auto: the drive's profile, or else 32 MiB of blocks. "
+        "DeepSpeed's default is 8.",
     )
     intra_op_parallelism: _Positive = Field(
         default=1, description="I/O threads; another name for `infinity.rings`, and the larger of the two is used."

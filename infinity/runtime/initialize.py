@@ -28,6 +28,7 @@ from infinity.runtime.materialize import (
     load_weights,
     meta_parameters,
 )
+from infinity.runtime.storage import choose_storage
 from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
 
@@ -236,17 +237,9 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
     if not (nvme_parameters or nvme_state):
         return None
+    storage = choose_storage(config)
     swap = SwapManager(
-        config.nvme_paths,
-        host_bytes_max=own.pinned_bytes_max,
-        backend=own.backend,
-        block_bytes=config.aio.block_size,
-        queue_depth=config.aio.queue_depth,
-        rings=config.io_rings,
-        mix="interleaved" if own.mix == "auto" else own.mix,
-        iopoll=own.iopoll,
-        sqpoll=own.sqpoll,
-        lock_memory=own.lock_memory,
+        config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
     )
     undo.callback(swap.close)
     prefetch = zero.stage3_prefetch_bucket_size
@@ -260,7 +253,7 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
         hold_state=not nvme_state,
     )
     if dist.get_rank() == 0:
-        for note in swap.notes:
+        for note in (*storage.notes, *swap.notes):
             log.info(note)
     return swap
 
