@@ -1,0 +1,270 @@
+"""The I/O engine beside fio, and beside DeepSpeed's aio_handle, on one drive in one interleaved run.
+
+    python bench/aio.py /local_nvme --rounds 7
+    python bench/aio.py /local_nvme --deepspeed-python ../ds/bin/python      # a Python that has deepspeed and its async_io
+
+Each of them is first searched for its own best settings (blocks, depth, and fio's jobs, our rings, DeepSpeed's threads), for
+reading, writing and the mix. The best few of everybody then run in every round, in an order that changes. Ratios are of
+medians. The same file, random data, direct I/O, huge pages and registered buffers where the kernel gives them. Small random
+transfers of 4 to 64 KiB, thousands in one call, follow. Prints tables and, last, one JSON line; --save appends it to
+bench/results/aio.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from results import machine, save
+
+from infinity.aio import IoEngine, PinnedPool, Priority, Request, probe
+from infinity.cli.fio import Fio, find_fio, version_of
+from infinity.store import Arena, RunFolder
+from infinity.store.measure import DriveTest, Settings, Trial, Workload
+from infinity.units import GIB, KIB, MIB, format_bytes, parse_bytes
+
+BLOCKS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+DEPTHS = (8, 16, 32, 128)
+THREADS = (1, 2, 4)
+IN_FLIGHT_BYTES_MAX = 256 * MIB
+FINALISTS = 3
+SMALL = (4 * KIB, 16 * KIB, 64 * KIB)
+SMALL_DEPTH = 64
+
+Run = Callable[[Workload, Settings, float], Trial]
+
+
+class DeepSpeed:
+    """A worker under another Python; `rings` of the settings are its threads."""
+
+    def __init__(self, python: str, folder: str, nbytes: int) -> None:
+        worker = Path(__file__).with_name("aio_deepspeed.py")
+        self._process = subprocess.Popen(
+            [python, str(worker), str(Path(folder) / "deepspeed"), str(nbytes)],
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "PATH": f"{Path(python).parent}:{os.environ['PATH']}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def run(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+        assert self._process.stdin and self._process.stdout
+        order = {
+            "workload": workload.value,
+            "block_bytes": settings.block_bytes,
+            "queue_depth": settings.queue_depth,
+            "threads": settings.rings,
+            "seconds": seconds,
+        }
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"deepspeed's worker ended with status {self._process.wait()}: does async_io build there?")
+        return Trial(workload, settings, **json.loads(answer))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def candidates(name: str, blocks: Iterable[int], depths: Iterable[int], threads: Iterable[int]) -> list[Settings]:
+    found = [Settings(name, *three) for three in itertools.product(blocks, depths, threads)]
+    return [each for each in found if each.in_flight_bytes <= IN_FLIGHT_BYTES_MAX]
+
+
+def find_finalists(
+    runs: dict[str, Run], grids: dict[str, list[Settings]], seconds: float
+) -> dict[Workload, list[Settings]]:
+    """The best few settings of each competitor for each workload, after two short looks at each."""
+    finalists: dict[Workload, list[Settings]] = {}
+    for workload in Workload:
+        finalists[workload] = []
+        for name, grid in grids.items():
+            rates = {s: max(runs[name](workload, s, seconds).bytes_per_s for _ in range(2)) for s in grid}
+            finalists[workload] += sorted(grid, key=lambda s: -rates[s])[:FINALISTS]
+            print(f"  searched {name} for {workload.value}", file=sys.stderr)
+    return finalists
+
+
+def play_rounds(
+    runs: dict[str, Run], finalists: dict[Workload, list[Settings]], rounds: int, seconds: float
+) -> dict[Workload, dict[str, Any]]:
+    """The best median of each competitor, with its settings."""
+    trials: dict[tuple[Workload, Settings], list[Trial]] = defaultdict(list)
+    for number in range(rounds):
+        for workload, contenders in finalists.items():
+            for settings in random.sample(contenders, len(contenders)):
+                trials[workload, settings].append(runs[settings.backend](workload, settings, seconds))
+        print(f"  round {number + 1} of {rounds}", file=sys.stderr)
+    best: dict[Workload, dict[str, Any]] = {workload: {} for workload in Workload}
+    for (workload, settings), found in trials.items():
+        rate = statistics.median(trial.bytes_per_s for trial in found) / GIB
+        if rate > best[workload].get(settings.backend, {"gib_per_s": 0.0})["gib_per_s"]:
+            best[workload][settings.backend] = {
+                "gib_per_s": round(rate, 3),
+                "min": round(min(t.bytes_per_s for t in found) / GIB, 3),
+                "max": round(max(t.bytes_per_s for t in found) / GIB, 3),
+                "cpu_seconds_per_gib": round(statistics.median(t.cpu_seconds_per_gib for t in found), 5),
+                "block_bytes": settings.block_bytes,
+                "queue_depth": settings.queue_depth,
+                "threads": settings.rings,
+            }
+    return best
+
+
+def report(best: dict[Workload, dict[str, Any]], reference: str) -> dict[str, Any]:
+    """Prints a table; returns everything with ratios to the reference."""
+    result: dict[str, Any] = {}
+    print(f"\n{'':>14}{'GiB/s':>8}{'min':>7}{'max':>7}{'ratio':>7}{'CPU ms/GiB':>12}  block  depth x threads")
+    for workload, by_name in best.items():
+        print(workload.value)
+        against = by_name[reference]["gib_per_s"]
+        for name, one in by_name.items():
+            one["ratio"] = round(one["gib_per_s"] / against, 3)
+            print(
+                f"{name:>14}{one['gib_per_s']:8.2f}{one['min']:7.2f}{one['max']:7.2f}{one['ratio']:7.3f}"
+                f"{one['cpu_seconds_per_gib'] * 1e3:12.2f}  {format_bytes(one['block_bytes'])}  "
+                f"{one['queue_depth']} x {one['threads']}"
+            )
+        result[workload.value] = by_name
+    return result
+
+
+class Small:
+    """Random transfers of a few KiB, thousands in one call."""
+
+    def __init__(self, folder: RunFolder, backend: str) -> None:
+        self.pool = PinnedPool(64 * MIB)
+        self.pool.bytes.random_()
+        self.engine = IoEngine(self.pool, backend=backend, queue_depth=SMALL_DEPTH)
+        self.arena = Arena(folder, self.engine, name=f"small-{backend}")
+        self.nbytes = GIB
+        self.arena.reserve([self.nbytes], "the file of small transfers")
+        self.lease = self.pool.lease(64 * MIB)
+        for at in range(0, self.nbytes, self.lease.nbytes):
+            write = Request("write", self.arena.file, at, self.lease, 0, self.lease.nbytes, Priority.DEMAND)
+            self.engine.wait(self.engine.start([write]))
+
+    def run(self, operation: str, size: int, seconds: float) -> tuple[float, float]:
+        """(transfers per second, CPU seconds per million)."""
+        count = self.lease.nbytes // size
+        places = np.random.default_rng().permutation(self.nbytes // size)[:count]
+        ranges = np.stack([places * size, np.arange(count) * size, np.full(count, size)], axis=1)
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        began = time.perf_counter()
+        done = 0
+        while time.perf_counter() - began < seconds:
+            self.engine.wait(
+                [self.engine.start_ranges(operation, self.arena.file, self.lease, ranges, Priority.DEMAND)]
+            )
+            done += count
+        elapsed = time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return done / elapsed, cpu / done * 1e6
+
+    def close(self) -> None:
+        self.engine.close()
+        self.arena.close()
+
+
+def fio_small(program: str, test: DriveTest, operation: str, size: int, seconds: float) -> tuple[float, float]:
+    options = {
+        "name": "small", "filename": f"/proc/{os.getpid()}/fd/{test.descriptor}", "rw": f"rand{operation}",
+        "bs": size, "size": GIB, "iodepth": SMALL_DEPTH, "ioengine": "io_uring", "direct": 1, "fixedbufs": 1,
+        "registerfiles": 1, "time_based": 1, "runtime": f"{round(seconds * 1000)}ms", "thread": 1, "norandommap": 1,
+        "iodepth_batch_complete_min": 1, "iodepth_batch_complete_max": SMALL_DEPTH, "allow_file_create": 0,
+        "output-format": "json",
+    }  # fmt: skip
+    command = [program, *(f"--{key}={value}" for key, value in options.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return job[operation]["iops"], cpu / job[operation]["total_ios"] * 1e6
+
+
+def measure_small(path: Path, test: DriveTest, program: str, backends: list[str], rounds: int) -> dict[str, Any]:
+    """Medians over the rounds, per operation, size and competitor."""
+    folder = RunFolder(path)
+    found: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
+    try:
+        competitors = {name: Small(folder, name) for name in backends}
+        for _, operation, size in itertools.product(range(rounds), ("read", "write"), SMALL):
+            for name, one in competitors.items():
+                found[operation, size, name].append(one.run(operation, size, 0.5))
+            found[operation, size, "fio"].append(fio_small(program, test, operation, size, 0.5))
+        for one in competitors.values():
+            one.close()
+    finally:
+        folder.close()
+    result: dict[str, Any] = {}
+    print(f"\n{'random':>14}{'KiB':>6}" + "".join(f"{name + ' kIOPS':>18}" for name in [*backends, "fio"]))
+    for operation, size in itertools.product(("read", "write"), SMALL):
+        row: dict[str, Any] = {}
+        for name in [*backends, "fio"]:
+            values = found[operation, size, name]
+            row[name] = {
+                "kiops": round(statistics.median(rate for rate, _ in values) / 1e3, 1),
+                "cpu_seconds_per_million": round(statistics.median(cpu for _, cpu in values), 2),
+            }
+        result[f"{operation}_{size // KIB}kib"] = row
+        print(f"{operation:>14}{size // KIB:6}" + "".join(f"{row[name]['kiops']:18.1f}" for name in row))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="folder on the drive")
+    parser.add_argument("--size", type=parse_bytes, default=parse_bytes("4GiB"), help="of the file (default: 4GiB)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement in a round")
+    parser.add_argument("--search-seconds", type=float, default=0.3, help="of each look in the search")
+    parser.add_argument("--deepspeed-python", help="a Python with deepspeed, to measure its aio_handle, too")
+    parser.add_argument("--save", action="store_true", help="append the result to bench/results/aio.jsonl")
+    args = parser.parse_args()
+    program = find_fio()
+    backends = [name for name, available, _ in probe() if available]
+    with DriveTest(args.path, nbytes=args.size) as test, tempfile.TemporaryDirectory(dir=args.path) as scratch:
+        test.fill()
+        fio = Fio(program, test, "io_uring" if "io_uring" in backends else "libaio")
+        runs: dict[str, Run] = {"fio": fio.run}
+        grids = {"fio": candidates("fio", BLOCKS, DEPTHS, THREADS[:2])}
+        for name in backends:
+            runs[name] = test.run
+            grids[name] = [s for s in candidates(name, BLOCKS, DEPTHS[:3], THREADS[:2]) if test.fits(s)]
+        deepspeed = DeepSpeed(args.deepspeed_python, scratch, GIB) if args.deepspeed_python else None
+        try:
+            if deepspeed:
+                runs["deepspeed"] = deepspeed.run
+                grids["deepspeed"] = candidates("deepspeed", BLOCKS[:3], DEPTHS[1:], THREADS)
+            finalists = find_finalists(runs, grids, args.search_seconds)
+            large = report(play_rounds(runs, finalists, args.rounds, args.seconds), "fio")
+        finally:
+            if deepspeed:
+                deepspeed.close()
+        small = measure_small(args.path, test, program, backends, args.rounds)
+    line = {"bench": "aio", **machine(), "fio": version_of(program), "rounds": args.rounds, "size_bytes": args.size}
+    line |= {"large": large, "small": small}
+    print(json.dumps(line))
+    if args.save:
+        save("aio", line)
+
+
+if __name__ == "__main__":
+    main()
