@@ -9,7 +9,7 @@ from infinity.errors import (
     StoreError,
 )
 from infinity.runtime import Engine, init_empty, initialize
-from infinity.store.probe import DriveRates, measure_drive
+from infinity.store.measure import DriveRates, measure_drive
 from infinity.swap import PagedAdam, PagedAdamW, SwapManager
 
 __version__ = "0.1.0"
