@@ -1,16 +1,25 @@
-"""infinity: train models larger than the machine's memory, with parameters and optimizer state on NVMe."""
+"""infinity: train models larger than the machine's memory, with parameters and optimizer state on NVMe.
 
-from infinity.errors import (
-    BudgetError,
-    CheckpointError,
-    ConfigError,
-    InfinityError,
-    IoError,
-    StoreError,
-)
-from infinity.runtime import Engine, init_empty, initialize
-from infinity.store.measure import DriveRates, measure_drive
-from infinity.swap import PagedAdam, PagedAdamW, SwapManager
+The names below are loaded when they are first used, so that `import infinity` alone, and with it every command's --help,
+doesn't wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infinity.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        InfinityError,
+        IoError,
+        StoreError,
+    )
+    from infinity.runtime import Engine, init_empty
+    from infinity.runtime.initialize import initialize
+    from infinity.store.measure import DriveRates, measure_drive
+    from infinity.swap import PagedAdam, PagedAdamW, SwapManager
 
 __version__ = "0.1.0"
 
@@ -31,3 +40,23 @@ __all__ = [
     "initialize",
     "measure_drive",
 ]
+
+_NAMES_OF = {
+    "infinity.errors": ("BudgetError", "CheckpointError", "ConfigError", "InfinityError", "IoError", "StoreError"),
+    "infinity.runtime": ("Engine", "init_empty", "initialize"),
+    "infinity.store.measure": ("DriveRates", "measure_drive"),
+    "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),
+}
+_HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Floor 7. The console programs; a command imports what is heavy only once it runs."""

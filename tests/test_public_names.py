@@ -1,0 +1,26 @@
+"""The public names: each is there, and none is loaded before somebody uses it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import infinity
+
+
+def test_every_public_name_can_be_loaded_and_is_listed() -> None:
+    for name in infinity.__all__:
+        assert getattr(infinity, name) is not None
+        assert name in dir(infinity)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'infinity' has no attribute 'Engin'"):
+        _ = infinity.Engin  # type: ignore[attr-defined]
+
+
+def test_importing_infinity_does_not_load_torch() -> None:
+    code = "import sys, infinity; assert 'torch' not in sys.modules; infinity.Engine; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
