@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 import infinity
-from infinity.cli import doctor
+from infinity.cli import doctor, sweep
 
-_COMMANDS = (doctor,)
+_COMMANDS = (doctor, sweep)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.units import format_bytes
+
 _SECTOR_BYTES = 512
 """What /sys counts sizes in, whatever the drive's own sectors are."""
 
@@ -31,6 +33,13 @@ class Drive:
     size_bytes: int
     file_system: str
     devices: frozenset[str]
+
+    @property
+    def label(self) -> str:
+        """For people: "nvme0n1 (Fast One, 1.82 TiB, ext4)"."""
+        size = format_bytes(self.size_bytes) if self.size_bytes else ""
+        known = ", ".join(each for each in (self.model, size, self.file_system) if each)
+        return f"{self.name} ({known})" if known else self.name
 
     def shares_device_with(self, other: Drive) -> bool:
         """Whether the two use a disk in common."""

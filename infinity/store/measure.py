@@ -29,8 +29,9 @@ from infinity.units import GIB, KIB, MIB, format_bytes
 
 POOL_BYTES = 512 * MIB
 FILE_BYTES_MIN = 16 * MIB
-_LEASES = 8
-"""Leases that the pool is cut into; each transfer moves one. Few and large, so that Python has little to do."""
+_LEASES = 16
+"""Leases that the pool is cut into; each transfer moves one. Large, so that Python has little to do, and yet small enough
+that a slow drive ends in time."""
 
 MIX_MODES = ("interleaved", "bursts") if "mix" in inspect.signature(IoEngine).parameters else ("interleaved",)
 """How the engine may put reads and writes together."""
@@ -115,11 +116,11 @@ class DriveTest:
             folder = RunFolder(path)
             stack.callback(folder.close)
             self._open_file(folder, stack)
-            self._pool = PinnedPool(_LEASES * self.chunk_bytes)
+            self.pool_bytes = _LEASES * self.chunk_bytes
+            self._pool: PinnedPool | None = PinnedPool(self.pool_bytes)
+            self._pool.bytes.view(torch.int64).random_()
             self.notes += self._pool.notes
             self._leases = [stack.enter_context(self._pool.lease(self.chunk_bytes)) for _ in range(_LEASES)]
-            for lease in self._leases:
-                lease.view(torch.int64).random_()
             self._stack = stack.pop_all()
 
     def _open_file(self, folder: RunFolder, stack: contextlib.ExitStack) -> None:
@@ -144,7 +145,7 @@ class DriveTest:
 
     def fits(self, settings: Settings) -> bool:
         """Whether the pool can keep the drive busy at these settings: half in flight, half next in the queue."""
-        in_time = settings.in_flight_bytes <= self._pool.nbytes // 2
+        in_time = settings.in_flight_bytes <= self.pool_bytes // 2
         return in_time and settings.block_bytes <= self.chunk_bytes
 
     def fill(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
@@ -178,8 +179,10 @@ class DriveTest:
             )
 
     def close(self) -> None:
-        """Give file, folder and pool back. Idempotent."""
+        """Give file, folder and pool back; there are no more trials then. Idempotent."""
         self._stack.close()
+        self._leases.clear()
+        self._pool = None
 
     def __enter__(self) -> DriveTest:
         return self
@@ -193,13 +196,16 @@ class DriveTest:
         options = asdict(settings)
         if not MIX_MODES[1:]:
             del options["mix"]
-        return IoEngine(self._pool, **options)
+        assert self._pool is not None, "a trial after the end"
+        engine = IoEngine(self._pool, **options)
+        self.notes += [note for note in engine.notes if note not in self.notes]
+        return engine
 
     def _slots(self, workload: Workload, settings: Settings) -> int:
         """Turns to keep in the engine: what is in flight, one that is being cut, and one until Python has woken up."""
         slot_bytes = self.chunk_bytes * (2 if workload is Workload.MIXED else 1)
         wanted = -(-settings.in_flight_bytes // slot_bytes) + 2
-        return min(wanted, self._pool.nbytes // slot_bytes)
+        return min(wanted, self.pool_bytes // slot_bytes)
 
     def _turns(self, engine: IoEngine, workload: Workload, slots: int) -> Iterator[None]:
         """Keep `slots` turns under way, for as long as it is iterated; yields whenever the oldest has ended."""

@@ -98,7 +98,7 @@ def test_trial_before_the_file_is_written_is_refused(nvme_path: Path) -> None:
 
 def test_turns_go_through_the_whole_file_and_never_meet(drive_test: DriveTest) -> None:
     chunks = NBYTES // drive_test.chunk_bytes
-    for slots in (1, 3, 4):
+    for slots in (1, 3, 8):
         turns = [drive_test._requests(Workload.MIXED, slot % slots) for slot in range(chunks)]
         assert {read.offset for read, _ in turns} == {chunk * drive_test.chunk_bytes for chunk in range(chunks)}
         for first in range(chunks - slots):
@@ -121,7 +121,7 @@ def test_slots_hold_what_is_in_flight_and_no_more_than_there_are_leases(
 ) -> None:
     slots = drive_test._slots(workload, settings)
     leases = slots * (2 if workload is Workload.MIXED else 1)
-    assert leases <= 8
+    assert leases <= 16
     assert leases * drive_test.chunk_bytes > min(settings.in_flight_bytes, NBYTES - 1)
 
 
