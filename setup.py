@@ -33,7 +33,8 @@ LIBURING_PROBE = """
 #include <liburing.h>
 int main() {
   io_uring ring;
-  return io_uring_queue_init(2, &ring, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN) ? 1 : 0;
+  if (io_uring_queue_init(2, &ring, IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN)) return 1;
+  return io_uring_submit_and_get_events(&ring) < 0;
 }
 """
 
@@ -42,7 +43,7 @@ class BuildExt(pybind11_build_ext):
     def build_extensions(self) -> None:
         have_liburing = liburing_links(self.compiler.compiler_cxx)
         if not have_liburing:
-            print("liburing (2.2 or newer) not found: building without io_uring; install liburing-dev to have it")
+            print("liburing (2.3 or newer) not found: building without io_uring; install liburing-dev to have it")
         for extension in self.extensions:
             if have_liburing:
                 extension.define_macros.append(("INFINITY_HAVE_LIBURING", "1"))

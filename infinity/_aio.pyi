@@ -7,7 +7,10 @@ Its own threads move the bytes; none of them ever enters Python. Any thread may 
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import ClassVar, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
 
 @final
 class PinnedSlab:
@@ -53,10 +56,10 @@ class File:
     After `close`, its methods and new transfers raise ValueError.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, create: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0) -> None:
         """Open `path` for reading and writing; `create` makes it, mode 0600, and refuses one that exists.
 
-        Raises IoError with the errno.
+        `drive`, from 0, says which of an engine's drives it lies on. Raises IoError with the errno.
         """
 
     @property
@@ -93,10 +96,43 @@ class File:
     ) -> None: ...
 
 @final
-class Priority:
-    """Order of service: every DEMAND block goes before any PREFETCH block, and those before any WRITE_BACK block.
+class StripedFile:
+    """Files on several drives as one: stripe k lies in `files[pattern[k % len(pattern)]]`, behind its earlier stripes.
 
-    Inside one priority, first come, first served. What is already in flight is not overtaken.
+    Goes wherever a File goes as the `file` of a transfer. A failure names the one file that was concerned.
+    """
+
+    def __init__(self, files: Sequence[File], *, pattern: Sequence[int], stripe_bytes: int) -> None:
+        """Stripe `files`; a file that stands in the pattern twice as often holds twice as many bytes.
+
+        Raises ValueError where the pattern names a file that isn't there or leaves one out, or where `stripe_bytes`
+        isn't a multiple of 4096.
+        """
+
+    @property
+    def path(self) -> str:
+        """The paths of all files, joined by commas."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Those of all files."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for `nbytes` bytes: each file reserves its share of whole stripes. Raises IoError."""
+
+    def sync(self) -> None:
+        """As `File.sync`, for every file."""
+
+    def close(self) -> None:
+        """Close every file. May be called again."""
+
+@final
+class Priority:
+    """Order of service: DEMAND goes before everything. PREFETCH and WRITE_BACK share the drive as the engine's `mix` says;
+    where both want the same direction, PREFETCH goes first.
+
+    Inside one priority, first come, first served. What is already in flight is not overtaken, so for a little while after
+    a demand the other two keep only a little in flight.
     """
 
     DEMAND: ClassVar[Priority]
@@ -136,11 +172,11 @@ class Transfer:
 
     @property
     def offset(self) -> int:
-        """Where it begins in the file."""
+        """Where it begins in the file; of several ranges, the first."""
 
     @property
     def length(self) -> int:
-        """How much it moves."""
+        """How much it moves, all ranges together."""
 
     @property
     def times(self) -> tuple[float, float, float]:
@@ -153,7 +189,7 @@ class Transfer:
         forked child while it isn't done.
         """
 
-_Request: TypeAlias = tuple[str, File, int, PinnedSlab, int, int, Priority]
+_Request: TypeAlias = tuple[str, File | StripedFile, int, PinnedSlab, int, int, Priority]
 
 @final
 class Engine:
@@ -170,17 +206,26 @@ class Engine:
         block_bytes: int = 1048576,
         rings: int = 1,
         slab: PinnedSlab | None = None,
+        drives: int = 1,
+        mix: str = "interleaved",
+        iopoll: bool = False,
+        sqpoll: bool = False,
+        limits: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """Start `rings` ring threads, each with at most `queue_depth` blocks of `block_bytes` bytes in flight.
+        """Start `rings` ring threads per drive, each with at most `queue_depth` blocks of `block_bytes` bytes in flight.
 
-        `backend` is "io_uring", "threads", or "auto" for the best that works here. `slab` is registered with the kernel
-        where permitted, which saves CPU; transfers may use others too. Raises ValueError for a number or a name that
-        can't be, IoError if the named backend is refused here.
+        `backend` is "io_uring", "linux_aio", "threads", or "auto" for the best that works here. `slab` is registered with
+        the kernel where permitted, which saves CPU; transfers may use others too. `drives`: how many drives the files lie
+        on. `mix`: "interleaved" alternates reads and writes that wait for one drive, "bursts" lets it do one for a while,
+        then the other. `iopoll`, `sqpoll`: io_uring polls for completions, for submissions. `limits`: (bytes per second,
+        seconds of latency per block) to which each drive is slowed down, 0 for as it is; for experiments.
+
+        Raises ValueError for a number or a name that can't be, IoError if the named backend is refused here.
         """
 
     @property
     def backend(self) -> str:
-        """The backend in use: "io_uring" or "threads"."""
+        """The backend in use."""
 
     @property
     def notes(self) -> list[str]:
@@ -196,11 +241,15 @@ class Engine:
 
     @property
     def rings(self) -> int:
-        """Ring threads."""
+        """Ring threads per drive."""
+
+    @property
+    def mix(self) -> str:
+        """How reads and writes share a drive: "interleaved" or "bursts"."""
 
     def start_read(
         self,
-        file: File,
+        file: File | StripedFile,
         offset: int,
         slab: PinnedSlab,
         slab_offset: int,
@@ -216,7 +265,7 @@ class Engine:
 
     def start_write(
         self,
-        file: File,
+        file: File | StripedFile,
         offset: int,
         slab: PinnedSlab,
         slab_offset: int,
@@ -233,11 +282,33 @@ class Engine:
         for a request of another shape.
         """
 
-    def counters(self) -> dict[str, int | float]:
+    def start_ranges(
+        self,
+        operation: str,
+        file: File | StripedFile,
+        slab: PinnedSlab,
+        ranges: npt.NDArray[np.int64],
+        priority: Priority = Priority.PREFETCH,
+    ) -> Transfer:
+        """Start one transfer of many ranges: rows of (offset, slab_offset, length), int64, shape (n, 3).
+
+        For many small pieces: Python pays once, whatever n is. Raises ValueError as `start_read`.
+        """
+
+    def counters(self) -> dict[str, Any]:
         """Sums since the start, and what is under way now.
 
         `read_bytes`, `written_bytes`: really moved. `read_transfers`, `write_transfers`: done without failure.
-        `failed_transfers`. `in_flight_blocks`, `queued_blocks`: now. `resubmitted_blocks`: short or interrupted ones.
+        `failed_transfers`. `in_flight_blocks`, `queued_bytes`: now. `resubmitted_blocks`: short or interrupted ones.
+        `drives`: a dict per drive with `read_bytes`, `written_bytes`, `in_flight_blocks`, `queued_bytes` of its own, and
+        `read_seconds`, `write_seconds` during which it had at least one read, one write in flight.
+        """
+
+    def take_timings(self) -> npt.NDArray[np.void]:
+        """The transfers that have ended since the last call, oldest first, at most the last 65536.
+
+        A structured array: `queued`, `submitted`, `done` (float64, seconds), `bytes` (int64), `operation` (0 read,
+        1 write), `priority` (0 DEMAND, 1 PREFETCH, 2 WRITE_BACK), `failed` (uint8).
         """
 
     def drain(self) -> None:

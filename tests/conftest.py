@@ -44,7 +44,7 @@ def nvme_path() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(params=["io_uring", "threads"])
+@pytest.fixture(params=["io_uring", "linux_aio", "threads"])
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of each I/O backend in turn; the test is skipped, with the reason, for one that this machine refuses."""
     from infinity._aio import probe

@@ -15,6 +15,8 @@ namespace infinity::aio {
 struct BackendOptions {
   int queue_depth = 32;                    // blocks in flight, at most
   std::shared_ptr<const PinnedSlab> slab;  // to be registered with the kernel where that helps, or null
+  bool iopoll = false;                     // io_uring only; see EngineOptions
+  bool sqpoll = false;
   std::function<void(std::string)>
       note;  // takes a line about what was optional and refused; not under a lock of wake()
 };
@@ -48,6 +50,7 @@ class Backend {
 using BackendFactory = std::function<std::unique_ptr<Backend>(const BackendOptions&)>;
 
 inline constexpr const char* kUringName = "io_uring";
+inline constexpr const char* kLinuxAioName = "linux_aio";
 inline constexpr const char* kThreadsName = "threads";
 
 struct BackendProbe {
@@ -62,11 +65,24 @@ std::vector<BackendProbe> probe_backends();
 // The factory behind a name that probe_backends() lists.
 BackendFactory backend_factory(const std::string& name);
 
-// One of each per backend, in backend_uring.cpp and backend_threads.cpp. Making one throws IoFailure when it is
-// refused.
+// One of each per backend, in the source file of its name. Making one throws IoFailure when it is refused.
 BackendProbe probe_uring();
+BackendProbe probe_linux_aio();
 BackendProbe probe_threads();
 std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
+std::unique_ptr<Backend> make_linux_aio_backend(const BackendOptions& options);
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
+
+// A drive slower than it is, to see what a slow one would do. Zero means as it is.
+struct DriveLimit {
+  double bytes_per_s = 0.0;
+  double latency_seconds = 0.0;  // of each block, at least
+
+  // What each of `rings` may have so that together they keep to the limit.
+  DriveLimit shared_by(int rings) const { return {bytes_per_s / rings, latency_seconds}; }
+};
+
+// Backends of `factory` whose completions come no sooner than `limit` lets them.
+BackendFactory throttled(BackendFactory factory, DriveLimit limit);
 
 }  // namespace infinity::aio

@@ -1,16 +1,17 @@
 // The backend on io_uring: the kernel's own path to the drive's limit. Without liburing at build time only the refusal
 // remains.
 #include "backend.h"
+#include "bell.h"
 
 #ifdef INFINITY_HAVE_LIBURING
 
 #include <liburing.h>
-#include <sys/eventfd.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cassert>
 #include <cerrno>
 #include <mutex>
@@ -22,6 +23,7 @@ namespace {
 constexpr uint64_t kWakeTag = UINT64_MAX;
 constexpr int64_t kPieceBytes = int64_t{1} << 30;  // the kernel's limit for one registered buffer
 constexpr unsigned kFileSlots = 64;                // files beyond these go unregistered
+constexpr unsigned kSqpollIdleMilliseconds = 100;
 
 std::string refusal(int error_number) {
   std::string why = std::string(kUringName) + " is refused here (" + format_errno(error_number) + "): ";
@@ -43,11 +45,13 @@ std::string refusal(int error_number) {
 class Ring {
  public:
   // SINGLE_ISSUER with DEFER_TASKRUN (Linux 6.1) runs completions only when the ring thread asks for them, so that it
-  // is never interrupted; kernels that don't know them say EINVAL and get a plain ring.
-  explicit Ring(unsigned entries) {
-    unsigned flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
-    int status = io_uring_queue_init(entries, &ring_, flags);
-    if (status == -EINVAL) status = io_uring_queue_init(entries, &ring_, 0);
+  // is never interrupted; kernels that don't know them say EINVAL and get a plain ring. A kernel thread that polls for
+  // submissions (SQPOLL) excludes them; it sleeps after a while without any.
+  explicit Ring(unsigned entries, bool iopoll = false, bool sqpoll = false) {
+    unsigned wanted = (iopoll ? IORING_SETUP_IOPOLL : 0) | (sqpoll ? IORING_SETUP_SQPOLL : 0);
+    unsigned helpful = IORING_SETUP_SINGLE_ISSUER | (sqpoll ? 0 : IORING_SETUP_DEFER_TASKRUN);
+    int status = set_up(entries, wanted | helpful);
+    if (status == -EINVAL) status = set_up(entries, wanted);
     if (status < 0) throw_failure(-status, refusal(-status));
     io_uring_ring_dontfork(&ring_);
   }
@@ -58,35 +62,20 @@ class Ring {
   io_uring* get() noexcept { return &ring_; }
 
  private:
+  int set_up(unsigned entries, unsigned flags) {
+    io_uring_params parameters{};
+    parameters.flags = flags;
+    parameters.sq_thread_idle = kSqpollIdleMilliseconds;
+    return io_uring_queue_init_params(entries, &ring_, &parameters);
+  }
+
   io_uring ring_{};
-};
-
-// The eventfd by which other threads and closing files reach a ring that sleeps in the kernel.
-class Bell {
- public:
-  Bell() : fd_(eventfd(0, EFD_CLOEXEC)) {
-    if (fd_ < 0) throw_failure(errno, "no eventfd to be had (" + format_errno(errno) + ")");
-  }
-  Bell(const Bell&) = delete;
-  Bell& operator=(const Bell&) = delete;
-  ~Bell() { ::close(fd_); }
-
-  int fd() const noexcept { return fd_; }
-
-  void ring() {
-    uint64_t one = 1;
-    while (::write(fd_, &one, sizeof one) < 0 && errno == EINTR) {
-    }
-  }
-
- private:
-  const int fd_;
 };
 
 // Slots of files that were closed and must be taken out of the ring's table: the kernel keeps a registered file open,
 // and its space on the drive, until then. Shared with the descriptors, which may outlive the ring.
 struct ClosedSlots {
-  Bell bell;
+  Bell bell{kUringName};
   std::mutex mutex;
   std::vector<unsigned> slots;
 };
@@ -95,12 +84,14 @@ class UringBackend final : public Backend {
  public:
   explicit UringBackend(const BackendOptions& options)
       : depth_(options.queue_depth),
+        iopoll_(options.iopoll),
+        sqpoll_(options.sqpoll),
         note_(options.note),
         closed_(std::make_shared<ClosedSlots>()),
-        ring_(static_cast<unsigned>(options.queue_depth) + 1) {
+        ring_(static_cast<unsigned>(options.queue_depth) + 1, iopoll_, sqpoll_) {
     register_slab(options.slab);
     register_file_table();
-    arm_bell();
+    if (!iopoll_) arm_bell();
   }
 
   // The armed read of the bell must not be left to a ring that is going away: the kernel would write into freed memory.
@@ -127,18 +118,15 @@ class UringBackend final : public Backend {
       prepare(*block, sqe);
       io_uring_sqe_set_data64(sqe, block->tag);
     }
+    in_flight_ += blocks.size();
   }
 
   void reap(std::vector<Completion>* completions) override {
-    int status = io_uring_submit_and_wait(ring_.get(), 1);
-    if (status < 0 && status != -EINTR) {
-      // Nothing was taken in. These pass; anything else means that the ring itself is broken.
-      if (status != -EAGAIN && status != -EBUSY && status != -ENOMEM) {
-        throw_failure(-status, "io_uring_enter gave " + format_errno(-status));
-      }
-      const timespec pause{0, 100'000};
-      nanosleep(&pause, nullptr);
+    if (iopoll_) {
+      reap_polling(completions);
+      return;
     }
+    check(io_uring_submit_and_wait(ring_.get(), 1));
     unsigned head = 0;
     unsigned seen = 0;
     io_uring_cqe* cqe = nullptr;
@@ -159,16 +147,51 @@ class UringBackend final : public Backend {
     unregister_closed_files();
   }
 
-  void wake() override { closed_->bell.ring(); }
+  void wake() override {
+    woken_.store(true, std::memory_order_release);
+    closed_->bell.ring();
+  }
 
  private:
+  // A status of io_uring_enter below zero: nothing was taken in. Some of these pass; the others mean that the ring
+  // itself is broken.
+  void check(int status) const {
+    if (status >= 0 || status == -EINTR) return;
+    if (status != -EAGAIN && status != -EBUSY && status != -ENOMEM) {
+      throw_failure(-status, "io_uring_enter gave " + format_errno(-status));
+    }
+    const timespec pause{0, 100'000};
+    nanosleep(&pause, nullptr);
+  }
+
+  // A ring that polls can't read the bell. It looks for completions without sleeping while any block is in flight, and
+  // listens to the bell itself when none is.
+  void reap_polling(std::vector<Completion>* completions) {
+    if (in_flight_ == 0 && io_uring_sq_ready(ring_.get()) == 0) {
+      closed_->bell.silence();
+      woken_ = false;
+      unregister_closed_files();
+      return;
+    }
+    size_t before = completions->size();
+    while (completions->size() == before && !woken_.exchange(false, std::memory_order_acq_rel)) {
+      check(io_uring_submit_and_get_events(ring_.get()));
+      unsigned head = 0;
+      unsigned seen = 0;
+      io_uring_cqe* cqe = nullptr;
+      io_uring_for_each_cqe(ring_.get(), head, cqe) {
+        ++seen;
+        completions->push_back({static_cast<uint32_t>(io_uring_cqe_get_data64(cqe)), cqe->res});
+      }
+      io_uring_cq_advance(ring_.get(), seen);
+      in_flight_ -= seen;
+    }
+  }
+
   io_uring_sqe* next_entry() {
     io_uring_sqe* sqe = io_uring_get_sqe(ring_.get());
-    while (sqe == nullptr) {  // only after a turn in which the kernel took nothing in
-      int status = io_uring_submit(ring_.get());
-      if (status < 0 && status != -EINTR && status != -EAGAIN && status != -EBUSY && status != -ENOMEM) {
-        throw_failure(-status, "io_uring_enter gave " + format_errno(-status));
-      }
+    while (sqe == nullptr) {  // the kernel has not taken in the last turn's yet
+      check(sqpoll_ ? io_uring_sqring_wait(ring_.get()) : io_uring_submit(ring_.get()));
       sqe = io_uring_get_sqe(ring_.get());
     }
     return sqe;
@@ -291,9 +314,13 @@ class UringBackend final : public Backend {
   }
 
   const int depth_;
+  const bool iopoll_;
+  const bool sqpoll_;
   const std::function<void(std::string)> note_;
   const std::shared_ptr<ClosedSlots> closed_;
-  uint64_t rings_heard_ = 0;  // the kernel writes here while the bell is armed
+  std::atomic<bool> woken_{false};  // for a ring that polls
+  size_t in_flight_ = 0;            // the same
+  uint64_t rings_heard_ = 0;        // the kernel writes here while the bell is armed
   bool bell_armed_ = false;
   bool stopping_ = false;
   Ring ring_;

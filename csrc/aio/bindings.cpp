@@ -1,5 +1,6 @@
 // The Python names of the core: argument checks, exceptions and the GIL. Rules: what may wait releases the GIL, what
 // may wait for long looks for signals ten times a second, and no I/O thread ever enters Python.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "volume.h"
 
 namespace py = pybind11;
 
@@ -82,9 +84,7 @@ struct EngineDeleter {
   }
 };
 
-std::shared_ptr<Engine> make_engine(const std::string& backend, int queue_depth, int64_t block_bytes, int rings,
-                                    std::shared_ptr<PinnedSlab> slab) {
-  EngineOptions options{backend, queue_depth, block_bytes, rings, std::move(slab)};
+std::shared_ptr<Engine> make_engine(EngineOptions options) {
   std::unique_ptr<Engine> engine;
   {
     py::gil_scoped_release release;
@@ -93,9 +93,11 @@ std::shared_ptr<Engine> make_engine(const std::string& backend, int queue_depth,
   return std::shared_ptr<Engine>(engine.release(), EngineDeleter{});
 }
 
-Request make_request(Operation operation, const File& file, int64_t offset, std::shared_ptr<PinnedSlab> slab,
-                     int64_t slab_offset, int64_t length, Priority priority) {
-  return {operation, file.descriptor(), offset, std::move(slab), slab_offset, length, priority};
+// Of a File or a StripedFile; throws py::cast_error for anything else.
+std::shared_ptr<const Volume> volume_of(const py::handle& file) {
+  if (py::isinstance<File>(file)) return file.cast<const File&>().volume();
+  if (py::isinstance<StripedFile>(file)) return file.cast<const StripedFile&>().volume();
+  throw py::cast_error("neither a File nor a StripedFile");
 }
 
 Operation operation_of(const std::string& name) {
@@ -105,12 +107,11 @@ Operation operation_of(const std::string& name) {
 }
 
 Request request_of(const py::handle& item) {
-  using Fields =
-      std::tuple<std::string, std::shared_ptr<File>, int64_t, std::shared_ptr<PinnedSlab>, int64_t, int64_t, Priority>;
+  using Fields = std::tuple<std::string, py::object, int64_t, std::shared_ptr<PinnedSlab>, int64_t, int64_t, Priority>;
   try {
     auto [operation, file, offset, slab, slab_offset, length, priority] = item.cast<Fields>();
-    if (file == nullptr || slab == nullptr) throw py::cast_error("None");
-    return make_request(operation_of(operation), *file, offset, std::move(slab), slab_offset, length, priority);
+    if (slab == nullptr) throw py::cast_error("None");
+    return {operation_of(operation), volume_of(file), std::move(slab), {{offset, slab_offset, length}}, priority};
   } catch (const py::cast_error&) {
     throw py::type_error("a request is (operation, file, offset, slab, slab_offset, length, priority), got " +
                          py::repr(item).cast<std::string>());
@@ -124,16 +125,48 @@ std::vector<std::shared_ptr<Transfer>> start_batch(Engine& engine, const py::seq
   return engine.start_batch(std::move(requests));
 }
 
+// One transfer of many ranges: rows of (offset, slab_offset, length).
+std::shared_ptr<Transfer> start_ranges(Engine& engine, const std::string& operation, const py::object& file,
+                                       std::shared_ptr<PinnedSlab> slab,
+                                       const py::array_t<int64_t, py::array::c_style>& rows, Priority priority) {
+  if (rows.ndim() != 2 || rows.shape(1) != 3) {
+    throw py::value_error("ranges must be an int64 array of shape (n, 3): offset, slab_offset, length");
+  }
+  auto row = rows.unchecked<2>();
+  std::vector<Range> ranges(static_cast<size_t>(row.shape(0)));
+  for (py::ssize_t i = 0; i < row.shape(0); ++i) ranges[static_cast<size_t>(i)] = {row(i, 0), row(i, 1), row(i, 2)};
+  return engine.start({operation_of(operation), volume_of(file), std::move(slab), std::move(ranges), priority});
+}
+
+py::array_t<Timing> timings_of(Engine& engine) {
+  std::vector<Timing> timings = engine.take_timings();
+  return py::array_t<Timing>(static_cast<py::ssize_t>(timings.size()), timings.data());
+}
+
+py::dict drive_counters_of(const DriveCounters& drive) {
+  py::dict dict;
+  dict["read_bytes"] = drive.read_bytes;
+  dict["written_bytes"] = drive.written_bytes;
+  dict["read_seconds"] = drive.read_seconds;
+  dict["write_seconds"] = drive.write_seconds;
+  dict["in_flight_blocks"] = drive.in_flight_blocks;
+  dict["queued_bytes"] = drive.queued_bytes;
+  return dict;
+}
+
 py::dict counters_of(const Engine& engine) {
   Counters counters = engine.counters();
+  py::list drives;
+  for (const DriveCounters& drive : counters.drives) drives.append(drive_counters_of(drive));
   py::dict dict;
+  dict["drives"] = drives;
   dict["read_bytes"] = counters.read_bytes;
   dict["written_bytes"] = counters.written_bytes;
   dict["read_transfers"] = counters.read_transfers;
   dict["write_transfers"] = counters.write_transfers;
   dict["failed_transfers"] = counters.failed_transfers;
   dict["in_flight_blocks"] = counters.in_flight_blocks;
-  dict["queued_blocks"] = counters.queued_blocks;
+  dict["queued_bytes"] = counters.queued_bytes;
   dict["resubmitted_blocks"] = counters.resubmitted_blocks;
   return dict;
 }
@@ -162,11 +195,11 @@ void bind_slab(py::module_& module) {
 void bind_file(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<File, std::shared_ptr<File>>(module, "File", py::is_final(), "A file for direct transfers.")
-      .def(py::init([](const std::filesystem::path& path, bool create) {
+      .def(py::init([](const std::filesystem::path& path, bool create, int drive) {
              py::gil_scoped_release release;
-             return std::make_shared<File>(path.native(), create);
+             return std::make_shared<File>(path.native(), create, drive);
            }),
-           py::arg("path"), py::kw_only(), py::arg("create") = false)
+           py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("drive") = 0)
       .def_property_readonly("path", [](const File& file) { return decode(file.path()); })
       .def_property_readonly("direct", &File::direct)
       .def_property_readonly("notes", [](const File& file) { return decode_all(file.notes()); })
@@ -181,6 +214,25 @@ void bind_file(py::module_& module) {
       });
 }
 
+void bind_striped_file(py::module_& module) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<StripedFile, std::shared_ptr<StripedFile>>(module, "StripedFile", py::is_final(),
+                                                        "Files on several drives as one.")
+      .def(py::init([](const std::vector<std::shared_ptr<File>>& files, const std::vector<int>& pattern,
+                       int64_t stripe_bytes) {
+             for (const auto& file : files) {
+               if (file == nullptr) throw py::type_error("files must not hold None");
+             }
+             return std::make_shared<StripedFile>(files, pattern, stripe_bytes);
+           }),
+           py::arg("files"), py::kw_only(), py::arg("pattern"), py::arg("stripe_bytes"))
+      .def_property_readonly("path", [](const StripedFile& file) { return decode(file.path()); })
+      .def_property_readonly("notes", [](const StripedFile& file) { return decode_all(file.notes()); })
+      .def("reserve", &StripedFile::reserve, py::arg("nbytes"), NoGil())
+      .def("sync", &StripedFile::sync, NoGil())
+      .def("close", &StripedFile::close, NoGil());
+}
+
 void bind_transfer(py::module_& module) {
   py::enum_<Priority>(module, "Priority", "Order of service: DEMAND, then PREFETCH, then WRITE_BACK.")
       .value("DEMAND", Priority::kDemand)
@@ -191,7 +243,7 @@ void bind_transfer(py::module_& module) {
       .def_property_readonly("done", &Transfer::done)
       .def_property_readonly("operation", [](const Transfer& one) { return operation_name(one.operation()); })
       .def_property_readonly("path", [](const Transfer& one) { return decode(one.path()); })
-      .def_property_readonly("offset", &Transfer::offset)
+      .def_property_readonly("offset", [](const Transfer& one) { return one.ranges().front().offset; })
       .def_property_readonly("length", &Transfer::length)
       .def_property_readonly("times",
                              [](const Transfer& one) {
@@ -202,26 +254,44 @@ void bind_transfer(py::module_& module) {
 }
 
 template <Operation operation>
-std::shared_ptr<Transfer> start(Engine& engine, const File& file, int64_t offset, std::shared_ptr<PinnedSlab> slab,
-                                int64_t slab_offset, int64_t length, Priority priority) {
-  return engine.start(make_request(operation, file, offset, std::move(slab), slab_offset, length, priority));
+std::shared_ptr<Transfer> start(Engine& engine, const py::object& file, int64_t offset,
+                                std::shared_ptr<PinnedSlab> slab, int64_t slab_offset, int64_t length,
+                                Priority priority) {
+  return engine.start({operation, volume_of(file), std::move(slab), {{offset, slab_offset, length}}, priority});
 }
 
 void bind_engine(py::module_& module) {
+  PYBIND11_NUMPY_DTYPE(Timing, queued, submitted, done, bytes, operation, priority, failed);
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final(), "Moves bytes on threads of its own.")
-      .def(py::init(&make_engine), py::kw_only(), py::arg("backend") = "auto", py::arg("queue_depth") = 32,
-           py::arg("block_bytes") = 1 << 20, py::arg("rings") = 1, py::arg("slab") = py::none())
+      .def(py::init([](const std::string& backend, int queue_depth, int64_t block_bytes, int rings,
+                       std::shared_ptr<PinnedSlab> slab, int drives, const std::string& mix, bool iopoll, bool sqpoll,
+                       const std::vector<std::pair<double, double>>& limits) {
+             EngineOptions options{backend, queue_depth, block_bytes, rings,  std::move(slab),
+                                   drives,  mix_of(mix), iopoll,      sqpoll, {}};
+             for (const auto& [bytes_per_s, latency_seconds] : limits) {
+               options.limits.push_back({bytes_per_s, latency_seconds});
+             }
+             return make_engine(std::move(options));
+           }),
+           py::kw_only(), py::arg("backend") = "auto", py::arg("queue_depth") = 32, py::arg("block_bytes") = 1 << 20,
+           py::arg("rings") = 1, py::arg("slab") = py::none(), py::arg("drives") = 1, py::arg("mix") = "interleaved",
+           py::arg("iopoll") = false, py::arg("sqpoll") = false,
+           py::arg("limits") = std::vector<std::pair<double, double>>())
       .def_property_readonly("backend", &Engine::backend)
       .def_property_readonly("notes", [](const Engine& engine) { return decode_all(engine.notes()); })
       .def_property_readonly("queue_depth", [](const Engine& engine) { return engine.options().queue_depth; })
       .def_property_readonly("block_bytes", [](const Engine& engine) { return engine.options().block_bytes; })
       .def_property_readonly("rings", [](const Engine& engine) { return engine.options().rings; })
+      .def_property_readonly("mix", [](const Engine& engine) { return mix_name(engine.options().mix); })
       .def("start_read", &start<Operation::kRead>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
            py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kPrefetch)
       .def("start_write", &start<Operation::kWrite>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
            py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kWriteBack)
       .def("start_batch", &start_batch, py::arg("requests"))
+      .def("start_ranges", &start_ranges, py::arg("operation"), py::arg("file"), py::arg("slab").none(false),
+           py::arg("ranges"), py::arg("priority") = Priority::kPrefetch)
       .def("counters", &counters_of)
+      .def("take_timings", &timings_of)
       .def("drain", &drain_engine)
       .def("close", &close_engine)
       .def("__enter__", [](const std::shared_ptr<Engine>& engine) { return engine; })
@@ -255,6 +325,7 @@ PYBIND11_MODULE(_aio, module) {
   });
   aio::bind_slab(module);
   aio::bind_file(module);
+  aio::bind_striped_file(module);
   aio::bind_transfer(module);
   aio::bind_engine(module);
   module.def("probe", &aio::probe);

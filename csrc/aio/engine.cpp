@@ -1,9 +1,8 @@
-// The queue, the ring threads, and what becomes of each completion.
+// The queues, the ring threads, and what becomes of each completion.
 #include "engine.h"
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cassert>
 #include <cerrno>
 #include <condition_variable>
@@ -14,26 +13,39 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 namespace infinity::aio {
 namespace {
 
 constexpr int kRetriesMax = 100;             // interruptions of one block in a row, then it fails
 constexpr size_t kUnseenFailuresMax = 1024;  // kept for close(), which raises the first
+constexpr size_t kTimingsMax = 65536;        // kept for take_timings()
 constexpr std::chrono::microseconds kPauseMax{1000};
+constexpr const char* kNoPollQueues =
+    "the drive has no poll queues: turn iopoll off, or give its driver some (nvme.poll_queues)";
 
 const EngineOptions& checked(const EngineOptions& options) {
   auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
-  if (options.queue_depth < 1 || options.queue_depth > 4096) {
-    refuse("queue_depth must be from 1 to 4096, got " + std::to_string(options.queue_depth));
-  }
+  auto check_range = [&refuse](const char* name, int value, int high) {
+    if (value >= 1 && value <= high) return;
+    refuse(std::string(name) + " must be from 1 to " + std::to_string(high) + ", got " + std::to_string(value));
+  };
+  check_range("queue_depth", options.queue_depth, 4096);
+  check_range("rings", options.rings, 64);
+  check_range("drives", options.drives, 64);
   if (options.block_bytes < kPageBytes || options.block_bytes > (int64_t{1} << 30) ||
       options.block_bytes % kPageBytes != 0) {
     refuse("block_bytes must be a multiple of 4096 from 4096 to 1073741824, got " +
            std::to_string(options.block_bytes));
   }
-  if (options.rings < 1 || options.rings > 64)
-    refuse("rings must be from 1 to 64, got " + std::to_string(options.rings));
+  if (!options.limits.empty() && static_cast<int>(options.limits.size()) != options.drives) {
+    refuse("limits must be empty or one per drive: " + std::to_string(options.drives) + ", got " +
+           std::to_string(options.limits.size()));
+  }
+  if ((options.iopoll || options.sqpoll) && options.backend != "auto" && options.backend != kUringName) {
+    refuse(std::string("iopoll and sqpoll are options of io_uring; the backend is ") + options.backend);
+  }
   return options;
 }
 
@@ -44,6 +56,23 @@ void keep_for_good(std::shared_ptr<const void> thing) {
   std::lock_guard<std::mutex> lock(*mutex);
   things->push_back(std::move(thing));
 }
+
+// Seconds during which at least one block of a kind was in flight.
+class BusyClock {
+ public:
+  void change(int64_t blocks, double now) {
+    if (in_flight_ == 0 && blocks > 0) since_ = now;
+    in_flight_ += blocks;
+    if (in_flight_ == 0 && blocks < 0) seconds_ += now - since_;
+  }
+  double seconds(double now) const { return seconds_ + (in_flight_ > 0 ? now - since_ : 0.0); }
+  int64_t in_flight() const { return in_flight_; }
+
+ private:
+  int64_t in_flight_ = 0;
+  double since_ = 0.0;
+  double seconds_ = 0.0;
+};
 
 }  // namespace
 
@@ -58,26 +87,88 @@ struct Engine::State {
     std::exception_ptr refusal;  // why its backend could not be made
   };
 
-  mutable std::mutex mutex;  // of all down to the counters
+  // One drive: what waits for it, who serves it, what went through it.
+  struct Drive {
+    explicit Drive(const TurnOptions& options) : turns(options) {}
+
+    std::array<std::deque<Lane>, kPriorityCount> queues;
+    Turns turns;
+    std::vector<std::unique_ptr<Ring>> rings;
+    int64_t queued_bytes = 0;
+    std::array<int64_t, 2> moved_bytes{0, 0};  // by operation
+    std::array<BusyClock, 2> busy;             // by operation
+
+    Turns::Heads heads() const {
+      Turns::Heads heads;
+      for (size_t i = 0; i < queues.size(); ++i) {
+        if (!queues[i].empty()) heads[i] = queues[i].front().transfer()->operation();
+      }
+      return heads;
+    }
+
+    // The next block whose turn it is, or none.
+    std::optional<Block> take_block(int64_t block_bytes, double now) {
+      while (std::optional<Priority> chosen = turns.next(heads(), now)) {
+        auto& queue = queues[static_cast<size_t>(*chosen)];
+        Lane& lane = queue.front();
+        std::optional<Block> block = lane.take_block(block_bytes);
+        if (block.has_value()) {
+          queued_bytes -= block->length;
+          turns.taken(block->operation, *chosen, block->length, now);
+          busy[static_cast<size_t>(block->operation)].change(1, now);
+        }
+        if (!block.has_value() || lane.left_bytes() == 0) {
+          queued_bytes -= lane.left_bytes();
+          queue.pop_front();
+        }
+        if (block.has_value()) return block;
+      }
+      return std::nullopt;
+    }
+
+    // Wakes rings that sleep with room to spare, as many as there are blocks.
+    void wake_rings(int64_t blocks) {
+      for (auto& ring : rings) {
+        if (blocks <= 0) return;
+        if (!ring->has_room) continue;
+        ring->has_room = false;
+        ring->backend->wake();
+        --blocks;
+      }
+    }
+
+    // Takes the transfer's lanes out of the queues.
+    void forget(const std::shared_ptr<Transfer>& transfer) {
+      for (auto& queue : queues) {
+        auto gone = std::stable_partition(queue.begin(), queue.end(),
+                                          [&](const Lane& lane) { return lane.transfer() != transfer; });
+        for (auto lane = gone; lane != queue.end(); ++lane) queued_bytes -= lane->left_bytes();
+        queue.erase(gone, queue.end());
+      }
+    }
+  };
+
+  mutable std::mutex mutex;  // of everything below but close_mutex
   std::condition_variable idle;
   std::condition_variable ready;
-  std::array<std::deque<std::shared_ptr<Transfer>>, kPriorityCount> queues;
-  std::vector<std::unique_ptr<Ring>> rings;
+  std::vector<std::unique_ptr<Drive>> drives;
   int64_t active_transfers = 0;  // started and not finished
   bool closing = false;
   std::optional<Failure> broken;  // a ring has died: nothing can be started any more
   std::vector<std::shared_ptr<Transfer>> failures;
   std::vector<std::string> notes;
+  std::vector<Timing> timings;  // a circle once it is full
+  size_t oldest_timing = 0;
+  std::array<int64_t, 2> done_transfers{0, 0};  // by operation
+  int64_t failed_transfers = 0;
+  int64_t resubmitted_blocks = 0;
   std::mutex close_mutex;  // lets one close() at a time join the threads
 
-  std::atomic<int64_t> read_bytes{0};
-  std::atomic<int64_t> written_bytes{0};
-  std::atomic<int64_t> read_transfers{0};
-  std::atomic<int64_t> write_transfers{0};
-  std::atomic<int64_t> failed_transfers{0};
-  std::atomic<int64_t> in_flight_blocks{0};
-  std::atomic<int64_t> queued_blocks{0};
-  std::atomic<int64_t> resubmitted_blocks{0};
+  explicit State(const EngineOptions& options) {
+    TurnOptions turns;
+    turns.mix = options.mix;
+    for (int i = 0; i < options.drives; ++i) drives.push_back(std::make_unique<Drive>(turns));
+  }
 
   ~State() { join(); }
 
@@ -90,61 +181,51 @@ struct Engine::State {
     {
       std::lock_guard<std::mutex> lock(mutex);
       closing = true;
-      for (auto& ring : rings) {
-        if (ring->backend != nullptr) ring->backend->wake();
+      for (auto& drive : drives) {
+        for (auto& ring : drive->rings) {
+          if (ring->backend != nullptr) ring->backend->wake();
+        }
       }
     }
     std::lock_guard<std::mutex> lock(close_mutex);
-    for (auto& ring : rings) {
-      if (ring->thread.joinable()) ring->thread.join();
-    }
-  }
-
-  // Wakes rings that sleep with room to spare: one for a single block, all for more. Holding the mutex.
-  void wake_rings(int64_t blocks) {
-    for (auto& ring : rings) {
-      if (!ring->has_room) continue;
-      ring->has_room = false;
-      ring->backend->wake();
-      if (--blocks <= 0) return;
-    }
-  }
-
-  // The next block by priority. Holding the mutex.
-  std::optional<Block> take_block() {
-    for (auto& queue : queues) {
-      while (!queue.empty()) {
-        std::optional<Block> block = queue.front()->take_block();
-        if (block.has_value()) {
-          --queued_blocks;
-          return block;
-        }
-        queue.pop_front();
+    for (auto& drive : drives) {
+      for (auto& ring : drive->rings) {
+        if (ring->thread.joinable()) ring->thread.join();
       }
     }
-    return std::nullopt;
   }
 
-  // A transfer's last block has ended: first the books, then the news.
-  void finish(const std::shared_ptr<Transfer>& transfer) {
+  // A transfer's last block has ended: first the books, then the news. Holding the mutex.
+  [[nodiscard]] Transfer::Held finish(const std::shared_ptr<Transfer>& transfer) {
     bool failed = transfer->has_failed();
     if (failed) {
       ++failed_transfers;
-      queued_blocks -= transfer->blocks_left();
+      for (auto& drive : drives) drive->forget(transfer);
       keep_failure(transfer);
     } else {
-      ++(transfer->operation() == Operation::kRead ? read_transfers : write_transfers);
+      ++done_transfers[static_cast<size_t>(transfer->operation())];
     }
-    transfer->finish();
-    std::lock_guard<std::mutex> lock(mutex);
+    Transfer::Held held = transfer->finish();
+    TransferTimes times = transfer->times();
+    keep_timing({times.queued, times.submitted, times.done, transfer->length(),
+                 static_cast<uint8_t>(transfer->operation()), static_cast<uint8_t>(transfer->priority()), failed});
     if (--active_transfers == 0) idle.notify_all();
+    return held;
   }
 
   void keep_failure(const std::shared_ptr<Transfer>& transfer) {
-    std::lock_guard<std::mutex> lock(mutex);
     auto seen = [](const std::shared_ptr<Transfer>& one) { return one->done() && !one->unseen_failure().has_value(); };
     failures.erase(std::remove_if(failures.begin(), failures.end(), seen), failures.end());
     if (failures.size() < kUnseenFailuresMax) failures.push_back(transfer);
+  }
+
+  void keep_timing(const Timing& timing) {
+    if (timings.size() < kTimingsMax) {
+      timings.push_back(timing);
+    } else {
+      timings[oldest_timing] = timing;
+      oldest_timing = (oldest_timing + 1) % kTimingsMax;
+    }
   }
 
   std::optional<Failure> take_first_unseen_failure() {
@@ -160,17 +241,19 @@ struct Engine::State {
 
   // A ring has died: what is queued will never run. Transfers with blocks on other rings end when those come back.
   void break_down(const std::string& reason) {
+    std::vector<Transfer::Held> held;  // let go after the lock
+    std::lock_guard<std::mutex> lock(mutex);
+    broken = Failure{EIO, "setup", {}, 0, 0, {}, "a ring of the engine has died (" + reason + "): make a new engine"};
     std::vector<std::shared_ptr<Transfer>> stranded;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      broken = Failure{EIO, "setup", {}, 0, 0, {}, "a ring of the engine has died (" + reason + "): make a new engine"};
-      for (auto& queue : queues) {
-        stranded.insert(stranded.end(), queue.begin(), queue.end());
+    for (auto& drive : drives) {
+      for (auto& queue : drive->queues) {
+        for (const Lane& lane : queue) stranded.push_back(lane.transfer());
         queue.clear();
       }
+      drive->queued_bytes = 0;
     }
     for (const auto& transfer : stranded) {
-      if (transfer->refuse(transfer->describe(EIO, reason))) finish(transfer);
+      if (transfer->refuse(transfer->describe(EIO, reason))) held.push_back(finish(transfer));
     }
   }
 };
@@ -178,8 +261,13 @@ struct Engine::State {
 // One ring: owns a backend and the slots of the blocks in flight. Every method runs on the ring's own thread.
 class Engine::RingThread {
  public:
-  RingThread(State& state, State::Ring& ring, Backend& backend)
-      : state_(state), ring_(ring), backend_(backend), slots_(static_cast<size_t>(backend.depth())) {
+  RingThread(State& state, State::Drive& drive, State::Ring& ring, Backend& backend, const EngineOptions& options)
+      : state_(state),
+        drive_(drive),
+        ring_(ring),
+        backend_(backend),
+        options_(options),
+        slots_(static_cast<size_t>(backend.depth())) {
     for (uint32_t tag = 0; tag < slots_.size(); ++tag) slots_[tag].tag = tag;
     for (size_t tag = slots_.size(); tag > 0; --tag) free_.push_back(static_cast<uint32_t>(tag - 1));
   }
@@ -201,20 +289,41 @@ class Engine::RingThread {
   }
 
  private:
+  // What ended since the books were last written. They are written under the engine's mutex, once a turn.
+  struct Ended {
+    Operation operation;
+    Priority priority;
+    int64_t taken_bytes;
+  };
+
   bool take_blocks() {
     std::lock_guard<std::mutex> lock(state_.mutex);
+    double now = monotonic_seconds();
+    write_books(now);
     while (!free_.empty()) {
-      std::optional<Block> taken = state_.take_block();
+      std::optional<Block> taken = drive_.take_block(options_.block_bytes, now);
       if (!taken.has_value()) break;
-      ++state_.in_flight_blocks;
       uint32_t tag = free_.back();
       free_.pop_back();
       slots_[tag] = std::move(*taken);
       slots_[tag].tag = tag;
       batch_.push_back(&slots_[tag]);
     }
+    ring_.has_room = false;
+    if (drive_.rings.size() > 1 && drive_.turns.next(drive_.heads(), now).has_value()) drive_.wake_rings(1);
     ring_.has_room = !free_.empty();
     return !(state_.closing && free_.size() == slots_.size());
+  }
+
+  // Holding the mutex.
+  void write_books(double now) {
+    for (const Ended& one : ended_) {
+      drive_.turns.ended(one.operation, one.priority, one.taken_bytes, now);
+      drive_.busy[static_cast<size_t>(one.operation)].change(-1, now);
+    }
+    ended_.clear();
+    for (size_t i = 0; i < moved_bytes_.size(); ++i) drive_.moved_bytes[i] += std::exchange(moved_bytes_[i], 0);
+    state_.resubmitted_blocks += std::exchange(resubmitted_blocks_, 0);
   }
 
   void on_completion(const Completion& completion) {
@@ -225,7 +334,9 @@ class Engine::RingThread {
     } else if (completion.result == -EINTR || completion.result == -EAGAIN) {
       on_interruption(block, static_cast<int>(-completion.result));
     } else {
-      end(block, block.transfer->describe(static_cast<int>(-completion.result)));
+      auto error_number = static_cast<int>(-completion.result);
+      bool unpolled = error_number == EOPNOTSUPP && options_.iopoll;
+      end(block, block.transfer->describe(block, error_number, unpolled ? kNoPollQueues : ""));
     }
   }
 
@@ -233,7 +344,7 @@ class Engine::RingThread {
   void on_bytes(Block& block, int64_t moved) {
     moved = std::min(moved, block.length);
     if (block.file->direct() && moved < block.length) moved -= moved % kPageBytes;
-    (block.operation == Operation::kRead ? state_.read_bytes : state_.written_bytes) += moved;
+    moved_bytes_[static_cast<size_t>(block.operation)] += moved;
     block.advance(moved);
     if (block.length == 0) {
       end(block, std::nullopt);
@@ -241,17 +352,17 @@ class Engine::RingThread {
       block.retries = 0;
       resubmit(block);
     } else if (block.operation == Operation::kRead) {
-      int64_t wanted_end = block.transfer->offset() + block.transfer->length();
-      end(block, block.transfer->describe(ENODATA, "the file ends before offset " + std::to_string(wanted_end)));
+      std::string wanted_end = std::to_string(block.offset + block.length);
+      end(block, block.transfer->describe(block, ENODATA, "the file ends before offset " + wanted_end));
     } else {
-      end(block,
-          block.transfer->describe(EIO, "nothing is written any more at offset " + std::to_string(block.offset)));
+      std::string reason = "nothing is written any more at offset " + std::to_string(block.offset);
+      end(block, block.transfer->describe(block, EIO, std::move(reason)));
     }
   }
 
   void on_interruption(Block& block, int error_number) {
     if (++block.retries > kRetriesMax) {
-      end(block, block.transfer->describe(error_number));
+      end(block, block.transfer->describe(block, error_number));
       return;
     }
     if (error_number == EAGAIN) {
@@ -262,7 +373,7 @@ class Engine::RingThread {
   }
 
   void resubmit(Block& block) {
-    ++state_.resubmitted_blocks;
+    ++resubmitted_blocks_;
     batch_.push_back(&block);
   }
 
@@ -270,8 +381,12 @@ class Engine::RingThread {
     std::shared_ptr<Transfer> transfer = std::move(block.transfer);
     block.file.reset();
     free_.push_back(block.tag);
-    --state_.in_flight_blocks;
-    if (transfer->end_block(std::move(failure))) state_.finish(transfer);
+    ended_.push_back({block.operation, transfer->priority(), block.taken_bytes});
+    if (!transfer->end_block(std::move(failure))) return;
+    Transfer::Held held;  // let go after the lock
+    std::lock_guard<std::mutex> lock(state_.mutex);
+    write_books(monotonic_seconds());
+    held = state_.finish(transfer);
   }
 
   // The kernel was short of something: let it breathe before asking again.
@@ -292,57 +407,80 @@ class Engine::RingThread {
       if (block.transfer == nullptr) continue;
       keep_for_good(block.file);
       keep_for_good(block.transfer->slab());
-      end(block, block.transfer->describe(EIO, reason));
+      end(block, block.transfer->describe(block, EIO, reason));
     }
+    std::lock_guard<std::mutex> lock(state_.mutex);
+    write_books(monotonic_seconds());
   }
 
   State& state_;
+  State::Drive& drive_;
   State::Ring& ring_;
   Backend& backend_;
+  const EngineOptions& options_;
   std::vector<Block> slots_;    // as many as the backend's depth; a block never moves while in flight
   std::vector<uint32_t> free_;  // slots without a block
   std::vector<Block*> batch_;   // to be submitted next
   std::vector<Completion> completions_;
+  std::vector<Ended> ended_;
+  std::array<int64_t, 2> moved_bytes_{0, 0};
+  int64_t resubmitted_blocks_ = 0;
   std::chrono::microseconds pause_{0};
 };
 
-Engine::Engine(EngineOptions options) : options_(checked(options)), state_(std::make_unique<State>()) {
-  if (options_.backend != "auto") {
-    start_rings(options_.backend, backend_factory(options_.backend));
-    return;
-  }
-  BackendProbe best = probe_uring();
-  std::string refusal = best.reason;
-  if (best.available) {
-    try {
-      start_rings(kUringName, backend_factory(kUringName));
-      return;
-    } catch (const IoFailure& failure) {
-      refusal = failure.failure().reason;
-    }
-  }
-  state_->note(refusal + ". Using threads");
-  start_rings(kThreadsName, backend_factory(kThreadsName));
+Engine::Engine(EngineOptions options) : options_(checked(options)), state_(std::make_unique<State>(options_)) {
+  choose_backend();
 }
 
 Engine::Engine(EngineOptions options, const std::string& name, const BackendFactory& factory)
-    : options_(checked(options)), state_(std::make_unique<State>()) {
+    : options_(checked(options)), state_(std::make_unique<State>(options_)) {
   start_rings(name, factory);
 }
 
 Engine::~Engine() = default;
 
+// The one that was asked for; or the ladder, downwards to the first that works, with a note of why not the better ones.
+void Engine::choose_backend() {
+  if (options_.backend != "auto") {
+    start_rings(options_.backend, backend_factory(options_.backend));
+    return;
+  }
+  std::string refusals;
+  for (const BackendProbe& rung : probe_backends()) {
+    std::string refusal = rung.reason;
+    if (rung.available) {
+      try {
+        start_rings(rung.name, backend_factory(rung.name));
+        if (!refusals.empty()) state_->note(refusals + "Using " + rung.name);
+        if (rung.name != kUringName && (options_.iopoll || options_.sqpoll)) {
+          state_->note("iopoll and sqpoll are options of io_uring: " + rung.name + " goes without them");
+        }
+        return;
+      } catch (const IoFailure& failure) {
+        refusal = failure.failure().reason;
+      }
+    }
+    refusals += refusal + ". ";
+  }
+  throw IoFailure({ENOSYS, "setup", {}, 0, 0, "auto", "no backend works here: " + refusals});
+}
+
 // Makes each backend on its own ring thread, and returns when all are up; or joins those that are and throws.
 void Engine::start_rings(const std::string& name, const BackendFactory& factory) {
   State& state = *state_;
   backend_ = name;
-  BackendOptions options{options_.queue_depth, options_.slab,
-                         [&state](std::string line) { state.note(std::move(line)); }};
-  auto body = [&state, factory, options](State::Ring& ring) {
+  BackendOptions options;
+  options.queue_depth = options_.queue_depth;
+  options.slab = options_.slab;
+  options.iopoll = options_.iopoll;
+  options.sqpoll = options_.sqpoll;
+  options.note = [&state](std::string line) { state.note(std::move(line)); };
+  auto body = [&state, options, &engine = options_](const BackendFactory& make, State::Drive& drive,
+                                                    State::Ring& ring) {
     std::unique_ptr<Backend> backend;
     std::exception_ptr refusal;
     try {
-      backend = factory(options);
+      backend = make(options);
     } catch (...) {
       refusal = std::current_exception();
     }
@@ -354,22 +492,28 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
     }
     state.ready.notify_all();
     if (backend == nullptr) return;
-    RingThread(state, ring, *backend).run();
+    RingThread(state, drive, ring, *backend, engine).run();
     std::lock_guard<std::mutex> lock(state.mutex);
     ring.has_room = false;
     ring.backend = nullptr;  // from here on nobody wakes it, so it can go
   };
 
   std::exception_ptr refusal;
-  for (int i = 0; i < options_.rings && refusal == nullptr; ++i) {
+  int count = options_.drives * options_.rings;
+  for (int i = 0; i < count && refusal == nullptr; ++i) {
+    auto number = static_cast<size_t>(i / options_.rings);
+    State::Drive& drive = *state.drives[number];
+    BackendFactory make =
+        options_.limits.empty() ? factory : throttled(factory, options_.limits[number].shared_by(options_.rings));
     auto ring = std::make_unique<State::Ring>();
     State::Ring& mine = *ring;
     {
       std::lock_guard<std::mutex> lock(state.mutex);
-      state.rings.push_back(std::move(ring));
+      drive.rings.push_back(std::move(ring));
     }
     try {
-      mine.thread = start_io_thread("inf-ring" + std::to_string(i), [body, &mine] { body(mine); });
+      mine.thread =
+          start_io_thread("inf-ring" + std::to_string(i), [body, make, &drive, &mine] { body(make, drive, mine); });
     } catch (const std::system_error& error) {
       refusal = std::make_exception_ptr(
           IoFailure({error.code().value(), "setup", {}, 0, 0, name, "no thread to be had for a ring"}));
@@ -384,7 +528,7 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
     return;
   }
   state.join();
-  state.rings.clear();
+  for (auto& drive : state.drives) drive->rings.clear();
   state.closing = false;
   std::rethrow_exception(refusal);
 }
@@ -397,21 +541,42 @@ std::shared_ptr<Transfer> Engine::start(Request request) {
 
 std::vector<std::shared_ptr<Transfer>> Engine::start_batch(std::vector<Request> requests) {
   state_.guard().check("an engine");
-  for (const Request& request : requests) request.check();
+  for (const Request& request : requests) {
+    request.check();
+    for (int member = 0; member < request.volume->members(); ++member) {
+      const Descriptor& file = *request.volume->file(member);
+      if (file.drive() < options_.drives) continue;
+      throw std::invalid_argument(file.path() + " lies on drive " + std::to_string(file.drive()) +
+                                  ", but the engine serves " + std::to_string(options_.drives));
+    }
+  }
   std::vector<std::shared_ptr<Transfer>> transfers;
   transfers.reserve(requests.size());
-  int64_t blocks = 0;
+  std::vector<Lane> lanes;
   for (Request& request : requests) {
-    transfers.push_back(std::make_shared<Transfer>(std::move(request), options_.block_bytes, backend_));
-    blocks += transfers.back()->blocks_left();
+    std::shared_ptr<const Volume> volume = request.volume;
+    std::shared_ptr<const PinnedSlab> slab = request.slab;
+    transfers.push_back(std::make_shared<Transfer>(std::move(request), backend_));
+    for (int member = 0; member < volume->members(); ++member) {
+      Lane lane(transfers.back(), volume, slab, member);
+      if (lane.left_bytes() > 0) lanes.push_back(std::move(lane));
+    }
   }
   std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->closing) throw std::invalid_argument("the engine is closed");
   if (state_->broken.has_value()) throw IoFailure(*state_->broken);
-  for (const auto& transfer : transfers) state_->queues[static_cast<size_t>(transfer->priority())].push_back(transfer);
   state_->active_transfers += static_cast<int64_t>(transfers.size());
-  state_->queued_blocks += blocks;
-  state_->wake_rings(blocks);
+  for (Lane& lane : lanes) {
+    State::Drive& drive = *state_->drives[static_cast<size_t>(lane.drive())];
+    drive.queued_bytes += lane.left_bytes();
+    auto priority = static_cast<size_t>(lane.transfer()->priority());
+    drive.queues[priority].push_back(std::move(lane));
+  }
+  for (auto& drive : state_->drives) {
+    if (drive->queued_bytes > 0) {
+      drive->wake_rings((drive->queued_bytes + options_.block_bytes - 1) / options_.block_bytes);
+    }
+  }
   return transfers;
 }
 
@@ -442,16 +607,35 @@ void Engine::close() {
 }
 
 Counters Engine::counters() const {
+  state_.guard().check("an engine");
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  double now = monotonic_seconds();
   Counters counters;
-  counters.read_bytes = state_->read_bytes;
-  counters.written_bytes = state_->written_bytes;
-  counters.read_transfers = state_->read_transfers;
-  counters.write_transfers = state_->write_transfers;
+  counters.read_transfers = state_->done_transfers[0];
+  counters.write_transfers = state_->done_transfers[1];
   counters.failed_transfers = state_->failed_transfers;
-  counters.in_flight_blocks = state_->in_flight_blocks;
-  counters.queued_blocks = state_->queued_blocks;
   counters.resubmitted_blocks = state_->resubmitted_blocks;
+  for (const auto& drive : state_->drives) {
+    const auto& [reads, writes] = drive->busy;
+    counters.drives.push_back({drive->moved_bytes[0], drive->moved_bytes[1], reads.seconds(now), writes.seconds(now),
+                               reads.in_flight() + writes.in_flight(), drive->queued_bytes});
+    const DriveCounters& last = counters.drives.back();
+    counters.read_bytes += last.read_bytes;
+    counters.written_bytes += last.written_bytes;
+    counters.in_flight_blocks += last.in_flight_blocks;
+    counters.queued_bytes += last.queued_bytes;
+  }
   return counters;
+}
+
+std::vector<Timing> Engine::take_timings() {
+  state_.guard().check("an engine");
+  std::vector<Timing> taken;
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  taken.swap(state_->timings);
+  std::rotate(taken.begin(), taken.begin() + static_cast<std::ptrdiff_t>(state_->oldest_timing), taken.end());
+  state_->oldest_timing = 0;
+  return taken;
 }
 
 std::vector<std::string> Engine::notes() const {

@@ -11,33 +11,59 @@
 #include "buffer.h"
 #include "process.h"
 #include "transfer.h"
+#include "turns.h"
 
 namespace infinity::aio {
 
 struct EngineOptions {
-  std::string backend = "auto";            // "io_uring", "threads", or the best that works here
+  std::string backend = "auto";            // a name of probe_backends(), or the best that works here
   int queue_depth = 32;                    // blocks in flight per ring
   int64_t block_bytes = int64_t{1} << 20;  // bytes per submission, a multiple of 4096
-  int rings = 1;                           // ring threads, each with a backend of its own
+  int rings = 1;                           // ring threads per drive, each with a backend of its own
   std::shared_ptr<const PinnedSlab> slab;  // to be registered with the kernel; transfers may use other slabs, too
+  int drives = 1;                          // files say which of them they lie on
+  Mix mix = Mix::kInterleaved;             // how reads and writes share a drive
+  bool iopoll = false;                     // io_uring only: poll the drive for completions
+  bool sqpoll = false;                     // io_uring only: a kernel thread polls for submissions
+  std::vector<DriveLimit> limits;          // makes drives slower than they are; empty, or one per drive
+};
+
+// Of one drive, since the engine was made.
+struct DriveCounters {
+  int64_t read_bytes = 0;  // really moved, part by part
+  int64_t written_bytes = 0;
+  double read_seconds = 0.0;  // during which at least one read was in flight
+  double write_seconds = 0.0;
+  int64_t in_flight_blocks = 0;  // with a backend now
+  int64_t queued_bytes = 0;      // waiting for a ring now
 };
 
 struct Counters {
-  int64_t read_bytes = 0;  // really moved, part by part
+  int64_t read_bytes = 0;  // of all drives
   int64_t written_bytes = 0;
   int64_t read_transfers = 0;  // done without a failure
   int64_t write_transfers = 0;
   int64_t failed_transfers = 0;
-  int64_t in_flight_blocks = 0;    // with a backend now
-  int64_t queued_blocks = 0;       // waiting for a ring now
+  int64_t in_flight_blocks = 0;
+  int64_t queued_bytes = 0;
   int64_t resubmitted_blocks = 0;  // submitted again: the rest of short ones, and interrupted ones
+  std::vector<DriveCounters> drives;
 };
 
-// [Note: priority]
-// There is one queue per priority, shared by all rings and holding whole transfers. A ring takes the next block only
-// when it has fewer than queue_depth in flight, always from the most urgent queue that has any. So a demand read waits
-// for at most the blocks already in flight, never for what is queued. The queues have no limit of their own: every
-// transfer in them holds memory of a slab, so the callers' leases bound them.
+// One transfer that is over.
+struct Timing {
+  double queued = 0.0;  // CLOCK_MONOTONIC seconds
+  double submitted = 0.0;
+  double done = 0.0;
+  int64_t bytes = 0;
+  uint8_t operation = 0;  // of Operation
+  uint8_t priority = 0;   // of Priority
+  uint8_t failed = 0;
+};
+
+// Each drive has one queue per priority, shared by its rings and holding whole transfers, and Turns to choose among
+// them (see [Note: priority] there). The queues have no limit of their own: every transfer in them holds memory of a
+// slab, so the callers' leases bound them.
 //
 // Any thread may call any method. Throws std::invalid_argument for requests that can't be, IoFailure for what the
 // system refuses, std::runtime_error in a forked child (see [Note: fork]); there close() and the destructor do nothing.
@@ -73,6 +99,10 @@ class Engine {
   void close();
 
   Counters counters() const;
+
+  // The transfers that are over since the last call, oldest first: the last 65536 of them.
+  std::vector<Timing> take_timings();
+
   std::vector<std::string> notes() const;
   const std::string& backend() const noexcept { return backend_; }
 
@@ -83,6 +113,7 @@ class Engine {
   struct State;
   class RingThread;
 
+  void choose_backend();
   void start_rings(const std::string& name, const BackendFactory& factory);
 
   EngineOptions options_;

@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "error.h"
+#include "volume.h"
 
 namespace infinity::aio {
 namespace {
@@ -40,8 +41,8 @@ int reserve_blocks(int fd, int64_t bytes) {
 
 }  // namespace
 
-Descriptor::Descriptor(int fd, std::string path, bool direct)
-    : fd_(fd), id_(next_id()), path_(std::move(path)), direct_(direct) {}
+Descriptor::Descriptor(int fd, std::string path, bool direct, int drive)
+    : fd_(fd), id_(next_id()), path_(std::move(path)), direct_(direct), drive_(drive) {}
 
 Descriptor::~Descriptor() {
   if (!guard_.in_child()) {
@@ -55,7 +56,8 @@ void Descriptor::on_close(std::function<void()> body) const {
   closers_.push_back(std::move(body));
 }
 
-File::File(const std::string& path, bool create) : path_(path) {
+File::File(const std::string& path, bool create, int drive) : path_(path) {
+  if (drive < 0) throw std::invalid_argument("drive must not be negative, got " + std::to_string(drive));
   int flags = O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0);
   int fd;
   do {
@@ -68,7 +70,8 @@ File::File(const std::string& path, bool create) : path_(path) {
     notes_.push_back("the file system of " + path + " refuses O_DIRECT (" + format_errno(errno) +
                      "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
   }
-  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_);
+  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, drive);
+  volume_ = std::make_shared<const Volume>(descriptor_);
 }
 
 void File::reserve(int64_t bytes) {
@@ -94,8 +97,10 @@ void File::sync() {
 
 void File::close() {
   std::shared_ptr<const Descriptor> dropped;  // released after the lock
+  std::shared_ptr<const Volume> dropped_volume;
   std::lock_guard<std::mutex> lock(mutex_);
   dropped.swap(descriptor_);
+  dropped_volume.swap(volume_);
 }
 
 int64_t File::size_bytes() const {
@@ -113,6 +118,12 @@ std::shared_ptr<const Descriptor> File::descriptor() const {
   std::lock_guard<std::mutex> lock(mutex_);
   if (descriptor_ == nullptr) throw std::invalid_argument(path_ + " is closed");
   return descriptor_;
+}
+
+std::shared_ptr<const Volume> File::volume() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (volume_ == nullptr) throw std::invalid_argument(path_ + " is closed");
+  return volume_;
 }
 
 void File::note(std::string line) {

@@ -13,13 +13,15 @@
 
 namespace infinity::aio {
 
+class Volume;
+
 // Alignment of offset, length and memory in every direct transfer (bytes). 512 is refused by some drives.
 inline constexpr int64_t kPageBytes = 4096;
 
 // An open file descriptor: closed when the last owner (the File, or the last transfer on it) lets go.
 class Descriptor {
  public:
-  Descriptor(int fd, std::string path, bool direct);
+  Descriptor(int fd, std::string path, bool direct, int drive = 0);
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor();
@@ -28,6 +30,7 @@ class Descriptor {
   uint64_t id() const noexcept { return id_; }  // never used twice, unlike the descriptor's number
   const std::string& path() const noexcept { return path_; }
   bool direct() const noexcept { return direct_; }
+  int drive() const noexcept { return drive_; }  // which of the engine's drives it lies on
 
   // `body` runs once, on the thread that drops the last reference, just before the descriptor is closed. A backend that
   // lends the file to the kernel (a registered-file table) takes it back there.
@@ -38,6 +41,7 @@ class Descriptor {
   const uint64_t id_;
   const std::string path_;
   const bool direct_;
+  const int drive_;
   ForkGuard guard_;
   mutable std::mutex mutex_;
   mutable std::vector<std::function<void()>> closers_;
@@ -47,8 +51,9 @@ class Descriptor {
 // any thread. Every failing call throws IoFailure, and a call after close() throws std::invalid_argument.
 class File {
  public:
-  // `create`: make the file, mode 0600, and fail if it exists. Otherwise it must exist.
-  explicit File(const std::string& path, bool create = false);
+  // `create`: make the file, mode 0600, and fail if it exists. Otherwise it must exist. `drive`: the number, from 0, of
+  // the engine's rings that shall serve it; files on one drive share a number.
+  explicit File(const std::string& path, bool create = false, int drive = 0);
 
   // Makes room for at least `bytes` on the drive, so that no later write can run out of space.
   void reserve(int64_t bytes);
@@ -64,8 +69,9 @@ class File {
   bool direct() const noexcept { return direct_; }
   std::vector<std::string> notes() const;
 
-  // The open file, to be shared by a transfer.
+  // The open file, to be shared by a transfer; as it is, and as a volume of its own.
   std::shared_ptr<const Descriptor> descriptor() const;
+  std::shared_ptr<const Volume> volume() const;
 
  private:
   void note(std::string line);
@@ -74,6 +80,7 @@ class File {
   bool direct_ = false;
   mutable std::mutex mutex_;  // of all below
   std::shared_ptr<const Descriptor> descriptor_;
+  std::shared_ptr<const Volume> volume_;
   std::vector<std::string> notes_;
 };
 

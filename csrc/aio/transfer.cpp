@@ -1,4 +1,4 @@
-// Cutting a transfer into blocks, and its way through its states.
+// Checking a request, and a transfer's way through its states.
 #include "transfer.h"
 
 #include <algorithm>
@@ -9,10 +9,16 @@
 namespace infinity::aio {
 namespace {
 
-[[noreturn]] void refuse_numbers(const Request& request, const std::string& why) {
-  throw std::invalid_argument(std::string(operation_name(request.operation)) + " of " + std::to_string(request.length) +
-                              " bytes at offset " + std::to_string(request.offset) + " of " + request.file->path() +
-                              " and slab offset " + std::to_string(request.slab_offset) + ": " + why);
+[[noreturn]] void refuse_numbers(const Request& request, const Range& range, const std::string& why) {
+  throw std::invalid_argument(std::string(operation_name(request.operation)) + " of " + std::to_string(range.length) +
+                              " bytes at offset " + std::to_string(range.offset) + " of " + request.volume->path() +
+                              " and slab offset " + std::to_string(range.slab_offset) + ": " + why);
+}
+
+int64_t total_length(const std::vector<Range>& ranges) {
+  int64_t total = 0;
+  for (const Range& range : ranges) total += range.length;
+  return total;
 }
 
 }  // namespace
@@ -21,15 +27,37 @@ const char* operation_name(Operation operation) {
   return operation == Operation::kRead ? "read" : "write";
 }
 
+Request::Request(Operation operation_, std::shared_ptr<const Volume> volume_, std::shared_ptr<const PinnedSlab> slab_,
+                 std::vector<Range> ranges_, Priority priority_)
+    : operation(operation_),
+      volume(std::move(volume_)),
+      slab(std::move(slab_)),
+      ranges(std::move(ranges_)),
+      priority(priority_) {}
+
+Request::Request(Operation operation_, std::shared_ptr<const Descriptor> file, int64_t offset,
+                 std::shared_ptr<const PinnedSlab> slab_, int64_t slab_offset, int64_t length, Priority priority_)
+    : Request(operation_, file == nullptr ? nullptr : std::make_shared<const Volume>(std::move(file)), std::move(slab_),
+              {{offset, slab_offset, length}}, priority_) {}
+
 void Request::check() const {
-  if (file == nullptr || slab == nullptr) throw std::invalid_argument("a transfer needs a file and a slab");
-  if (length <= 0) refuse_numbers(*this, "the length must be positive");
-  if (offset < 0 || offset > INT64_MAX - length) refuse_numbers(*this, "the offset is out of range");
-  if (slab_offset < 0 || length > slab->bytes() || slab_offset > slab->bytes() - length) {
-    refuse_numbers(*this, "the range isn't inside the slab of " + std::to_string(slab->bytes()) + " bytes");
-  }
-  if (file->direct() && (offset % kPageBytes != 0 || length % kPageBytes != 0 || slab_offset % kPageBytes != 0)) {
-    refuse_numbers(*this, "a direct transfer needs offset, length and slab offset in multiples of 4096");
+  if (volume == nullptr || slab == nullptr) throw std::invalid_argument("a transfer needs a file and a slab");
+  if (ranges.empty()) throw std::invalid_argument("a transfer needs at least one range");
+  int64_t total = 0;
+  for (const Range& range : ranges) {
+    if (range.length <= 0) refuse_numbers(*this, range, "the length must be positive");
+    if (range.offset < 0 || range.offset > INT64_MAX - range.length) {
+      refuse_numbers(*this, range, "the offset is out of range");
+    }
+    if (range.slab_offset < 0 || range.length > slab->bytes() || range.slab_offset > slab->bytes() - range.length) {
+      refuse_numbers(*this, range, "the range isn't inside the slab of " + std::to_string(slab->bytes()) + " bytes");
+    }
+    if (volume->direct() &&
+        (range.offset % kPageBytes != 0 || range.length % kPageBytes != 0 || range.slab_offset % kPageBytes != 0)) {
+      refuse_numbers(*this, range, "a direct transfer needs offset, length and slab offset in multiples of 4096");
+    }
+    if (range.length > INT64_MAX - total) refuse_numbers(*this, range, "the ranges are longer than any file");
+    total += range.length;
   }
 }
 
@@ -40,19 +68,17 @@ void Block::advance(int64_t bytes) {
   length -= bytes;
 }
 
-Transfer::Transfer(Request request, int64_t block_bytes, std::string backend)
+Transfer::Transfer(Request request, std::string backend)
     : operation_(request.operation),
       priority_(request.priority),
-      path_(request.file->path()),
-      offset_(request.offset),
-      length_(request.length),
-      block_bytes_(block_bytes),
+      path_(request.volume->path()),
+      ranges_(std::move(request.ranges)),
+      length_(total_length(ranges_)),
       backend_(std::move(backend)),
       queued_at_(monotonic_seconds()),
       monitor_(std::make_unique<Monitor>()),
-      file_(std::move(request.file)),
-      slab_(std::move(request.slab)),
-      address_(slab_->data() + request.slab_offset) {}
+      volume_(std::move(request.volume)),
+      slab_(std::move(request.slab)) {}
 
 void Transfer::wait() {
   while (!wait_for(std::chrono::milliseconds(1000))) {
@@ -82,28 +108,17 @@ std::optional<Failure> Transfer::unseen_failure() const {
   return failure_;
 }
 
-std::optional<Block> Transfer::take_block() {
+bool Transfer::begin_block(int64_t bytes) {
   std::lock_guard<std::mutex> lock(monitor_->mutex);
-  if (failure_.has_value() || taken_bytes_ == length_) return std::nullopt;
+  if (failure_.has_value()) return false;
   if (taken_bytes_ == 0) {
     submitted_at_ = monotonic_seconds();
     state_.store(TransferState::kInFlight, std::memory_order_release);
   }
-  Block block;
-  block.transfer = shared_from_this();
-  block.operation = operation_;
-  block.file = file_;
-  block.address = address_ + taken_bytes_;
-  block.offset = offset_ + taken_bytes_;
-  block.length = std::min(block_bytes_, length_ - taken_bytes_);
-  taken_bytes_ += block.length;
+  taken_bytes_ += bytes;
   ++blocks_in_flight_;
-  return block;
-}
-
-int64_t Transfer::blocks_left() const {
-  std::lock_guard<std::mutex> lock(monitor_->mutex);
-  return (length_ - taken_bytes_ + block_bytes_ - 1) / block_bytes_;
+  assert(taken_bytes_ <= length_);
+  return true;
 }
 
 bool Transfer::end_block(std::optional<Failure> failure) {
@@ -121,6 +136,11 @@ bool Transfer::refuse(Failure failure) {
   return last_one_out();
 }
 
+std::shared_ptr<const Volume> Transfer::volume() const {
+  std::lock_guard<std::mutex> lock(monitor_->mutex);
+  return volume_;
+}
+
 std::shared_ptr<const PinnedSlab> Transfer::slab() const {
   std::lock_guard<std::mutex> lock(monitor_->mutex);
   return slab_;
@@ -131,22 +151,72 @@ bool Transfer::has_failed() const {
   return failure_.has_value();
 }
 
-void Transfer::finish() {
-  std::shared_ptr<const Descriptor> file;  // let go after the lock: it may close the file and unmap the slab
-  std::shared_ptr<const PinnedSlab> slab;
+Transfer::Held Transfer::finish() {
+  Held held;
   {
     std::lock_guard<std::mutex> lock(monitor_->mutex);
     assert(last_one_out() && !done());
-    file.swap(file_);
-    slab.swap(slab_);
+    held.volume.swap(volume_);
+    held.slab.swap(slab_);
     done_at_ = monotonic_seconds();
     state_.store(failure_.has_value() ? TransferState::kFailed : TransferState::kDone, std::memory_order_release);
   }
   monitor_->done.notify_all();
+  return held;
+}
+
+Failure Transfer::describe(const Block& block, int error_number, std::string reason) const {
+  const char* operation = operation_name(operation_);
+  if (block.file->path() == path_) {  // not striped: the whole range says more than one block of it
+    const Range& range = ranges_[block.range];
+    return {error_number, operation, path_, range.offset, range.length, backend_, std::move(reason)};
+  }
+  return {error_number, operation, block.file->path(), block.offset, block.length, backend_, std::move(reason)};
 }
 
 Failure Transfer::describe(int error_number, std::string reason) const {
-  return {error_number, operation_name(operation_), path_, offset_, length_, backend_, std::move(reason)};
+  return {error_number, operation_name(operation_), path_, ranges_.front().offset, length_,
+          backend_,     std::move(reason)};
+}
+
+Lane::Lane(std::shared_ptr<Transfer> transfer, std::shared_ptr<const Volume> volume,
+           std::shared_ptr<const PinnedSlab> slab, int member)
+    : transfer_(std::move(transfer)), volume_(std::move(volume)), slab_(std::move(slab)), member_(member) {
+  for (const Range& range : transfer_->ranges()) {
+    left_bytes_ += volume_->bytes_on(member_, range.offset, range.offset + range.length);
+  }
+}
+
+std::optional<Block> Lane::take_block(int64_t block_bytes) {
+  if (left_bytes_ == 0) return std::nullopt;
+  Volume::Piece piece = next_piece();
+  int64_t length = std::min(block_bytes, piece.length);
+  if (!transfer_->begin_block(length)) return std::nullopt;
+  const Range& range = transfer_->ranges()[range_];
+  Block block;
+  block.transfer = transfer_;
+  block.operation = transfer_->operation();
+  block.file = volume_->file(member_);
+  block.address = slab_->data() + range.slab_offset + (piece.at - range.offset);
+  block.offset = piece.offset;
+  block.length = block.taken_bytes = length;
+  block.range = range_;
+  position_ = piece.at + length;
+  left_bytes_ -= length;
+  return block;
+}
+
+// Bytes are left, so a piece there is.
+Volume::Piece Lane::next_piece() {
+  while (true) {
+    const Range& range = transfer_->ranges()[range_];
+    std::optional<Volume::Piece> piece =
+        volume_->first_on(member_, std::max(position_, range.offset), range.offset + range.length);
+    if (piece.has_value()) return *piece;
+    ++range_;
+    position_ = 0;
+    assert(range_ < transfer_->ranges().size());
+  }
 }
 
 }  // namespace infinity::aio

@@ -1,4 +1,4 @@
-// One logical read or write: its blocks, its state, and what it keeps alive.
+// One logical read or write: its ranges, its blocks, its state, and what it keeps alive.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,13 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "buffer.h"
 #include "error.h"
 #include "file.h"
 #include "process.h"
+#include "volume.h"
 
 namespace infinity::aio {
 
@@ -26,27 +28,40 @@ inline constexpr int kPriorityCount = 3;
 
 const char* operation_name(Operation operation);  // "read" or "write"
 
-// What a caller asks for. All numbers are bytes.
-struct Request {
-  Operation operation = Operation::kRead;
-  std::shared_ptr<const Descriptor> file;
+// Bytes that lie one behind the other in the file and in the slab.
+struct Range {
   int64_t offset = 0;
-  std::shared_ptr<const PinnedSlab> slab;
   int64_t slab_offset = 0;
   int64_t length = 0;
-  Priority priority = Priority::kPrefetch;
+};
 
-  // Throws std::invalid_argument naming the numbers when the range isn't inside the slab or isn't aligned as the file
-  // needs it.
+// What a caller asks for: all ranges of one file or volume, as one transfer.
+struct Request {
+  Request(Operation operation, std::shared_ptr<const Volume> volume, std::shared_ptr<const PinnedSlab> slab,
+          std::vector<Range> ranges, Priority priority);
+
+  // One range of one file.
+  Request(Operation operation, std::shared_ptr<const Descriptor> file, int64_t offset,
+          std::shared_ptr<const PinnedSlab> slab, int64_t slab_offset, int64_t length,
+          Priority priority = Priority::kPrefetch);
+
+  // Throws std::invalid_argument naming the numbers when there is no range, or one isn't inside the slab or isn't
+  // aligned as the file needs it.
   void check() const;
+
+  Operation operation;
+  std::shared_ptr<const Volume> volume;
+  std::shared_ptr<const PinnedSlab> slab;
+  std::vector<Range> ranges;
+  Priority priority;
 };
 
 // What is true in each state, and who holds the memory:
 enum class TransferState : uint8_t {
-  kQueued,    // no byte has moved; the engine's queue and the caller own it; it holds file and slab
-  kInFlight,  // a ring has taken at least one block; the kernel may touch the slab; it holds file and slab
-  kDone,      // every byte has moved and every completion was read; file and slab are let go
-  kFailed,    // as kDone, but a block failed and later ones were not started: the bytes in the range are undefined
+  kQueued,    // no byte has moved; the engine's queues and the caller own it; it holds volume and slab
+  kInFlight,  // a ring has taken at least one block; the kernel may touch the slab; it holds volume and slab
+  kDone,      // every byte has moved and every completion was read; volume and slab are let go
+  kFailed,    // as kDone, but a block failed and later ones were not started: the bytes in the ranges are undefined
 };
 
 struct TransferTimes {
@@ -64,19 +79,21 @@ struct Block {
   Operation operation = Operation::kRead;
   std::shared_ptr<const Descriptor> file;
   std::byte* address = nullptr;
-  int64_t offset = 0;  // bytes, in the file
-  int64_t length = 0;  // bytes still to move
-  int retries = 0;     // interruptions since the last progress
-  uint32_t tag = 0;    // the slot, given back in the completion
+  int64_t offset = 0;       // bytes, in the file
+  int64_t length = 0;       // bytes still to move
+  int64_t taken_bytes = 0;  // length when it was taken
+  size_t range = 0;         // of the transfer
+  int retries = 0;          // interruptions since the last progress
+  uint32_t tag = 0;         // the slot, given back in the completion
 
   void advance(int64_t bytes);
 };
 
 // Owned by the submitter; the engine holds a second reference until the last block's completion has been read, so the
-// submitter may walk away. The public half may be called by any thread, the other half only by the engine's rings.
+// submitter may walk away. The public half may be called by any thread, the other half only by the engine.
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
-  Transfer(Request request, int64_t block_bytes, std::string backend);
+  Transfer(Request request, std::string backend);
 
   bool done() const noexcept { return state() >= TransferState::kDone; }
   TransferState state() const noexcept { return state_.load(std::memory_order_acquire); }
@@ -93,8 +110,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Operation operation() const noexcept { return operation_; }
   Priority priority() const noexcept { return priority_; }
   const std::string& path() const noexcept { return path_; }
-  int64_t offset() const noexcept { return offset_; }
-  int64_t length() const noexcept { return length_; }
+  const std::vector<Range>& ranges() const noexcept { return ranges_; }
+  int64_t length() const noexcept { return length_; }  // bytes of all ranges
   TransferTimes times() const noexcept;
 
   // The failure of a transfer that is done and on which no wait has raised it yet.
@@ -102,28 +119,35 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   // ---- For the engine ----
 
-  // The next block, or none when all were taken or one has failed.
-  std::optional<Block> take_block();
+  // Counts a block of `bytes` as in flight. False when one has failed: then no further block may start.
+  bool begin_block(int64_t bytes);
 
-  // Blocks that take_block would still give.
-  int64_t blocks_left() const;
-
-  // Notes the end of one taken block; true when it was the last one out, and finish() must follow.
+  // Notes the end of one block; true when it was the last one out, and finish() must follow.
   bool end_block(std::optional<Failure> failure);
 
   // For a transfer whose remaining blocks can't be started: as if a block had failed. True when finish() must follow.
   bool refuse(Failure failure);
 
-  // The memory it still holds; null when done.
+  // What it still holds; null when done.
+  std::shared_ptr<const Volume> volume() const;
   std::shared_ptr<const PinnedSlab> slab() const;
 
   // Whether finish() will find a failure. To be asked between end_block and finish.
   bool has_failed() const;
 
-  // The one door to the end: lets go of file and slab, then wakes everyone who waits.
-  void finish();
+  // What a transfer holds until it is done. To be dropped without a lock: that may close a file and unmap the slab.
+  struct Held {
+    std::shared_ptr<const Volume> volume;
+    std::shared_ptr<const PinnedSlab> slab;
+  };
 
-  // A failure of this transfer with this errno, or this reason.
+  // The one door to the end: gives up volume and slab and wakes everyone who waits.
+  Held finish();
+
+  // Where the block's bytes were to go or come from, with this errno or this reason.
+  Failure describe(const Block& block, int error_number, std::string reason = {}) const;
+
+  // The same for the transfer as a whole.
   Failure describe(int error_number, std::string reason = {}) const;
 
  private:
@@ -138,9 +162,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const Operation operation_;
   const Priority priority_;
   const std::string path_;
-  const int64_t offset_;
+  const std::vector<Range> ranges_;
   const int64_t length_;
-  const int64_t block_bytes_;
   const std::string backend_;
   std::atomic<TransferState> state_{TransferState::kQueued};
   std::atomic<double> queued_at_;
@@ -150,12 +173,36 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   OwnedByProcess<Monitor> monitor_;
 
   // Guarded by monitor_->mutex:
-  std::shared_ptr<const Descriptor> file_;
+  std::shared_ptr<const Volume> volume_;
   std::shared_ptr<const PinnedSlab> slab_;
-  std::byte* const address_;
   int64_t taken_bytes_ = 0;
   int64_t blocks_in_flight_ = 0;
   std::optional<Failure> failure_;  // the first one
+};
+
+// What is left of a transfer for one member of its volume: that drive's queue holds it. Guarded by the engine's mutex.
+class Lane {
+ public:
+  Lane(std::shared_ptr<Transfer> transfer, std::shared_ptr<const Volume> volume, std::shared_ptr<const PinnedSlab> slab,
+       int member);
+
+  // The next block, of at most `block_bytes`; none when all were taken or one of the transfer has failed.
+  std::optional<Block> take_block(int64_t block_bytes);
+
+  const std::shared_ptr<Transfer>& transfer() const noexcept { return transfer_; }
+  int drive() const { return volume_->file(member_)->drive(); }
+  int64_t left_bytes() const noexcept { return left_bytes_; }
+
+ private:
+  Volume::Piece next_piece();
+
+  std::shared_ptr<Transfer> transfer_;
+  std::shared_ptr<const Volume> volume_;
+  std::shared_ptr<const PinnedSlab> slab_;
+  int member_;
+  int64_t left_bytes_ = 0;
+  size_t range_ = 0;      // the one to go on with
+  int64_t position_ = 0;  // in the volume; what lies before it in the range was taken
 };
 
 }  // namespace infinity::aio

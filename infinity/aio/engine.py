@@ -10,8 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from infinity import _aio
-from infinity._aio import File, Priority, Transfer
+from infinity._aio import File, Priority, StripedFile, Transfer
 from infinity.aio.pool import Lease, PinnedPool
 
 
@@ -20,7 +23,7 @@ class Request:
     """One transfer to start: `length` bytes between `file` at `offset` and `lease` at `lease_offset` (all in bytes)."""
 
     operation: str
-    file: File
+    file: File | StripedFile
     offset: int
     lease: Lease
     lease_offset: int
@@ -28,15 +31,50 @@ class Request:
     priority: Priority
 
 
+@dataclass(frozen=True)
+class DriveLimit:
+    """Slows a drive down, to see what a slow one would do; 0 means as it is.
+
+    bytes_per_s: at most. latency_seconds: of each block, at least.
+    """
+
+    bytes_per_s: float = 0.0
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class DriveStats:
+    """What one drive moved (bytes), and the seconds during which it had at least one read, one write in flight."""
+
+    read_bytes: int
+    written_bytes: int
+    read_seconds: float
+    write_seconds: float
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Bandwidth while it was reading."""
+        return self.read_bytes / self.read_seconds if self.read_seconds else 0.0
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Bandwidth while it was writing."""
+        return self.written_bytes / self.write_seconds if self.write_seconds else 0.0
+
+
 class IoEngine:
     """Starts transfers into and out of the leases of one pool.
 
     Args:
         pool: the only memory this engine moves bytes through; registered with the kernel where it permits.
-        backend: "auto", "io_uring" or "threads".
+        backend: "auto", "io_uring", "linux_aio" or "threads".
         queue_depth: submissions in flight per ring.
         block_bytes: bytes per submission.
-        rings: ring threads.
+        rings: ring threads per drive.
+        drives: how many drives its files lie on; each has rings of its own.
+        mix: how reads and writes that wait for one drive share it: "interleaved", or "bursts" of one, then the other.
+        iopoll, sqpoll: io_uring polls for completions (the drive needs poll queues), for submissions (burns a core).
+        limits: one per drive, to make drives slower than they are; empty for none.
 
     Raises IoError where a backend asked for by name is not available (with the reason), ValueError on bad numbers.
     """
@@ -49,10 +87,24 @@ class IoEngine:
         queue_depth: int = 32,
         block_bytes: int = 1 << 20,
         rings: int = 1,
+        drives: int = 1,
+        mix: str = "interleaved",
+        iopoll: bool = False,
+        sqpoll: bool = False,
+        limits: Sequence[DriveLimit] = (),
     ) -> None:
         self._pool = pool
         self._core = _aio.Engine(
-            backend=backend, queue_depth=queue_depth, block_bytes=block_bytes, rings=rings, slab=pool.slab
+            backend=backend,
+            queue_depth=queue_depth,
+            block_bytes=block_bytes,
+            rings=rings,
+            slab=pool.slab,
+            drives=drives,
+            mix=mix,
+            iopoll=iopoll,
+            sqpoll=sqpoll,
+            limits=[(limit.bytes_per_s, limit.latency_seconds) for limit in limits],
         )
         self.stall_seconds = 0.0
 
@@ -60,6 +112,11 @@ class IoEngine:
     def backend(self) -> str:
         """The backend that was chosen."""
         return self._core.backend
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per submission."""
+        return self._core.block_bytes
 
     @property
     def notes(self) -> list[str]:
@@ -76,9 +133,22 @@ class IoEngine:
         """Bytes written so far."""
         return int(self._core.counters()["written_bytes"])
 
-    def open(self, path: str | os.PathLike[str], *, create: bool = False) -> File:
-        """Open `path` for direct I/O (buffered where the file system refuses it; `File.notes` then says so)."""
-        return File(os.fspath(path), create=create)
+    @property
+    def drives(self) -> list[DriveStats]:
+        """What each drive has moved so far."""
+        keys = ("read_bytes", "written_bytes", "read_seconds", "write_seconds")
+        return [DriveStats(*(drive[key] for key in keys)) for drive in self._core.counters()["drives"]]
+
+    def take_timings(self) -> npt.NDArray[np.void]:
+        """When each transfer that ended since the last call was queued, submitted and done; see `_aio.Engine`."""
+        return self._core.take_timings()
+
+    def open(self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0) -> File:
+        """Open `path`, which lies on drive number `drive`, for direct I/O.
+
+        Buffered where the file system refuses direct I/O; `File.notes` then says so.
+        """
+        return File(os.fspath(path), create=create, drive=drive)
 
     def start(self, requests: Sequence[Request]) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.
@@ -92,6 +162,27 @@ class IoEngine:
                 (r.operation, r.file, r.offset, slab, r.lease.offset + r.lease_offset, r.length, r.priority)
                 for r in requests
             ]
+        )
+
+    def start_ranges(
+        self,
+        operation: str,
+        file: File | StripedFile,
+        lease: Lease,
+        ranges: npt.NDArray[np.int64],
+        priority: Priority,
+    ) -> Transfer:
+        """Start one transfer of many small pieces; what it costs Python doesn't depend on how many.
+
+        Args:
+            ranges: int64 of shape (n, 3); each row is (offset in the file, offset in the lease, length), in bytes.
+        """
+        assert lease.held, "a transfer with a lease that was given back"
+        inside = (ranges[:, 1] >= 0) & (ranges[:, 1] + ranges[:, 2] <= lease.nbytes)
+        if not inside.all():
+            raise ValueError(f"range {int(np.argmin(inside))} of {len(ranges)} is not inside its lease")
+        return self._core.start_ranges(
+            operation, file, self._pool.slab, ranges + np.array([0, lease.offset, 0]), priority
         )
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
@@ -109,10 +200,6 @@ class IoEngine:
         self.stall_seconds += time.perf_counter() - began
         if failure is not None:
             raise failure
-
-    def drain(self) -> None:
-        """Wait until nothing is queued or in flight."""
-        self._core.drain()
 
     def close(self) -> None:
         """Drain, stop the threads, and raise the first failure that nobody waited for."""

@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import numpy as np
 import pytest
 
-from infinity._aio import Engine, File, PinnedSlab, Priority, probe
+from infinity._aio import Engine, File, PinnedSlab, Priority, StripedFile, probe
 from infinity.errors import IoError
 
 KIB = 1 << 10
@@ -43,7 +45,7 @@ def file(tmp_path: Path) -> Iterator[File]:
 
 
 def test_probe_lists_every_backend_with_a_reason() -> None:
-    assert [name for name, _, _ in probe()] == ["io_uring", "threads"]
+    assert [name for name, _, _ in probe()] == ["io_uring", "linux_aio", "threads"]
     assert all(reason for _, _, reason in probe())
     assert "threads" in BACKENDS
 
@@ -118,6 +120,9 @@ def test_round_trip(backend: str, file: File, slab: PinnedSlab) -> None:
         queued, submitted, done = read.times
         assert 0 < queued <= submitted <= done <= time.monotonic()
         counters = engine.counters()
+    [drive] = counters.pop("drives")
+    assert (drive["read_bytes"], drive["written_bytes"]) == (len(data), len(data))
+    assert drive["read_seconds"] > 0 and drive["write_seconds"] > 0
     assert counters == {
         "read_bytes": len(data),
         "written_bytes": len(data),
@@ -125,9 +130,91 @@ def test_round_trip(backend: str, file: File, slab: PinnedSlab) -> None:
         "write_transfers": 1,
         "failed_transfers": 0,
         "in_flight_blocks": 0,
-        "queued_blocks": 0,
+        "queued_bytes": 0,
         "resubmitted_blocks": 0,
     }
+
+
+def test_ranges_move_each_to_its_place(backend: str, file: File, slab: PinnedSlab) -> None:
+    data = np.frombuffer(memoryview(slab), dtype=np.uint8)
+    pieces = 100
+    data[: pieces * PAGE] = np.random.default_rng(1).integers(0, 256, pieces * PAGE, dtype=np.uint8)
+    order = np.random.default_rng(2).permutation(pieces)
+    ranges = np.stack([order * PAGE, np.arange(pieces) * PAGE, np.full(pieces, PAGE)], axis=1)
+    with Engine(backend=backend, slab=slab) as engine:
+        engine.start_ranges("write", file, slab, ranges).wait()
+        read = engine.start_read(file, 0, slab, MIB, pieces * PAGE)
+        read.wait()
+    wanted = np.empty((pieces, PAGE), np.uint8)
+    wanted[order] = data[: pieces * PAGE].reshape(pieces, PAGE)
+    assert (data[MIB : MIB + pieces * PAGE].reshape(pieces, PAGE) == wanted).all()
+
+
+def test_ranges_of_another_shape_are_refused(file: File, slab: PinnedSlab) -> None:
+    with Engine(slab=slab) as engine:
+        for wrong in (np.zeros(3, np.int64), np.zeros((2, 2), np.int64), np.zeros((0, 3), np.int64)):
+            with pytest.raises(ValueError, match="range"):
+                engine.start_ranges("read", file, slab, wrong)
+        with pytest.raises(ValueError, match="inside the slab"):
+            engine.start_ranges("read", file, slab, np.array([[0, slab.nbytes, PAGE]]))
+        assert engine.counters()["read_transfers"] == 0
+
+
+def test_striped_file_is_a_file(backend: str, tmp_path: Path, slab: PinnedSlab) -> None:
+    data = random.Random(3).randbytes(MIB + 5 * PAGE)
+    memoryview(slab)[: len(data)] = data
+    files = [File(tmp_path / name, create=True, drive=drive) for drive, name in enumerate(("a", "b"))]
+    striped = StripedFile(files, pattern=[0, 1, 1], stripe_bytes=64 * KIB)
+    striped.reserve(2 * MIB)
+    with Engine(backend=backend, slab=slab, drives=2) as engine:
+        engine.start_batch([("write", striped, PAGE, slab, 0, len(data), Priority.WRITE_BACK)])[0].wait()
+        engine.start_read(striped, PAGE, slab, 4 * MIB, len(data)).wait()
+        written = [drive["written_bytes"] for drive in engine.counters()["drives"]]
+    assert bytes(memoryview(slab)[4 * MIB : 4 * MIB + len(data)]) == data
+    assert sum(written) == len(data) and written[1] > written[0]
+    assert striped.path == f"{tmp_path / 'a'}, {tmp_path / 'b'}"
+    striped.close()
+    with pytest.raises(ValueError, match="closed"):
+        striped.reserve(1)
+
+
+def test_files_and_drives_must_fit(tmp_path: Path, slab: PinnedSlab) -> None:
+    with File(tmp_path / "c", create=True, drive=1) as file, Engine(slab=slab) as engine:
+        with pytest.raises(ValueError, match="drive 1"):
+            engine.start_read(file, 0, slab, 0, PAGE)
+        with pytest.raises(ValueError, match="two files"):
+            StripedFile([file], pattern=[0], stripe_bytes=PAGE)
+    with pytest.raises(ValueError, match="drive"):
+        File(tmp_path / "d", create=True, drive=-1)
+
+
+def test_timings_come_as_an_array(file: File, slab: PinnedSlab) -> None:
+    with Engine(slab=slab) as engine:
+        for length in (PAGE, MIB):
+            engine.start_write(file, 0, slab, 0, length).wait()
+        engine.start_read(file, 0, slab, 0, PAGE, Priority.DEMAND).wait()
+        timings = engine.take_timings()
+        assert len(engine.take_timings()) == 0
+    assert timings["bytes"].tolist() == [PAGE, MIB, PAGE]
+    assert timings["operation"].tolist() == [1, 1, 0]
+    assert timings["priority"].tolist() == [2, 2, 0]
+    assert not timings["failed"].any()
+    assert (timings["queued"] <= timings["submitted"]).all() and (timings["submitted"] <= timings["done"]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mix": "both"}, "interleaved"),
+        ({"drives": 0}, "drives"),
+        ({"limits": [(1.0, 0.0)] * 2}, "limits"),
+        ({"backend": "threads", "sqpoll": True}, "io_uring"),
+        ({"backend": "linux_aio", "iopoll": True}, "io_uring"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(**options)
 
 
 def test_batch_from_many_threads(backend: str, file: File, slab: PinnedSlab) -> None:
@@ -187,6 +274,8 @@ def test_failure_has_everything_and_is_raised_at_every_wait(backend: str, file: 
 
 
 def test_errno_of_the_kernel_comes_through(backend: str, slab: PinnedSlab) -> None:
+    if backend == "linux_aio":
+        pytest.skip("Linux AIO knows no character devices")
     words = r"write 4 KiB at offset 0 of /dev/full: ENOSPC \(No space left on device\)"
     with File("/dev/full") as full, Engine(backend=backend) as engine, pytest.raises(IoError, match=words):
         engine.start_write(full, 0, slab, 0, PAGE).wait()
@@ -254,7 +343,7 @@ def test_requests_of_another_shape_are_refused(backend: str, file: File, slab: P
 
 
 def test_engine_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="choose auto, io_uring or threads"):
+    with pytest.raises(ValueError, match="choose auto, io_uring, linux_aio or threads"):
         Engine(backend="magic")
     with pytest.raises(ValueError, match="queue_depth"):
         Engine(queue_depth=0)
@@ -267,7 +356,7 @@ def test_engine_options_are_checked() -> None:
 def test_backend_is_chosen_or_refused_with_its_reason() -> None:
     with Engine() as engine:
         assert engine.backend == BACKENDS[0]
-        assert (engine.notes != []) == (engine.backend == "threads")
+        assert (engine.notes != []) == (engine.backend != "io_uring")
     for name, available, reason in probe():
         if not available:
             with pytest.raises(IoError) as caught:

@@ -37,7 +37,7 @@ def _requirements(folder: Path, sanitizer: list[str]) -> list[str]:
     if not _compiles(folder, "int main() {}\n", *sanitizer):
         pytest.skip(f"g++ can't link with {' '.join(sanitizer)}: the sanitizer's runtime isn't installed")
     uring = ["-DINFINITY_HAVE_LIBURING", "-luring"]
-    text = "#include <liburing.h>\nint main() { io_uring_ring_dontfork(nullptr); }\n"
+    text = "#include <liburing.h>\nint main() { io_uring_submit_and_get_events(nullptr); }\n"
     return uring if _compiles(folder, text, *uring) else []
 
 

@@ -107,7 +107,7 @@ TEST_CASE("a failed block fails its transfer alone, stops its later blocks, and 
   Counters counters = engine.counters();
   CHECK(counters.failed_transfers == 1);
   CHECK(counters.read_transfers == 1);
-  CHECK(counters.queued_blocks == 0);
+  CHECK(counters.queued_bytes == 0);
   CHECK(counters.in_flight_blocks == 0);
   CHECK(counters.read_bytes < 2 * kMiB);
   CHECK(machine.slab.use_count() == 1);
@@ -155,7 +155,7 @@ TEST_CASE("demand goes before prefetch before write-back, first come first serve
   engine.start(machine.request(Operation::kRead, 200 * 4096, 0, 2 * 4096, Priority::kDemand));
   engine.start(machine.request(Operation::kRead, 300 * 4096, 0, 4096, Priority::kPrefetch));
   engine.start(machine.request(Operation::kRead, 400 * 4096, 0, 4096, Priority::kDemand));
-  CHECK(engine.counters().queued_blocks == 8);
+  CHECK(engine.counters().queued_bytes == 8 * 4096);
   CHECK(engine.counters().in_flight_blocks == 1);
   machine.drive->let_go();
   engine.drain();
@@ -171,7 +171,7 @@ TEST_CASE("a ring never has more blocks in flight than its depth") {
   auto transfer = engine.start(machine.request(Operation::kRead, 0, 0, 20 * 4096));
   machine.drive->wait_submitted(6);
   CHECK(engine.counters().in_flight_blocks == 6);
-  CHECK(engine.counters().queued_blocks == 14);
+  CHECK(engine.counters().queued_bytes == 14 * 4096);
   machine.drive->let_go();
   transfer->wait();
 }
@@ -252,7 +252,7 @@ TEST_CASE("a ring that dies fails what it has and what is queued, and says so to
   CHECK(failure_of([&] { first->wait(); })->error_number == EIO);
   CHECK(failure_of([&] { second->wait(); })->error_number == EIO);
   engine.drain();
-  CHECK(engine.counters().queued_blocks == 0);
+  CHECK(engine.counters().queued_bytes == 0);
   CHECK(engine.counters().in_flight_blocks == 0);
   CHECK_THROWS_AS(engine.start(machine.request(Operation::kRead, 0, 0, 4096)), IoFailure);
   engine.close();
@@ -268,7 +268,12 @@ TEST_CASE("options out of range are refused") {
            [](EngineOptions& o) { o.queue_depth = 0; }, [](EngineOptions& o) { o.queue_depth = 5000; },
            [](EngineOptions& o) { o.block_bytes = 0; }, [](EngineOptions& o) { o.block_bytes = 5000; },
            [](EngineOptions& o) { o.block_bytes = int64_t{2} << 30; }, [](EngineOptions& o) { o.rings = 0; },
-           [](EngineOptions& o) { o.rings = 100; }, [](EngineOptions& o) { o.backend = "magic"; }}) {
+           [](EngineOptions& o) { o.rings = 100; }, [](EngineOptions& o) { o.backend = "magic"; },
+           [](EngineOptions& o) { o.drives = 0; }, [](EngineOptions& o) { o.limits.resize(2); },
+           [](EngineOptions& o) {
+             o.backend = "threads";
+             o.iopoll = true;
+           }}) {
     EngineOptions options;
     change(options);
     CHECK_THROWS_AS(Engine{options}, std::invalid_argument);

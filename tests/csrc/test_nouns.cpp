@@ -137,14 +137,15 @@ TEST_CASE("requests outside slab or alignment are refused by their numbers") {
 TEST_CASE("a transfer is cut into blocks that tile it") {
   FakeMachine machine;
   for (int64_t length : {int64_t{4096}, 64 * kKiB, 64 * kKiB + 4096, 3 * kMiB}) {
-    auto transfer =
-        std::make_shared<Transfer>(machine.request(Operation::kWrite, kMiB, 8192, length), 64 * kKiB, "none");
+    Request request = machine.request(Operation::kWrite, kMiB, 8192, length);
+    auto transfer = std::make_shared<Transfer>(request, "none");
+    Lane lane(transfer, request.volume, request.slab, 0);
     int64_t expected = (length + 64 * kKiB - 1) / (64 * kKiB);
-    CHECK(transfer->blocks_left() == expected);
+    CHECK(lane.left_bytes() == length);
     CHECK(transfer->state() == TransferState::kQueued);
     int64_t at = 0;
     std::vector<Block> blocks;
-    while (auto block = transfer->take_block()) {
+    while (auto block = lane.take_block(64 * kKiB)) {
       CHECK(block->offset == kMiB + at);
       CHECK(block->address == machine.slab->data() + 8192 + at);
       CHECK(block->length == std::min(64 * kKiB, length - at));
@@ -163,11 +164,13 @@ TEST_CASE("a transfer is cut into blocks that tile it") {
 
 TEST_CASE("after its first failure a transfer gives no more blocks, and ends with its last one out") {
   FakeMachine machine;
-  auto transfer = std::make_shared<Transfer>(machine.request(Operation::kRead, 0, 0, kMiB), 64 * kKiB, "none");
-  auto first = transfer->take_block();
-  auto second = transfer->take_block();
+  Request request = machine.request(Operation::kRead, 0, 0, kMiB);
+  auto transfer = std::make_shared<Transfer>(request, "none");
+  Lane lane(transfer, request.volume, request.slab, 0);
+  auto first = lane.take_block(64 * kKiB);
+  auto second = lane.take_block(64 * kKiB);
   CHECK_FALSE(transfer->end_block(transfer->describe(EIO)));
-  CHECK_FALSE(transfer->take_block().has_value());
+  CHECK_FALSE(lane.take_block(64 * kKiB).has_value());
   CHECK(transfer->end_block(transfer->describe(ENOSPC)));
   CHECK_FALSE(transfer->done());
   transfer->finish();
@@ -179,11 +182,12 @@ TEST_CASE("after its first failure a transfer gives no more blocks, and ends wit
 
 TEST_CASE("wait_for gives up in time, and times are in order") {
   FakeMachine machine;
-  auto transfer = std::make_shared<Transfer>(machine.request(Operation::kRead, 0, 0, 4096), 4096, "none");
+  Request request = machine.request(Operation::kRead, 0, 0, 4096);
+  auto transfer = std::make_shared<Transfer>(request, "none");
   CHECK_FALSE(transfer->wait_for(std::chrono::milliseconds(1)));
   CHECK(transfer->times().queued > 0.0);
   CHECK(transfer->times().submitted == 0.0);
-  auto block = transfer->take_block();
+  auto block = Lane(transfer, request.volume, request.slab, 0).take_block(4096);
   CHECK(transfer->end_block(std::nullopt));
   CHECK(transfer->times().done == 0.0);
   transfer->finish();

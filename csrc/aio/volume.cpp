@@ -1,0 +1,129 @@
+// The arithmetic of stripes.
+#include "volume.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace infinity::aio {
+namespace {
+
+template <typename Files>
+std::string joined_paths(const Files& files) {
+  std::string joined;
+  for (const auto& file : files) joined += (joined.empty() ? "" : ", ") + file->path();
+  return joined;
+}
+
+}  // namespace
+
+Volume::Volume(std::shared_ptr<const Descriptor> file) : files_{std::move(file)}, stripe_bytes_(0) {
+  direct_ = files_.front()->direct();
+}
+
+Volume::Volume(std::vector<std::shared_ptr<const Descriptor>> files, std::vector<int> pattern, int64_t stripe_bytes)
+    : files_(std::move(files)), pattern_(std::move(pattern)), stripe_bytes_(stripe_bytes) {
+  if (files_.size() < 2) throw std::invalid_argument("stripes need at least two files");
+  if (stripe_bytes_ <= 0 || stripe_bytes_ % kPageBytes != 0) {
+    throw std::invalid_argument("stripe_bytes must be a positive multiple of 4096, got " +
+                                std::to_string(stripe_bytes_));
+  }
+  stripes_per_cycle_.assign(files_.size(), 0);
+  for (int member : pattern_) {
+    if (member < 0 || member >= members()) {
+      throw std::invalid_argument("the pattern names file " + std::to_string(member) + " of " +
+                                  std::to_string(members()));
+    }
+    rank_.push_back(stripes_per_cycle_[static_cast<size_t>(member)]++);
+  }
+  for (int member = 0; member < members(); ++member) {
+    if (stripes_per_cycle_[static_cast<size_t>(member)] == 0) {
+      throw std::invalid_argument("the pattern leaves out file " + std::to_string(member));
+    }
+    direct_ = direct_ || file(member)->direct();
+    std::vector<int64_t> skips(pattern_.size());
+    for (size_t slot = 0; slot < pattern_.size(); ++slot) {
+      while (pattern_[(slot + static_cast<size_t>(skips[slot])) % pattern_.size()] != member) ++skips[slot];
+    }
+    skips_.push_back(std::move(skips));
+  }
+}
+
+std::optional<Volume::Piece> Volume::first_on(int member, int64_t begin, int64_t end) const {
+  if (begin >= end) return std::nullopt;
+  if (!striped()) return Piece{begin, begin, end - begin};
+  auto slots = static_cast<int64_t>(pattern_.size());
+  int64_t stripe = begin / stripe_bytes_;
+  int64_t skip = skips_[static_cast<size_t>(member)][static_cast<size_t>(stripe % slots)];
+  stripe += skip;
+  int64_t at = std::max(begin, stripe * stripe_bytes_);
+  if (at >= end) return std::nullopt;
+  int64_t in_file = stripe / slots * stripes_per_cycle_[static_cast<size_t>(member)] +
+                    rank_[static_cast<size_t>(stripe % slots)];  // this member's stripes before it
+  int64_t within = at - stripe * stripe_bytes_;
+  return Piece{at, in_file * stripe_bytes_ + within, std::min(end - at, stripe_bytes_ - within)};
+}
+
+int64_t Volume::bytes_on(int member, int64_t begin, int64_t end) const {
+  int64_t total = 0;
+  while (std::optional<Piece> piece = first_on(member, begin, end)) {
+    total += piece->length;
+    begin = piece->at + piece->length;
+  }
+  return total;
+}
+
+std::string Volume::path() const {
+  return joined_paths(files_);
+}
+
+StripedFile::StripedFile(std::vector<std::shared_ptr<File>> files, const std::vector<int>& pattern,
+                         int64_t stripe_bytes)
+    : files_(std::move(files)), stripe_bytes_(stripe_bytes) {
+  std::vector<std::shared_ptr<const Descriptor>> descriptors;
+  for (const auto& file : files_) descriptors.push_back(file->descriptor());
+  volume_ = std::make_shared<const Volume>(std::move(descriptors), pattern, stripe_bytes);
+}
+
+void StripedFile::reserve(int64_t bytes) {
+  if (bytes <= 0) throw std::invalid_argument("reserve needs a positive number of bytes, got " + std::to_string(bytes));
+  auto volume = this->volume();
+  int64_t end = (bytes + stripe_bytes_ - 1) / stripe_bytes_ * stripe_bytes_;  // whole stripes: no file ends inside one
+  for (int member = 0; member < volume->members(); ++member) {
+    int64_t share = volume->bytes_on(member, 0, end);
+    if (share > 0) files_[static_cast<size_t>(member)]->reserve(share);
+  }
+}
+
+void StripedFile::sync() {
+  for (const auto& file : files_) file->sync();
+}
+
+void StripedFile::close() {
+  std::shared_ptr<const Volume> dropped;  // released after the lock
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    dropped.swap(volume_);
+  }
+  for (const auto& file : files_) file->close();
+}
+
+std::string StripedFile::path() const {
+  return joined_paths(files_);
+}
+
+std::vector<std::string> StripedFile::notes() const {
+  std::vector<std::string> all;
+  for (const auto& file : files_) {
+    for (std::string& line : file->notes()) all.push_back(std::move(line));
+  }
+  return all;
+}
+
+std::shared_ptr<const Volume> StripedFile::volume() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (volume_ == nullptr) throw std::invalid_argument(path() + " are closed");
+  return volume_;
+}
+
+}  // namespace infinity::aio

@@ -1,0 +1,84 @@
+// Volume: where logical bytes lie. One file, or stripes over a file on each of several drives.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "file.h"
+
+namespace infinity::aio {
+
+// [Note: striping]
+// Logical bytes are cut into stripes of stripe_bytes. Stripe k lies on member pattern[k % pattern.size()], behind the
+// earlier stripes of that member. A member that stands in the pattern twice as often as another holds twice the bytes
+// of any long range, so drives of different bandwidth end a transfer together. Every drive has rings of its own: blocks
+// that wait for a slow one take no place of the others.
+class Volume {
+ public:
+  // The whole of one file.
+  explicit Volume(std::shared_ptr<const Descriptor> file);
+
+  // Throws std::invalid_argument when the pattern names a member that isn't there or leaves one out, or when
+  // stripe_bytes isn't a multiple of 4096.
+  Volume(std::vector<std::shared_ptr<const Descriptor>> files, std::vector<int> pattern, int64_t stripe_bytes);
+
+  // Bytes that lie one behind the other in one file and in the volume.
+  struct Piece {
+    int64_t at = 0;      // in the volume
+    int64_t offset = 0;  // in the file
+    int64_t length = 0;
+  };
+
+  // Of the logical bytes [begin, end): the first piece that lies on `member`, or none.
+  std::optional<Piece> first_on(int member, int64_t begin, int64_t end) const;
+
+  // How many of the logical bytes [begin, end) lie on `member`.
+  int64_t bytes_on(int member, int64_t begin, int64_t end) const;
+
+  int members() const noexcept { return static_cast<int>(files_.size()); }
+  const std::shared_ptr<const Descriptor>& file(int member) const { return files_[static_cast<size_t>(member)]; }
+  bool striped() const noexcept { return files_.size() > 1; }
+  bool direct() const noexcept { return direct_; }  // some file is: offsets and lengths must be aligned
+
+  // The file's path; of several, joined by commas.
+  std::string path() const;
+
+ private:
+  const std::vector<std::shared_ptr<const Descriptor>> files_;
+  const std::vector<int> pattern_;  // empty for one file
+  const int64_t stripe_bytes_;
+  bool direct_ = false;
+  std::vector<int64_t> rank_;                // of each slot of the pattern: how many before it are on the same member
+  std::vector<int64_t> stripes_per_cycle_;   // of each member
+  std::vector<std::vector<int64_t>> skips_;  // of each member and slot: stripes to its next one, from 0
+};
+
+// Files on several drives as one: the handle that a caller opens and closes. Calls may come from any thread.
+class StripedFile {
+ public:
+  // As for Volume. The files stay their owner's, too.
+  StripedFile(std::vector<std::shared_ptr<File>> files, const std::vector<int>& pattern, int64_t stripe_bytes);
+
+  // Makes room for at least `bytes` logical bytes: each file reserves its share.
+  void reserve(int64_t bytes);
+  void sync();
+  void close();
+
+  std::string path() const;
+  std::vector<std::string> notes() const;
+
+  // Throws std::invalid_argument after close().
+  std::shared_ptr<const Volume> volume() const;
+
+ private:
+  const std::vector<std::shared_ptr<File>> files_;
+  const int64_t stripe_bytes_;
+  mutable std::mutex mutex_;  // of volume_
+  std::shared_ptr<const Volume> volume_;
+};
+
+}  // namespace infinity::aio
