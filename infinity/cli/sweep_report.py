@@ -19,9 +19,10 @@ from rich.table import Table
 import infinity
 from infinity.cli import fio
 from infinity.cli.search import Choice, Search, Standing, default_settings
+from infinity.config import InfinityConfig
 from infinity.schedule.floor import step_bytes
 from infinity.store.drive import Drive
-from infinity.store.measure import MIX_MODES, DriveTest, Workload
+from infinity.store.measure import DriveTest, Workload
 from infinity.store.profile import DriveProfile
 from infinity.units import GIB, KIB, MIB, format_bytes, format_count
 
@@ -61,7 +62,7 @@ class Together:
 def config_block(choice: Choice) -> dict[str, Any]:
     """What belongs into the training config, and is accepted there as it stands."""
     settings = choice.settings
-    block: dict[str, Any] = {
+    block: dict[str, dict[str, Any]] = {
         "aio": {
             "block_size": settings.block_bytes,
             "queue_depth": settings.queue_depth,
@@ -71,7 +72,7 @@ def config_block(choice: Choice) -> dict[str, Any]:
         },
         "infinity": {"backend": settings.backend},
     }
-    if len(MIX_MODES) > 1:
+    if "mix" in InfinityConfig.model_fields:
         block["infinity"]["mix"] = settings.mix
     return block
 
@@ -123,16 +124,14 @@ def print_found(swept: Swept, console: Console) -> None:
         table.add_column(name)
     for name in ("GiB/s", "min to max", "block", "depth", "rings", "CPU s/GiB"):
         table.add_column(name, justify="right")
-    with_mix = len(MIX_MODES) > 1
-    if with_mix:
-        table.add_column("mix")
+    table.add_column("mix")
     for name in swept.search.names:
         for workload in Workload:
             if (standing := swept.search.best(name, workload)) is not None:
                 last = workload is Workload.MIXED
-                mix = [standing.settings.mix if last and name != fio.NAME else ""] if with_mix else []
+                mix = standing.settings.mix if last and name != fio.NAME else ""
                 title = name if workload is Workload.READ else ""
-                table.add_row(title, workload.value, *_cells(standing), *mix, end_section=last)
+                table.add_row(title, workload.value, *_cells(standing), mix, end_section=last)
     console.print(table)
 
 
@@ -157,10 +156,10 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
         f"{_compared(mixed, turns, 'than')} taking turns would ({_gib(turns)})."
     ]
     settings = choice.settings
-    mix = f", mixed as {settings.mix}" if len(MIX_MODES) > 1 else ""
     lines.append(
         f"One setting for all loads: {settings.backend}, blocks of {_block(settings.block_bytes)}, "
-        f"{settings.queue_depth} in flight on {f'each of {settings.rings} rings' if settings.rings > 1 else 'one ring'}{mix}. "
+        f"{settings.queue_depth} in flight on {f'each of {settings.rings} rings' if settings.rings > 1 else 'one ring'}, "
+        f"reads and writes {'in bursts' if settings.mix == 'bursts' else 'interleaved'}. "
         f"The bytes of a training step then move at {_gib(choice.step_bytes_per_s)}."
     )
     usual = swept.search.choice_of(default_settings(settings.backend))

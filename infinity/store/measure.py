@@ -7,7 +7,6 @@ Used by one thread; the ring threads of the engine under test move the bytes.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import os
 import resource
@@ -33,7 +32,7 @@ _LEASES = 16
 """Leases that the pool is cut into; each transfer moves one. Large, so that Python has little to do, and yet small enough
 that a slow drive ends in time."""
 
-MIX_MODES = ("interleaved", "bursts") if "mix" in inspect.signature(IoEngine).parameters else ("interleaved",)
+MIX_MODES = ("interleaved", "bursts")
 """How the engine may put reads and writes together."""
 
 _PROBE_POOL_BYTES = 64 * MIB
@@ -193,18 +192,17 @@ class DriveTest:
         self.close()
 
     def _make_engine(self, settings: Settings) -> IoEngine:
-        options = asdict(settings)
-        if not MIX_MODES[1:]:
-            del options["mix"]
         assert self._pool is not None, "a trial after the end"
-        engine = IoEngine(self._pool, **options)
+        engine = IoEngine(self._pool, **asdict(settings))
         self.notes += [note for note in engine.notes if note not in self.notes]
         return engine
 
     def _slots(self, workload: Workload, settings: Settings) -> int:
-        """Turns to keep in the engine: what is in flight, one that is being cut, and one until Python has woken up."""
-        slot_bytes = self.chunk_bytes * (2 if workload is Workload.MIXED else 1)
-        wanted = -(-settings.in_flight_bytes // slot_bytes) + 2
+        """Turns to keep in the engine: what is in flight, one that is being cut, and one until Python has woken up; one
+        more where reads and writes may take turns in bursts, so that either always waits for its turn."""
+        mixed = workload is Workload.MIXED
+        slot_bytes = self.chunk_bytes * (1 + mixed)
+        wanted = -(-settings.in_flight_bytes // slot_bytes) + 2 + mixed
         return min(wanted, self.pool_bytes // slot_bytes)
 
     def _turns(self, engine: IoEngine, workload: Workload, slots: int) -> Iterator[None]:
