@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-_LINE_SECONDS = 10.0
+_LINE_SECONDS = 5.0
 
 
 class Progress:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -119,19 +120,18 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
 
 def print_found(swept: Swept, console: Console) -> None:
     """The table: for every backend the fastest settings under each load."""
-    table = Table(title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("backend", "load"):
-        table.add_column(name)
-    for name in ("GiB/s", "min to max", "block", "depth", "rings", "CPU s/GiB"):
-        table.add_column(name, justify="right")
-    table.add_column("mix")
+        table.add_column(name, no_wrap=True)
+    for name in ("GiB/s", "range", "block", "depth", "rings", "CPU s/GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name in swept.search.names:
         for workload in Workload:
             if (standing := swept.search.best(name, workload)) is not None:
-                last = workload is Workload.MIXED
-                mix = standing.settings.mix if last and name != fio.NAME else ""
                 title = name if workload is Workload.READ else ""
-                table.add_row(title, workload.value, *_cells(standing), mix, end_section=last)
+                last = workload is Workload.MIXED
+                load = "mixed, bursts" if last and standing.settings.mix == "bursts" else workload.value
+                table.add_row(title, load, *_cells(standing), end_section=last)
     console.print(table)
 
 
@@ -139,7 +139,7 @@ def _cells(standing: Standing) -> list[str]:
     settings = standing.settings
     return [
         f"{standing.bytes_per_s / GIB:.2f}",
-        f"{standing.bytes_per_s_min / GIB:.2f} to {standing.bytes_per_s_max / GIB:.2f}",
+        f"{standing.bytes_per_s_min / GIB:.2f}-{standing.bytes_per_s_max / GIB:.2f}",
         _block(settings.block_bytes),
         str(settings.queue_depth),
         str(settings.rings),
@@ -153,7 +153,7 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
     turns = 2 / (1 / read + 1 / write)
     lines = [
         f"It reads {_gib(read)} and writes {_gib(write)}. Doing both at once moves {_gib(mixed)}, "
-        f"{_compared(mixed, turns, 'than')} taking turns would ({_gib(turns)})."
+        f"{_compared(mixed, turns)} taking turns would ({_gib(turns)})."
     ]
     settings = choice.settings
     lines.append(
@@ -164,7 +164,7 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
     )
     usual = swept.search.choice_of(default_settings(settings.backend))
     if usual is not None and usual.settings != settings:
-        comparison = _compared(choice.step_bytes_per_s, usual.step_bytes_per_s, "than")
+        comparison = _compared(choice.step_bytes_per_s, usual.step_bytes_per_s)
         lines[-1] += f" That is {comparison} the defaults ({_block(usual.settings.block_bytes)} x 32)."
     ratios = ratios_to_rival(swept)
     if ratios:
@@ -190,7 +190,7 @@ def ratios_to_rival(swept: Swept) -> dict[str, float]:
 
 def print_endurance(swept: Swept, choice: Choice, console: Console, params: list[int]) -> None:
     """What training writes, and how long a drive lasts under it."""
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("parameters", "on the drive", "read a step", "written a step", "step at least"):
         table.add_column(name, justify="right")
     for count in params:
@@ -248,7 +248,7 @@ def print_together(swept: list[Swept], together: Together | None, console: Conso
         )
     if together is None:
         return
-    table = Table(title="All at once", title_justify="left")
+    table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("load", "GiB/s", "sum of each alone", "ratio"):
         table.add_column(name, justify="right")
     for workload, rate in together.bytes_per_s.items():
@@ -394,12 +394,12 @@ def _block(nbytes: int) -> str:
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
-def _compared(value: float, other: float, than: str) -> str:
-    """ "12 % more than", "4 % less than", or "about as much as"."""
+def _compared(value: float, other: float) -> str:
+    """Such as "12 % more than" or "about as much as": it stands before what it is compared with."""
     percent = 100 * (value / other - 1)
     if abs(percent) < 2:
         return "about as much as"
-    return f"{abs(percent):.0f} % {'more' if percent > 0 else 'less'} {than}"
+    return f"{abs(percent):.0f} % {'more' if percent > 0 else 'less'} than"
 
 
 def _days(days: float) -> str:
