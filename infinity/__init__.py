@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from infinity.runtime import Engine, init_empty
     from infinity.runtime.initialize import initialize
-    from infinity.store.measure import DriveRates, measure_drive
+    from infinity.store.probe import DriveRates, measure_drive
     from infinity.swap import PagedAdam, PagedAdamW, SwapManager
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ __all__ = [
 _NAMES_OF = {
     "infinity.errors": ("BudgetError", "CheckpointError", "ConfigError", "InfinityError", "IoError", "StoreError"),
     "infinity.runtime": ("Engine", "init_empty", "initialize"),
-    "infinity.store.measure": ("DriveRates", "measure_drive"),
+    "infinity.store.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),
 }
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}

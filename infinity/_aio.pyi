@@ -327,3 +327,8 @@ class Engine:
 
 def probe() -> list[tuple[str, bool, str]]:
     """(backend, available, reason) for every backend, best first; the reason says what would help."""
+
+def direct_alignment(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """(of memory, of offset and length) that direct transfers with the regular file at `path` must have; (0, 0) where it
+    takes none. None where kernel (before Linux 6.1) or file system don't say. Raises IoError with the errno.
+    """

@@ -140,12 +140,24 @@ def _parse_class_names(value: Any) -> tuple[str, ...]:
     return names if all(isinstance(name, str) and name for name in names) else ()
 
 
+def _parse_paths(value: Any) -> str | tuple[str, ...]:
+    """One path as it is; several as a tuple, which is empty where two are the same."""
+    if not isinstance(value, (list, tuple)):
+        path = os.fspath(value)
+        return path if isinstance(path, str) else ""
+    paths = tuple(_parse_paths(path) for path in value)
+    if not all(isinstance(path, str) for path in paths) or len({os.path.normpath(str(p)) for p in paths}) < len(paths):
+        return ()
+    return str(paths[0]) if len(paths) == 1 else tuple(str(path) for path in paths)
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 Device = Literal["none", "cpu", "nvme"]
-Backend = Literal["auto", "io_uring", "threads"]
+Backend = Literal["auto", "io_uring", "linux_aio", "threads"]
+Mix = Literal["auto", "interleaved", "bursts"]
 ReduceDtype = Literal["fp32", "bf16"]
 OptimizerType = Literal["AdamW", "Adam"]
 WarmupType = Literal["log", "linear"]
@@ -193,6 +205,10 @@ _Amount = Annotated[float, _number("a number of at least 0")]
 _Beta = Annotated[float, _number("a number in [0, 1)", below=1.0)]
 _Rates = Annotated[float | tuple[float, ...], _RATES]
 _Text = Annotated[str, _Rule("a non-empty text", os.fspath, lambda text: isinstance(text, str) and bool(text))]
+_Paths = Annotated[
+    str | tuple[str, ...],
+    _Rule("a path, or a list of different paths", _parse_paths, lambda p: bool(p) and (isinstance(p, str) or all(p))),
+]
 _AutoCount = Annotated[int | Literal["auto"], _or_auto(_integer(0))]
 _AutoPositive = Annotated[int | Literal["auto"], _or_auto(_integer(1))]
 
@@ -218,10 +234,14 @@ class AioConfig(_Block):
     """How transfers between the drives and pinned memory are cut and queued."""
 
     block_size: Annotated[int, _BLOCK_BYTES] = Field(
-        default=MIB, description="Bytes per submission to the kernel; a transfer is cut into such blocks."
+        default=MIB,
+        description="Bytes per submission to the kernel; a transfer is cut into such blocks. Where absent or auto: the "
+        "drive's profile (`infinity-bench sweep`), or else what its block queue passes on as one request.",
     )
     queue_depth: _Positive = Field(
-        default=32, description="Submissions in flight per ring. DeepSpeed's default is 8, too little for a fast drive."
+        default=32,
+        description="Submissions in flight per ring. Where absent or auto: the drive's profile, or else 32 MiB of blocks. "
+        "DeepSpeed's default is 8.",
     )
     intra_op_parallelism: _Positive = Field(
         default=1, description="I/O threads; another name for `infinity.rings`, and the larger of the two is used."
@@ -238,7 +258,11 @@ class OffloadParamConfig(_Block):
         default="none",
         description="Where the parameters of this rank rest: none is the device that computes, cpu host memory.",
     )
-    nvme_path: _Text | None = Field(default=None, description="Folder on the drive; required when `device` is nvme.")
+    nvme_path: _Paths | None = Field(
+        default=None,
+        description="Folder on the drive, or a list of folders on several, over which everything is striped by their "
+        "bandwidth; required when `device` is nvme.",
+    )
     max_in_cpu: _Count = Field(
         default=0,
         description="Elements of parameters kept in host memory from step to step when `device` is nvme. DeepSpeed's "
@@ -258,7 +282,11 @@ class OffloadOptimizerConfig(_Block):
     device: Annotated[Device, _choice(Device)] = Field(
         default="none", description="Where the optimizer state of this rank rests: none is the device that computes."
     )
-    nvme_path: _Text | None = Field(default=None, description="Folder on the drive; required when `device` is nvme.")
+    nvme_path: _Paths | None = Field(
+        default=None,
+        description="Folder on the drive, or a list of folders on several, over which everything is striped by their "
+        "bandwidth; required when `device` is nvme.",
+    )
     pin_memory: _Flag = Field(
         default=True,
         description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
@@ -570,9 +598,24 @@ class InfinityConfig(_Block):
         default="auto", description="Class names of the modules that become groups, one `fully_shard` call each."
     )
     backend: Annotated[Backend, _choice(Backend)] = Field(
-        default="auto", description="How storage is driven; auto takes io_uring where the system permits it."
+        default="auto",
+        description="How storage is driven; auto takes the drive's profile, or else the first of io_uring, linux_aio and "
+        "threads that the system permits.",
     )
-    rings: _Positive = Field(default=1, description="Ring threads; each has `aio.queue_depth` submissions in flight.")
+    mix: Annotated[Mix, _choice(Mix)] = Field(
+        default="auto",
+        description="How reads and writes that wait for one drive share it: interleaved, or in bursts of one, then the "
+        "other; auto takes the drive's profile, or else interleaves.",
+    )
+    rings: _Positive = Field(
+        default=1, description="Ring threads per drive; each has `aio.queue_depth` submissions in flight."
+    )
+    iopoll: _Flag = Field(
+        default=False, description="Whether io_uring polls the drive for completions; its driver needs poll queues."
+    )
+    sqpoll: _Flag = Field(
+        default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
+    )
     lock_memory: _Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
     fused: _Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
     reduce_dtype: Annotated[ReduceDtype, _choice(ReduceDtype)] = Field(
@@ -666,6 +709,15 @@ class Config(_Block):
         if train is None or micro is None or accumulation is None:
             raise ConfigError("config: the batch sizes are not solved yet; call Config.resolve(world_size=...) first")
         return Batch(train, micro, accumulation)
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """Folders on the drives where parameters or optimizer state rest; empty where neither does."""
+        zero = self.zero_optimization
+        for block in (zero.offload_param, zero.offload_optimizer):
+            if block.device == "nvme" and block.nvme_path is not None:
+                return (block.nvme_path,) if isinstance(block.nvme_path, str) else block.nvme_path
+        return ()
 
     @property
     def io_rings(self) -> int:

@@ -32,6 +32,7 @@ FLOORS: dict[str, float] = {
     "_aio": 0.5,  # the compiled half of aio
     "config": 0,
     "errors": 0,
+    "kernel_files": 0,
     "units": 0,
 }
 

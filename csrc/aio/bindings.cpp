@@ -310,6 +310,12 @@ py::list probe() {
   return list;
 }
 
+py::object direct_alignment_of(const std::filesystem::path& path) {
+  auto found = direct_alignment(path.native());
+  if (!found) return py::none();
+  return py::make_tuple(found->memory, found->offset);
+}
+
 }  // namespace
 }  // namespace infinity::aio
 
@@ -329,4 +335,5 @@ PYBIND11_MODULE(_aio, module) {
   aio::bind_transfer(module);
   aio::bind_engine(module);
   module.def("probe", &aio::probe);
+  module.def("direct_alignment", &aio::direct_alignment_of, py::arg("path"));
 }

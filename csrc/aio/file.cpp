@@ -131,4 +131,19 @@ void File::note(std::string line) {
   if (std::find(notes_.begin(), notes_.end(), line) == notes_.end()) notes_.push_back(std::move(line));
 }
 
+std::optional<DirectAlignment> direct_alignment(const std::string& path) {
+#ifdef STATX_DIOALIGN
+  struct statx status{};
+  if (statx(AT_FDCWD, path.c_str(), 0, STATX_DIOALIGN, &status) == 0) {
+    if ((status.stx_mask & STATX_DIOALIGN) == 0) return std::nullopt;
+    return DirectAlignment{status.stx_dio_mem_align, status.stx_dio_offset_align};
+  }
+#else
+  struct stat status{};
+  if (stat(path.c_str(), &status) == 0) return std::nullopt;
+#endif
+  if (errno == ENOSYS) return std::nullopt;  // a sandbox without statx
+  fail("stat", path, errno);
+}
+
 }  // namespace infinity::aio

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,5 +84,15 @@ class File {
   std::shared_ptr<const Volume> volume_;
   std::vector<std::string> notes_;
 };
+
+// What the kernel wants of a direct transfer (bytes); both 0 where the file takes none.
+struct DirectAlignment {
+  int64_t memory = 0;
+  int64_t offset = 0;  // and length
+};
+
+// The alignment for the regular file at `path`, or nothing where the kernel (before Linux 6.1), the file system or this
+// build can't say. Throws IoFailure.
+std::optional<DirectAlignment> direct_alignment(const std::string& path);
 
 }  // namespace infinity::aio

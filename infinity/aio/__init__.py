@@ -1,6 +1,6 @@
 """Floor 1. The typed Python face of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
-from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, probe
+from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, probe
 from infinity.aio.engine import DriveLimit, DriveStats, IoEngine, Request
 from infinity.aio.pool import Lease, PinnedPool
 
@@ -16,5 +16,6 @@ __all__ = [
     "Request",
     "StripedFile",
     "Transfer",
+    "direct_alignment",
     "probe",
 ]

@@ -15,6 +15,7 @@ from types import FrameType
 
 import infinity
 from infinity.cli import doctor, sweep
+from infinity.errors import InfinityError
 
 _COMMANDS = (doctor, sweep)
 
@@ -22,7 +23,7 @@ _COMMANDS = (doctor, sweep)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `infinity-bench` with `arguments` (those of the process where None) and return the exit code.
 
-    0: as asked; 1: a subcommand failed and has said why; 2 (from argparse): wrong usage; 128 + a signal's number: ended
+    0: as asked; 1: it failed, and the reason was printed; 2 (from argparse): wrong usage; 128 + a signal's number: ended
     by it.
     """
     asked = _parser().parse_args(arguments)
@@ -31,14 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, _end)
     try:
         code = run(asked)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # Whoever read our output has gone, as `| head` does. The interpreter flushes stdout once more at exit.
+    except (InfinityError, OSError) as error:
+        _let_go_of_stdout()
+        if isinstance(error, BrokenPipeError):  # whoever read our output has enough, as `| head` does
+            return 128 + signal.SIGPIPE
+        print(f"infinity-bench: {error}", file=sys.stderr)
+        return 1
+
+
+def _let_go_of_stdout() -> None:
+    """Print what can still be printed. The interpreter flushes stdout once more at exit, which must not fail again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -67,7 +67,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Sweep what was asked for: 0 when done, 1 when a drive failed, 2 when it can't be done as asked."""
+    """Sweep what was asked for: 0 when done, 2 when it can't be done as asked. Raises StoreError or IoError."""
     reason = _why_not(asked)
     if reason is not None:
         print(f"infinity-bench sweep: error: {reason}", file=sys.stderr)
@@ -77,11 +77,7 @@ def run(asked: argparse.Namespace) -> int:
     sweep = Sweep(asked, {path: _file_bytes(path, asked.size, quick=asked.quick) for path in asked.paths})
     try:
         sweep.run()
-    except InfinityError as error:
-        sweep.tell_what_is_known()
-        print(f"infinity-bench sweep: error: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, SystemExit):
+    except (InfinityError, KeyboardInterrupt, SystemExit):
         sweep.tell_what_is_known()
         raise
     return 0

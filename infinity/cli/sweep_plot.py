@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from infinity.cli.search import Search
-from infinity.cli.sweep_report import Swept
+from infinity.cli.sweep_report import Swept, name_of
 from infinity.store.measure import Workload
 from infinity.units import GIB, KIB, MIB
 
@@ -29,7 +29,7 @@ def draw(swept: list[Swept], file: Path) -> None:
             ticks = sorted({trial.settings.block_bytes for trial in one.search.trials})
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [_block(tick) for tick in ticks])
-            panel.set_title(f"{workload.value}, {one.drive.name}")
+            panel.set_title(f"{workload.value}, {name_of(one.drive)}")
             panel.set_xlabel("block size")
             panel.grid(alpha=0.3)
         row[0].set_ylabel("GiB/s")

@@ -20,7 +20,6 @@ from rich.table import Table
 import infinity
 from infinity.cli import fio
 from infinity.cli.search import Choice, Search, Standing, default_settings
-from infinity.config import InfinityConfig
 from infinity.schedule.floor import step_bytes
 from infinity.store.drive import Drive
 from infinity.store.measure import DriveTest, Workload
@@ -60,10 +59,33 @@ class Together:
     bytes_per_s: dict[Workload, float]
 
 
+def name_of(drive: Drive) -> str:
+    """The disks, such as "nvme0n1+nvme1n1"; the source of a file system that has none."""
+    return "+".join(disk.name for disk in drive.disks) or drive.source
+
+
+def size_of(drive: Drive) -> int:
+    """Bytes of all its disks; 0 where one doesn't tell."""
+    sizes = [disk.nbytes for disk in drive.disks]
+    return sum(size for size in sizes if size) if all(sizes) else 0
+
+
+def label_of(drive: Drive) -> str:
+    """For people: "nvme0n1 (Samsung SSD 990 PRO 2TB, 1.82 TiB, ext4)"."""
+    size = format_bytes(size_of(drive)) if size_of(drive) else "size unknown"
+    return f"{name_of(drive)} ({', '.join(dict.fromkeys([drive.model, size, drive.file_system]))})"
+
+
+def share_a_disk(one: Drive, other: Drive) -> bool:
+    """Whether two drives compete for the same bandwidth."""
+    disks = {disk.name for disk in one.disks} & {disk.name for disk in other.disks}
+    return bool(disks) or one.source == other.source
+
+
 def config_block(choice: Choice) -> dict[str, Any]:
     """What belongs into the training config, and is accepted there as it stands."""
     settings = choice.settings
-    block: dict[str, dict[str, Any]] = {
+    return {
         "aio": {
             "block_size": settings.block_bytes,
             "queue_depth": settings.queue_depth,
@@ -71,11 +93,8 @@ def config_block(choice: Choice) -> dict[str, Any]:
             "single_submit": False,
             "overlap_events": True,
         },
-        "infinity": {"backend": settings.backend},
+        "infinity": {"backend": settings.backend, "mix": settings.mix},
     }
-    if "mix" in InfinityConfig.model_fields:
-        block["infinity"]["mix"] = settings.mix
-    return block
 
 
 def profile_of(swept: Swept) -> DriveProfile | None:
@@ -87,7 +106,7 @@ def profile_of(swept: Swept) -> DriveProfile | None:
     return DriveProfile(
         written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         path=str(swept.path),
-        drive=swept.drive.label,
+        drive=label_of(swept.drive),
         backend=settings.backend,
         block_bytes=settings.block_bytes,
         queue_depth=settings.queue_depth,
@@ -105,7 +124,7 @@ def profile_of(swept: Swept) -> DriveProfile | None:
 
 def print_report(swept: Swept, console: Console, *, params: list[int] | None) -> None:
     """Everything about one path."""
-    console.print(f"\n[bold]{swept.path}[/] on {swept.drive.label}, file of {format_bytes(swept.file_bytes)}")
+    console.print(f"\n[bold]{swept.path}[/] on {label_of(swept.drive)}, file of {format_bytes(swept.file_bytes)}")
     print_found(swept, console)
     choice = swept.search.recommended()
     if choice is None:
@@ -218,7 +237,7 @@ def endurance(drive: Drive, choice: Choice) -> list[str]:
     if "drive_writes_per_day" in wear:
         lines[0] += (
             f" That is {wear['drive_writes_per_day']:.3g} drive writes per day for this drive of "
-            f"{format_bytes(drive.size_bytes)}; rated for 1 a day over 5 years, it would last "
+            f"{format_bytes(size_of(drive))}; rated for 1 a day over 5 years, it would last "
             f"{_days(wear['days_at_1_dwpd_for_5_years'])}."
         )
     lines[0] += " Where compute takes longer than that, the drive lasts longer in proportion."
@@ -229,12 +248,12 @@ def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
     """Bytes written per day at the measured pace, and what that means for a drive of this size where that is known."""
     read, written = _step_bytes(1)
     per_day = written / ((read + written) / choice.step_bytes_per_s) * _DAY_SECONDS
-    if not drive.size_bytes:
+    if not size_of(drive):
         return {"written_bytes_per_day": per_day}
     return {
         "written_bytes_per_day": per_day,
-        "drive_writes_per_day": per_day / drive.size_bytes,
-        "days_at_1_dwpd_for_5_years": _RATED_DAYS * drive.size_bytes / per_day,
+        "drive_writes_per_day": per_day / size_of(drive),
+        "days_at_1_dwpd_for_5_years": _RATED_DAYS * size_of(drive) / per_day,
     }
 
 
@@ -242,7 +261,7 @@ def print_together(swept: list[Swept], together: Together | None, console: Conso
     """All paths at once, or why there is no such measurement."""
     for one, other in _on_one_device(swept):
         console.print(
-            f"{one.path} and {other.path} are on one device ({one.drive.name}): they share its bandwidth, and a second "
+            f"{one.path} and {other.path} are on one device ({name_of(one.drive)}): they share its bandwidth, and a second "
             "path there gains nothing.",
             style="yellow",
         )
@@ -291,10 +310,11 @@ def _path_as_json(swept: Swept, asked: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "path": str(swept.path),
         "drive": {
-            "name": drive.name,
+            "name": name_of(drive),
             "model": drive.model,
-            "size_bytes": drive.size_bytes,
+            "size_bytes": size_of(drive),
             "file_system": drive.file_system,
+            "layers": drive.layers,
         },
         "file_bytes": swept.file_bytes,
         "direct": swept.direct,
@@ -383,7 +403,7 @@ def _alone(swept: list[Swept], workload: Workload) -> float:
 
 
 def _on_one_device(swept: list[Swept]) -> list[tuple[Swept, Swept]]:
-    return [(one, two) for one, two in combinations(swept, 2) if one.drive.shares_device_with(two.drive)]
+    return [(one, two) for one, two in combinations(swept, 2) if share_a_disk(one.drive, two.drive)]
 
 
 def _gib(bytes_per_s: float) -> str:

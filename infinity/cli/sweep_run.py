@@ -19,16 +19,25 @@ from rich.console import Console
 
 from infinity.aio import probe
 from infinity.cli import fio
-from infinity.cli.search import QUICK, THOROUGH, Effort, Search
+from infinity.cli.search import QUICK, THOROUGH, Effort, Search, default_settings
 from infinity.cli.sweep_progress import Progress
-from infinity.cli.sweep_report import Swept, Together, as_json, print_found, print_report, print_together, profile_of
+from infinity.cli.sweep_report import (
+    Swept,
+    Together,
+    as_json,
+    print_found,
+    print_report,
+    print_together,
+    profile_of,
+    share_a_disk,
+)
 from infinity.store.drive import drive_of
 from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Settings, Trial, Workload
 from infinity.store.profile import save_profile
 from infinity.units import GIB, MIB, format_bytes
 
 _QUEUE_SECONDS_MAX = 0.1
-_QUEUE_BYTES_MIN = 16 * MIB
+_QUEUE_BYTES_MIN = 64 * MIB
 """More in flight than the drive moves in this time (but at least this much) only makes it slow to answer: not tried."""
 
 _MEMORY_SHARE = 4
@@ -46,7 +55,7 @@ class Sweep:
             self._effort = replace(self._effort, rounds=asked.rounds)
         self._console = Console(stderr=asked.json == "-")
         self._began = time.monotonic()
-        self._trial_seconds = self._wall_seconds = 0.0
+        self._trial_seconds, self._wall_seconds = 4.0, 6.0  # a guess, until there are more trials than it weighs
         self._swept: list[Swept] = []
         self._together: Together | None = None
 
@@ -103,8 +112,9 @@ class Sweep:
             test.fill(
                 lambda done: self._show(progress, swept, f"{path}: writing the test file, {_share(done, nbytes)}")
             )
-            fill_bytes_per_s = nbytes / (time.monotonic() - began)
-            in_flight_bytes_max = max(_QUEUE_BYTES_MIN, int(fill_bytes_per_s * _QUEUE_SECONDS_MAX))
+            usual = default_settings(self._backends()[0])
+            rate = max(measure(workload, usual, self._effort.trial_seconds).bytes_per_s for workload in Workload)
+            in_flight_bytes_max = max(_QUEUE_BYTES_MIN, int(rate * _QUEUE_SECONDS_MAX))
             search.run()
             swept.seconds = time.monotonic() - began
 
@@ -120,7 +130,7 @@ class Sweep:
 
     def _show(self, progress: Progress, swept: Swept, what: str) -> None:
         """Trials take longer than their clock runs: by how much is learned on the way."""
-        stretch = self._wall_seconds / self._trial_seconds if self._trial_seconds else 1.5
+        stretch = self._wall_seconds / self._trial_seconds
         waiting = len(self._sizes) - len(self._swept)
         left = swept.search.remaining_seconds * stretch + waiting * self._effort_seconds(stretch)
         progress.show(what, done_seconds=time.monotonic() - self._began, left_seconds=left)
@@ -134,7 +144,7 @@ class Sweep:
     def _run_together(self, progress: Progress) -> Together | None:
         """All drives at their recommended settings at the same time; None where that makes no sense."""
         chosen = [(swept, choice.settings) for swept in self._swept if (choice := swept.search.recommended())]
-        if len(chosen) < 2 or any(a.drive.shares_device_with(b.drive) for a, b in combinations(self._swept, 2)):
+        if len(chosen) < 2 or any(share_a_disk(a.drive, b.drive) for a, b in combinations(self._swept, 2)):
             return None
         with ExitStack() as stack:
             tests = []

@@ -28,6 +28,7 @@ from infinity.runtime.materialize import (
     load_weights,
     meta_parameters,
 )
+from infinity.runtime.storage import choose_storage
 from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
 
@@ -140,12 +141,16 @@ def _mixed_residency(config: Config) -> tuple[bool, bool]:
     """(parameters on NVMe, optimizer state on NVMe). Raises ConfigError where they name different paths."""
     parameters, state = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
     both = parameters.device == state.device == "nvme"
-    if both and Path(str(parameters.nvme_path)).absolute() != Path(str(state.nvme_path)).absolute():
+    if both and _absolute(parameters.nvme_path) != _absolute(state.nvme_path):
         raise ConfigError(
             f"offload_param.nvme_path ({parameters.nvme_path}) and offload_optimizer.nvme_path ({state.nvme_path}) differ: "
             "infinity keeps both in one arena, so that one write stores them; name one path"
         )
     return parameters.device == "nvme", state.device == "nvme"
+
+
+def _absolute(paths: str | tuple[str, ...] | None) -> list[Path]:
+    return [Path(path).absolute() for path in ([paths] if isinstance(paths, str) else paths or ())]
 
 
 def _report_ignored(config: Config) -> None:
@@ -232,16 +237,9 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
     if not (nvme_parameters or nvme_state):
         return None
-    path = zero.offload_param.nvme_path if nvme_parameters else zero.offload_optimizer.nvme_path
-    assert path is not None
+    storage = choose_storage(config)
     swap = SwapManager(
-        path,
-        host_bytes_max=own.pinned_bytes_max,
-        backend=own.backend,
-        block_bytes=config.aio.block_size,
-        queue_depth=config.aio.queue_depth,
-        rings=config.io_rings,
-        lock_memory=own.lock_memory,
+        config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
     )
     undo.callback(swap.close)
     prefetch = zero.stage3_prefetch_bucket_size
@@ -255,7 +253,7 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
         hold_state=not nvme_state,
     )
     if dist.get_rank() == 0:
-        for note in swap.notes:
+        for note in (*storage.notes, *swap.notes):
             log.info(note)
     return swap
 

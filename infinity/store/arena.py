@@ -1,14 +1,19 @@
-"""Floor 2. The arena: one file per rank in which extents are reserved once and never move."""
+"""Floor 2. The arena: one file per rank and drive, in which extents are reserved once and never move."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.aio import File, IoEngine
+from infinity.aio import File, IoEngine, StripedFile
 from infinity.errors import IoError, StoreError
+from infinity.store.placement import file_bytes, stripe_pattern
 from infinity.store.run_folder import RunFolder
-from infinity.units import PAGE_BYTES, align_up, format_bytes
+from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
+
+STRIPE_BYTES_MAX = MIB
+"""Longer stripes would leave drives without a part of a small group; shorter ones than a block would cut it."""
 
 
 @dataclass(frozen=True)
@@ -20,27 +25,55 @@ class Extent:
 
 
 class Arena:
-    """One preallocated file, mode 0600, in the run folder. Bytes never written read as zero.
+    """Preallocated files, mode 0600, one in each run folder, that are addressed as one. Bytes never written read as zero.
 
-    The file has no name once it is open: see [Note: Leaving nothing behind].
+    The files have no name once they are open: see [Note: Leaving nothing behind].
+
+    Args:
+        folders: one per drive, in the order of the engine's drives; or the only one.
+        engine: serves as many drives.
+        name: of the files.
+        bandwidths: of the drives (any one unit); extents are striped over them in proportion. All the same where None.
     """
 
-    def __init__(self, folder: RunFolder, engine: IoEngine, *, name: str) -> None:
-        self._folder = folder
-        path = folder.path / name
-        self.file: File = engine.open(path, create=True)
-        path.unlink()
+    def __init__(
+        self,
+        folders: RunFolder | Sequence[RunFolder],
+        engine: IoEngine,
+        *,
+        name: str,
+        bandwidths: Sequence[float] | None = None,
+    ) -> None:
+        given = [folders] if isinstance(folders, RunFolder) else list(folders)
+        pattern = stripe_pattern(bandwidths or [1.0] * len(given))
+        used = sorted(set(pattern))
+        self.left_out = tuple(str(folder.root) for i, folder in enumerate(given) if i not in used)
+        """Paths so slow beside the others that every byte on them would cost time."""
+        self._folders = [given[drive] for drive in used]
+        self._pattern = tuple(used.index(drive) for drive in pattern)
+        self._stripe_bytes = min(engine.block_bytes, STRIPE_BYTES_MAX)
+        self._files = [_open(given[drive], engine, name, drive) for drive in used]
+        self.file: File | StripedFile = self._files[0]
+        if len(self._files) > 1:
+            self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self._stripe_bytes)
         self.nbytes = 0
 
     @property
+    def shares(self) -> list[tuple[str, float]]:
+        """(path, fraction of the bytes) of every drive that holds some."""
+        parts = len(self._pattern)
+        return [(str(folder.root), self._pattern.count(i) / parts) for i, folder in enumerate(self._folders)]
+
+    @property
     def notes(self) -> list[str]:
-        """What the file system refused, in words."""
-        return list(self.file.notes)
+        """What the file systems refused, and which drives are left out, in words."""
+        slow = [f"{path} is so slow beside the other drives that nothing is kept there" for path in self.left_out]
+        return [*self.file.notes, *slow]
 
     def reserve(self, sizes: list[int], what: str) -> list[Extent]:
-        """Reserve an extent of each size (bytes, rounded up to 4 KiB) at the end of the file, all or none of them.
+        """Reserve an extent of each size (bytes, rounded up to 4 KiB) at the end of the arena, all or none of them.
 
-        Raises StoreError, in GiB and naming `what`, when the file system lacks the space; nothing is then reserved.
+        Raises StoreError, in GiB and naming `what`, when a file system lacks the space; nothing is then reserved.
         """
         if not sizes:
             return []
@@ -49,23 +82,45 @@ class Arena:
         for size in sizes:
             extents.append(Extent(end, align_up(size, PAGE_BYTES)))
             end += extents[-1].nbytes
-        self._folder.check_free(end - self.nbytes, what)
+        self._check_free(end, what)
         try:
             self._reserve(end)
         except IoError as error:
             if error.errno == errno.ENOSPC:
-                self._folder.check_free(end - self.nbytes, what)
+                self._check_free(end, what)
+            roots = ", ".join(str(folder.root) for folder in self._folders)
             raise StoreError(
                 error.errno or 0,
-                f"{what}: {format_bytes(end - self.nbytes)} could not be reserved on {self._folder.root} "
+                f"{what}: {format_bytes(end - self.nbytes)} could not be reserved on {roots} "
                 f"({error}): free space or choose another nvme_path",
             ) from None
         self.nbytes = end
         return extents
 
+    def _check_free(self, end: int, what: str) -> None:
+        """Raise StoreError where a drive lacks the space for its share of the arena's growth to `end`."""
+        if len(self._folders) == 1:
+            self._folders[0].check_free(end - self.nbytes, what)
+            return
+        now = file_bytes(self._pattern, self._stripe_bytes, self.nbytes)
+        then = file_bytes(self._pattern, self._stripe_bytes, end)
+        for folder, before, after in zip(self._folders, now, then, strict=True):
+            folder.check_free(after - before, what)
+
     def _reserve(self, nbytes: int) -> None:
         self.file.reserve(nbytes)
 
+    def sync(self) -> None:
+        """Wait until the data of finished writes is on the drives. Raises IoError."""
+        self.file.sync()
+
     def close(self) -> None:
-        """Close the file; the kernel frees its space once the last transfer has ended."""
+        """Close the files; the kernel frees their space once the last transfer has ended."""
         self.file.close()
+
+
+def _open(folder: RunFolder, engine: IoEngine, name: str, drive: int) -> File:
+    path = folder.path / name
+    file = engine.open(path, create=True, drive=drive)
+    path.unlink()
+    return file

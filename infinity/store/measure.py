@@ -10,10 +10,9 @@ import contextlib
 import itertools
 import os
 import resource
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from types import TracebackType
@@ -24,18 +23,19 @@ import torch
 from infinity.aio import File, IoEngine, PinnedPool, Priority, Request
 from infinity.errors import IoError, StoreError
 from infinity.store.run_folder import RunFolder
-from infinity.units import GIB, KIB, MIB, format_bytes
+from infinity.units import GIB, MIB, format_bytes
 
 POOL_BYTES = 512 * MIB
 FILE_BYTES_MIN = 16 * MIB
 _LEASES = 16
-"""Leases that the pool is cut into; each transfer moves one. Large, so that Python has little to do, and yet small enough
-that a slow drive ends in time."""
+"""Leases that the pool is cut into; a transfer moves one at most. Large, so that Python has little to do, and yet small
+enough that a slow drive ends in time."""
 
 MIX_MODES = ("interleaved", "bursts")
 """How the engine may put reads and writes together."""
 
-_PROBE_POOL_BYTES = 64 * MIB
+_TRANSFER_BYTES_MIN = 4 * MIB
+
 _WARM_UP = 0.2
 """Part of a trial that runs before its clock does: the queue of the drive is then full."""
 
@@ -96,6 +96,7 @@ class DriveTest:
         path: folder on the drive; made if it isn't there.
         nbytes: size of the file, at least 16 MiB; rounded down to whole chunks.
         pool_bytes: pinned memory to take at most; never more than the file holds.
+        engine_options: arguments of every engine beyond those in `Settings`, such as `limits`.
 
     `fill` comes before the first trial: space that was only reserved reads as zeros without touching the drive, and its
     first write costs the file system a conversion. The file has no name, so its space comes back however the process
@@ -103,13 +104,21 @@ class DriveTest:
     Raises StoreError for a path without the rights or the space, ValueError for a file that is too small.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, nbytes: int, pool_bytes: int = POOL_BYTES) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        nbytes: int,
+        pool_bytes: int = POOL_BYTES,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
         if nbytes < FILE_BYTES_MIN:
             raise ValueError(f"the file must have {format_bytes(FILE_BYTES_MIN)} or more, got {format_bytes(nbytes)}")
-        self.chunk_bytes = min(pool_bytes, nbytes) // _LEASES // (64 * KIB) * (64 * KIB)
+        self.chunk_bytes = 1 << ((min(pool_bytes, nbytes) // _LEASES).bit_length() - 1)
         self.nbytes = nbytes // self.chunk_bytes * self.chunk_bytes
         self.notes: list[str] = []
-        self._next_chunk = 0
+        self._engine_options = dict(engine_options or {})
+        self._offset = 0
         self._filled = False
         with contextlib.ExitStack() as stack:
             folder = RunFolder(path)
@@ -150,7 +159,7 @@ class DriveTest:
     def fill(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
         """Write the whole file once. Calls `on_progress` with the bytes done so far. Raises IoError."""
         with contextlib.closing(self._make_engine(Settings())) as engine:
-            turns = self._turns(engine, Workload.WRITE, slots=3)
+            turns = self._turns(engine, Workload.WRITE, self.chunk_bytes, slots=3)
             for done_bytes in range(0, self.nbytes, self.chunk_bytes):
                 on_progress(done_bytes)
                 next(turns)
@@ -164,7 +173,8 @@ class DriveTest:
         """
         assert self._filled, "a trial on a file that was not written yet"
         with contextlib.closing(self._make_engine(settings)) as engine:
-            turns = self._turns(engine, workload, self._slots(workload, settings))
+            nbytes = self._transfer_bytes(settings)
+            turns = self._turns(engine, workload, nbytes, self._slots(workload, settings, nbytes))
             _go_on(turns, seconds * _WARM_UP)
             before = _Reading(engine)
             _go_on(turns, seconds)
@@ -193,78 +203,45 @@ class DriveTest:
 
     def _make_engine(self, settings: Settings) -> IoEngine:
         assert self._pool is not None, "a trial after the end"
-        engine = IoEngine(self._pool, **asdict(settings))
+        engine = IoEngine(self._pool, **asdict(settings), **self._engine_options)
         self.notes += [note for note in engine.notes if note not in self.notes]
         return engine
 
-    def _slots(self, workload: Workload, settings: Settings) -> int:
+    def _transfer_bytes(self, settings: Settings) -> int:
+        """Bytes per transfer: a power of two that divides the file. As much as is in flight, within bounds: whole leases
+        where much is, and less where little is, as a trial ends only when what it has queued has moved."""
+        wanted = max(_TRANSFER_BYTES_MIN, settings.block_bytes, settings.in_flight_bytes)
+        return min(1 << (wanted - 1).bit_length(), self.chunk_bytes)
+
+    def _slots(self, workload: Workload, settings: Settings, transfer_bytes: int) -> int:
         """Turns to keep in the engine: what is in flight, one that is being cut, and one until Python has woken up; one
         more where reads and writes may take turns in bursts, so that either always waits for its turn."""
-        mixed = workload is Workload.MIXED
-        slot_bytes = self.chunk_bytes * (1 + mixed)
-        wanted = -(-settings.in_flight_bytes // slot_bytes) + 2 + mixed
-        return min(wanted, self.pool_bytes // slot_bytes)
+        ways = 2 if workload is Workload.MIXED else 1
+        wanted = -(-settings.in_flight_bytes // (transfer_bytes * ways)) + 1 + ways
+        return min(wanted, _LEASES // ways)
 
-    def _turns(self, engine: IoEngine, workload: Workload, slots: int) -> Iterator[None]:
-        """Keep `slots` turns under way, for as long as it is iterated; yields whenever the oldest has ended."""
-        under_way = deque(engine.start(self._requests(workload, slot)) for slot in range(slots))
+    def _turns(self, engine: IoEngine, workload: Workload, nbytes: int, slots: int) -> Iterator[None]:
+        """Keep `slots` turns of `nbytes` each way under way, for as long as it is iterated; yields whenever the oldest has
+        ended."""
+        under_way = deque(engine.start(self._requests(workload, nbytes, slot)) for slot in range(slots))
         for slot in itertools.cycle(range(slots)):
             engine.wait(under_way.popleft())
-            under_way.append(engine.start(self._requests(workload, slot)))
+            under_way.append(engine.start(self._requests(workload, nbytes, slot)))
             yield
 
-    def _requests(self, workload: Workload, slot: int) -> list[Request]:
+    def _requests(self, workload: Workload, nbytes: int, slot: int) -> list[Request]:
         """The transfers of one turn: at the next place in the file, through the leases of `slot`."""
-        chunk, self._next_chunk = self._next_chunk, self._next_chunk + 1
+        offset = -(-self._offset // nbytes) * nbytes % self.nbytes
+        self._offset = offset + nbytes
         if workload is not Workload.MIXED:
-            return [self._request(workload.value, chunk, slot)]
-        far_away = chunk + self.nbytes // self.chunk_bytes // 2
-        return [self._request("read", chunk, 2 * slot), self._request("write", far_away, 2 * slot + 1)]
+            return [self._request(workload.value, offset, nbytes, slot)]
+        far_away = (offset + self.nbytes // self.chunk_bytes // 2 * self.chunk_bytes) % self.nbytes
+        return [self._request("read", offset, nbytes, 2 * slot), self._request("write", far_away, nbytes, 2 * slot + 1)]
 
-    def _request(self, operation: str, chunk: int, lease: int) -> Request:
-        """With the priorities of the optimizer's lap, in which reading ahead overtakes writing back."""
-        offset = chunk * self.chunk_bytes % self.nbytes
+    def _request(self, operation: str, offset: int, nbytes: int, lease: int) -> Request:
+        """With the priorities of the optimizer's lap."""
         priority = Priority.PREFETCH if operation == "read" else Priority.WRITE_BACK
-        return Request(operation, self._file, offset, self._leases[lease], 0, self.chunk_bytes, priority)
-
-
-@dataclass(frozen=True)
-class DriveRates:
-    """Bytes per second of long sequential transfers through the I/O engine: medians of a few rounds."""
-
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    backend: str
-
-
-def measure_drive(
-    path: str | os.PathLike[str],
-    *,
-    nbytes: int = 256 * MIB,
-    rounds: int = 5,
-    seconds: float = 0.2,
-    **engine_options: Any,
-) -> DriveRates:
-    """A short look at what the drive of `path` gives right now: reads and writes in turn, on a file of random data.
-
-    Args:
-        nbytes: size of the file.
-        rounds: trials of each, of `seconds` each.
-        engine_options: `backend`, `block_bytes`, `queue_depth`, `rings` as for `infinity.aio.IoEngine`.
-
-    Leaves nothing behind. Raises StoreError, IoError, or ValueError.
-    """
-    settings = Settings(**engine_options)
-    pool_bytes = max(_PROBE_POOL_BYTES, 2 * settings.in_flight_bytes)
-    with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes) as test:
-        test.fill()
-        order = [Workload.READ, Workload.WRITE] * rounds
-        trials = [test.run(workload, settings, seconds) for workload in order]
-    return DriveRates(
-        statistics.median(trial.bytes_per_s for trial in trials[::2]),
-        statistics.median(trial.bytes_per_s for trial in trials[1::2]),
-        trials[0].settings.backend,
-    )
+        return Request(operation, self._file, offset, self._leases[lease], 0, nbytes, priority)
 
 
 class _Reading:

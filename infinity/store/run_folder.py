@@ -42,12 +42,18 @@ class RunFolder:
         remove_stale(self.root)
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         hidden = self.root / f".{name}"  # takes its real name once locked, so that nobody finds it stale before
-        hidden.mkdir(mode=0o700)
-        self._lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        about = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        (hidden / "run.json").write_text(json.dumps(about) + "\n")
-        self.path = hidden.rename(self.root / name)
+        self.path = self.root / name
+        try:
+            self._lock = _fill(hidden)
+            hidden.rename(self.path)
+        except BaseException as error:  # Ctrl-C too: nobody else removes what has not been made yet
+            shutil.rmtree(hidden, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise StoreError(
+                    error.errno or 0,
+                    f"no run folder can be made in {self.root} ({error.strerror}): free space or choose another nvme_path",
+                ) from None
+            raise
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
 
     def check_free(self, nbytes: int, what: str) -> None:
@@ -93,6 +99,20 @@ def _is_aged(folder: Path) -> bool:
         return time.time() - folder.stat().st_mtime > _MAKING_SECONDS_MAX
     except FileNotFoundError:
         return False  # it has just taken its real name
+
+
+def _fill(folder: Path) -> int:
+    """Make the folder and what is in it; returns the descriptor that holds its lock."""
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        (folder / "run.json").write_text(json.dumps(about) + "\n")
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _make_writable(root: Path) -> None:

@@ -10,15 +10,16 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import IoEngine, PinnedPool
+from infinity.aio import DriveLimit, DriveStats, IoEngine, PinnedPool
 from infinity.device import Device, device_for
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.floor import step_bytes
@@ -26,6 +27,8 @@ from infinity.schedule.lookahead import groups_to_stage
 from infinity.schedule.trace import Trace
 from infinity.store import Arena, Field, Layout, RunFolder, Shard, plan_layout
 from infinity.store.layout import SPACE_ALIGN
+from infinity.store.placement import step_bandwidth
+from infinity.store.probe import measure_drive
 from infinity.swap import budget
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.fsdp2 import ShardedGroup, gathered_dtype, install, sharded_groups
@@ -38,6 +41,9 @@ log = logging.getLogger("infinity")
 
 SUB_GROUP_NUMEL_DEFAULT = 4 << 20
 """Elements: 56 MiB of state with a 16-bit copy, long past the size where a drive is at its limit."""
+
+_MEASURE_BYTES = 64 << 20
+"""Written and read, twice, to weigh one drive against another."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class SwapStats:
     pinned_bytes: int
     pinned_peak_bytes: int
     arena_bytes: int
+    drives: tuple[DriveStats, ...]
+    """What each drive moved, in the order of the paths."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +75,13 @@ class SwapManager:
     """Moves a model, or plain tensors, between NVMe and a fixed amount of pinned host memory.
 
     Args:
-        path: a folder on the drive; this run makes a folder of its own in it and removes it at the end.
+        path: a folder on the drive, or several on as many drives, over which everything is striped by their bandwidth.
+            This run makes a folder of its own in each and removes it at the end.
         host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
             (see infinity/swap/budget.py), 512 MiB for plain tensors.
-        backend: "auto", "io_uring" or "threads".
-        block_bytes, queue_depth, rings: see `infinity.aio.IoEngine`.
+        backend, block_bytes, queue_depth, rings, mix, iopoll, sqpoll: see `infinity.aio.IoEngine`.
+        bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
+        drive_limits: one per drive, to make drives slower than they are; for experiments.
         lock_memory: ask the kernel to lock the pinned pages.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
@@ -79,14 +89,19 @@ class SwapManager:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         host_bytes_max: int | str = "auto",
         backend: str = "auto",
         block_bytes: int = 1 << 20,
         queue_depth: int = 32,
         rings: int = 1,
+        mix: str = "interleaved",
+        iopoll: bool = False,
+        sqpoll: bool = False,
         lock_memory: bool = False,
+        bandwidths: Sequence[float] | None = None,
+        drive_limits: Sequence[DriveLimit] = (),
     ) -> None:
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
@@ -94,14 +109,22 @@ class SwapManager:
                 f"host_bytes_max of {format_bytes(self._pinned_bytes)} is below the least that works, "
                 f"{format_bytes(2 * budget.ACCESS_BYTES)}"
             )
-        self._engine_options = {
+        self._engine_options: dict[str, Any] = {
             "backend": backend,
             "block_bytes": block_bytes,
             "queue_depth": queue_depth,
             "rings": rings,
+            "mix": mix,
+            "iopoll": iopoll,
+            "sqpoll": sqpoll,
         }
         self._lock_memory = lock_memory
-        self._folder = RunFolder(path)
+        paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        self._drive_limits = list(drive_limits)
+        if bandwidths is None and len(paths) > 1:
+            bandwidths = self._measure(paths)
+        self._bandwidths = bandwidths
+        self._folders = _make_folders(paths)
         self._machinery: _Machinery | None = None
         self._tensors: dict[str, _Tensor] = {}
         self._paged: PagedModel | None = None
@@ -183,7 +206,7 @@ class SwapManager:
             return  # nothing was ever stored
         machinery = self._open()
         machinery.stager.settle_all()
-        machinery.arena.file.sync()
+        machinery.arena.sync()
 
     # A model.
 
@@ -327,6 +350,7 @@ class SwapManager:
             pinned_bytes=machinery.pool.nbytes,
             pinned_peak_bytes=machinery.pool.peak_bytes,
             arena_bytes=machinery.arena.nbytes,
+            drives=tuple(machinery.engine.drives),
         )
 
     def step_bytes(self, *, micro_batches: int = 1) -> tuple[int, int]:
@@ -355,7 +379,8 @@ class SwapManager:
             if machinery is not None:
                 machinery.close()
         finally:
-            self._folder.close()
+            for folder in self._folders:
+                folder.close()
 
     def __enter__(self) -> SwapManager:
         return self
@@ -372,8 +397,28 @@ class SwapManager:
             if self._closed:
                 raise InfinityError("this SwapManager is closed")
             size = self._pinned_bytes or pinned_bytes or budget.PINNED_BYTES_DEFAULT
-            self._machinery = _Machinery(self._folder, size, self._lock_memory, self._engine_options, self._device)
+            self._machinery = self._make_machinery(size)
         return self._machinery
+
+    def _make_machinery(self, pinned_bytes: int) -> _Machinery:
+        pool = PinnedPool(pinned_bytes, lock=self._lock_memory)
+        engine = IoEngine(pool, drives=len(self._folders), limits=self._drive_limits, **self._engine_options)
+        rank = os.environ.get("RANK", "0")
+        arena = Arena(self._folders, engine, name=f"rank{rank}.arena", bandwidths=self._bandwidths)
+        machinery = _Machinery(pool, engine, arena, self._device)
+        if len(self._folders) > 1:
+            parts = ", ".join(f"{share:.0%} on {path}" for path, share in arena.shares)
+            machinery.notes.append(f"striping over {len(arena.shares)} drives by their bandwidth: {parts}")
+        return machinery
+
+    def _measure(self, paths: Sequence[str | os.PathLike[str]]) -> list[float]:
+        """Bandwidth of the drive of each path for the reads and writes of a step (bytes per second)."""
+        found = []
+        for number, path in enumerate(paths):
+            limits = self._drive_limits[number : number + 1]
+            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, limits=limits, **self._engine_options)
+            found.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
+        return found
 
     def _tensor(self, name: str) -> _Tensor:
         try:
@@ -473,15 +518,12 @@ class SwapManager:
 class _Machinery:
     """Pool, engine, arena and stager: made together when the size of the pool is known, closed together."""
 
-    def __init__(
-        self, folder: RunFolder, pinned_bytes: int, lock_memory: bool, options: dict[str, object], device: Device
-    ) -> None:
+    def __init__(self, pool: PinnedPool, engine: IoEngine, arena: Arena, device: Device) -> None:
         self.notes: list[str] = []
-        self.pool = PinnedPool(pinned_bytes, lock=lock_memory)
-        self.engine = IoEngine(self.pool, **options)  # type: ignore[arg-type]
-        rank = os.environ.get("RANK", "0")
-        self.arena = Arena(folder, self.engine, name=f"rank{rank}.arena")
-        self.stager = Stager(self.engine, self.pool, self.arena, device)
+        self.pool = pool
+        self.engine = engine
+        self.arena = arena
+        self.stager = Stager(engine, pool, arena, device)
 
     def adopt(self, device: Device) -> None:
         """Compute happens on `device` from now on."""
@@ -499,6 +541,19 @@ class _Machinery:
                 self.engine.close()
             finally:
                 self.arena.close()
+
+
+def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
+    """A run folder under each path, or none."""
+    folders: list[RunFolder] = []
+    try:
+        for path in paths:
+            folders.append(RunFolder(path))
+    except BaseException:
+        for folder in folders:
+            folder.close()
+        raise
+    return folders
 
 
 def _shards(groups: list[ShardedGroup], resident_below: float, resident_numel_max: int) -> list[Shard]:

@@ -4,6 +4,7 @@ config takes as it is, nothing left behind however it ends, and plain words wher
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -23,10 +24,10 @@ from rich.console import Console
 from infinity.cli import sweep_report
 from infinity.cli.bench import main
 from infinity.cli.search import Choice, Effort, Standing
-from infinity.cli.sweep_report import Swept, config_block, endurance, wear_of
+from infinity.cli.sweep_report import Swept, config_block, endurance, share_a_disk, wear_of
 from infinity.cli.sweep_run import Sweep
 from infinity.config import load_config
-from infinity.store.drive import Drive
+from infinity.store.drive import Disk, Drive, Queue
 from infinity.store.measure import Settings, Workload
 from infinity.store.profile import FILE_NAME, load_profile
 from infinity.units import GIB, KIB, MIB
@@ -288,9 +289,7 @@ def test_two_drives_are_measured_alone_and_all_at_once(
     folders = [nvme_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr(
-        "infinity.cli.sweep_run.drive_of", lambda path: Drive(path.name, "", GIB, "ext4", frozenset({path.name}))
-    )
+    monkeypatch.setattr("infinity.cli.sweep_run.drive_of", lambda path: drive(path.name))
     Sweep(asked_for(nvme_path, json=str(tmp_path / "found.json")), dict.fromkeys(folders, 64 * MIB)).run()
     together = json.loads((tmp_path / "found.json").read_text())["together"]
     assert set(together) == {"read", "write", "mixed"}
@@ -302,6 +301,11 @@ def test_two_drives_are_measured_alone_and_all_at_once(
 # The sums and the words
 
 
+def drive(name: str = "nvme0n1") -> Drive:
+    disk = Disk(name, "Fast One", None, "nvme", 1 << 40, rotational=False, numa_node=None)
+    return Drive("/x", "/", "ext4", f"/dev/{name}", (), name, (), (disk,), Queue())
+
+
 def choice(rate: float = 3e9) -> Choice:
     settings = Settings("io_uring", 4 * MIB, 16, 2, "bursts")
     standing = Standing(settings, rate, rate, rate, 0.01, 3)
@@ -309,21 +313,41 @@ def choice(rate: float = 3e9) -> Choice:
 
 
 def test_wear_is_bytes_written_over_the_life_of_the_drive() -> None:
-    drive = Drive("nvme0n1", "Fast One", 10**12, "ext4", frozenset({"nvme0n1"}))
-    wear = wear_of(drive, choice(3e9))
+    wear = wear_of(drive(), choice(3e9))
     per_day = 3e9 * 14 / 30 * 86400  # 14 of the 30 bytes that move are written
     assert wear["written_bytes_per_day"] == pytest.approx(per_day)
-    assert wear["drive_writes_per_day"] == pytest.approx(per_day / 1e12)
-    assert wear["days_at_1_dwpd_for_5_years"] == pytest.approx(5 * 365 / (per_day / 1e12))
-    (words,) = endurance(drive, choice(3e9))
-    assert "121 drive writes per day" in words
-    assert "15 days" in words
+    assert wear["drive_writes_per_day"] == pytest.approx(per_day / 2**40)
+    assert wear["days_at_1_dwpd_for_5_years"] == pytest.approx(5 * 365 / (per_day / 2**40))
+    (words,) = endurance(drive(), choice(3e9))
+    assert "110 drive writes per day" in words
+    assert "17 days" in words
 
 
 def test_drive_of_unknown_size_has_no_drive_writes() -> None:
-    drive = Drive("server:/export", "", 0, "nfs4", frozenset({"x"}))
-    assert set(wear_of(drive, choice())) == {"written_bytes_per_day"}
-    assert "drive writes" not in endurance(drive, choice())[0]
+    unknown = dataclasses.replace(drive(), source="server:/export", disks=())
+    assert set(wear_of(unknown, choice())) == {"written_bytes_per_day"}
+    assert "drive writes" not in endurance(unknown, choice())[0]
+
+
+def test_drives_share_a_disk_or_a_source() -> None:
+    one, other, both = (
+        drive("a"),
+        drive("b"),
+        dataclasses.replace(drive("a"), disks=drive("a").disks + drive("b").disks),
+    )
+    assert share_a_disk(one, one)
+    assert share_a_disk(one, both)
+    assert share_a_disk(both, other)
+    assert not share_a_disk(one, other)
+    server = dataclasses.replace(one, source="server:/export", disks=())
+    assert share_a_disk(server, server)
+    assert not share_a_disk(server, dataclasses.replace(server, source="server:/other"))
+
+
+def test_drive_is_named_for_people() -> None:
+    assert sweep_report.label_of(drive("a")) == "a (Fast One, 1.00 TiB, ext4)"
+    both = dataclasses.replace(drive("a"), disks=drive("a").disks + drive("b").disks)
+    assert sweep_report.label_of(both) == "a+b (2 x Fast One, 2.00 TiB, ext4)"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity._aio import Engine, File, PinnedSlab, Priority, StripedFile, probe
+from infinity._aio import Engine, File, PinnedSlab, Priority, StripedFile, direct_alignment, probe
 from infinity.errors import IoError
 
 KIB = 1 << 10
@@ -514,3 +514,17 @@ def _mapped(address: int) -> bool:
         if begin <= address < end:
             return True
     return False
+
+
+def test_direct_alignment_is_a_power_of_two_that_4_kib_satisfies(nvme_path: Path) -> None:
+    with File(nvme_path / "rank0.arena", create=True) as opened:
+        found = direct_alignment(opened.path)
+        if found is None:
+            pytest.skip("this kernel or file system does not tell the alignment of direct transfers")
+        assert all(PAGE % bytes_ == 0 for bytes_ in found) if opened.direct else found == (0, 0)
+
+
+def test_direct_alignment_of_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(IoError, match=r"stat.*missing: ENOENT") as caught:
+        direct_alignment(tmp_path / "missing")
+    assert caught.value.errno == errno.ENOENT

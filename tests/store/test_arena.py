@@ -148,3 +148,45 @@ def test_two_arenas_are_two_files(bench: Bench) -> None:
         bench.engine.wait(bench.engine.start([request]))
         assert not lease.view(torch.uint8).any()
     other.close()
+
+
+def test_several_drives_are_one_arena(nvme_path: Path, backend: str) -> None:
+    folders = [RunFolder(nvme_path / name) for name in ("a", "b", "c")]
+    pool = PinnedPool(8 << 20)
+    engine = IoEngine(pool, backend=backend, block_bytes=64 << 10, drives=3)
+    arena = Arena(folders, engine, name="rank0.arena", bandwidths=[2.0, 1.0, 1e-6])
+    assert arena.left_out == (str(nvme_path / "c"),) and "c is so slow" in arena.notes[-1]
+    assert [round(share, 2) for _, share in arena.shares] == [0.67, 0.33]
+    first, second = arena.reserve([300 << 10, 3 << 20], "tensors")
+    bench = Bench(folders[0], pool, engine, arena)
+    with pool.lease(second.nbytes) as written, pool.lease(second.nbytes) as read:
+        written.view(torch.int64).random_()
+        bench.move("write", first, written)
+        bench.move("write", second, written)
+        bench.move("read", second, read)
+        assert torch.equal(read.view(torch.int64), written.view(torch.int64))
+    arena.sync()
+    moved = [drive.written_bytes for drive in engine.drives]
+    assert moved[2] == 0 and 1.8 < moved[0] / moved[1] < 2.2
+    assert sum(moved) == first.nbytes + second.nbytes
+    assert all(drive.write_bytes_per_s > 0 for drive in engine.drives[:2])
+    engine.close()
+    arena.close()
+    for folder in folders:
+        folder.close()
+
+
+def test_a_share_that_does_not_fit_names_its_drive(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [RunFolder(nvme_path / name) for name in ("a", "b")]
+    engine = IoEngine(PinnedPool(16 * PAGE), drives=2)
+    arena = Arena(folders, engine, name="rank0.arena", bandwidths=[3.0, 1.0])
+    free = {str(nvme_path / "a"): 100 << 20, str(nvme_path / "b"): 10 << 20}
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: free[str(path)])
+    arena.reserve([36 << 20], "tensors")
+    with pytest.raises(StoreError, match=r"needed on .*/b, where 10.00 MiB"):
+        arena.reserve([48 << 20], "tensors")
+    assert arena.nbytes == 36 << 20
+    engine.close()
+    arena.close()
+    for folder in folders:
+        folder.close()

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import infinity
 from infinity.aio import IoEngine
 from infinity.errors import IoError, StoreError
 from infinity.store import measure
-from infinity.store.measure import MIX_MODES, DriveTest, Settings, Trial, Workload, measure_drive
+from infinity.store.measure import MIX_MODES, DriveTest, Settings, Trial, Workload
 from infinity.units import KIB, MIB
 
 NBYTES = 32 * MIB
@@ -96,15 +95,23 @@ def test_trial_before_the_file_is_written_is_refused(nvme_path: Path) -> None:
         test.run(Workload.READ, SMALL, SHORT_SECONDS)
 
 
-def test_turns_go_through_the_whole_file_and_never_meet(drive_test: DriveTest) -> None:
-    chunks = NBYTES // drive_test.chunk_bytes
+@pytest.mark.parametrize("nbytes", [MIB, 2 * MIB])
+def test_turns_go_through_the_whole_file_and_never_meet(drive_test: DriveTest, nbytes: int) -> None:
+    count = NBYTES // nbytes
     for slots in (1, 3, 8):
-        turns = [drive_test._requests(Workload.MIXED, slot % slots) for slot in range(chunks)]
-        assert {read.offset for read, _ in turns} == {chunk * drive_test.chunk_bytes for chunk in range(chunks)}
-        for first in range(chunks - slots):
+        turns = [drive_test._requests(Workload.MIXED, nbytes, slot % slots) for slot in range(count)]
+        assert {read.offset for read, _ in turns} == {turn * nbytes for turn in range(count)}
+        assert {write.offset for _, write in turns} == {turn * nbytes for turn in range(count)}
+        for first in range(count - slots):
             together = list(itertools.chain(*turns[first : first + slots]))
             assert len({request.offset for request in together}) == len(together)
             assert len({id(request.lease) for request in together}) == len(together)
+
+
+def test_turns_of_another_size_go_on_at_their_own_boundary(drive_test: DriveTest) -> None:
+    drive_test._requests(Workload.READ, MIB, 0)
+    (request,) = drive_test._requests(Workload.READ, 2 * MIB, 0)
+    assert request.offset % (2 * MIB) == 0
 
 
 def test_settings_fit_while_half_of_the_pool_holds_them(drive_test: DriveTest) -> None:
@@ -115,14 +122,19 @@ def test_settings_fit_while_half_of_the_pool_holds_them(drive_test: DriveTest) -
 
 
 @pytest.mark.parametrize("workload", list(Workload))
-@pytest.mark.parametrize("settings", [Settings(block_bytes=64 * KIB, queue_depth=1), Settings(queue_depth=256)])
-def test_slots_hold_what_is_in_flight_and_no_more_than_there_are_leases(
-    drive_test: DriveTest, workload: Workload, settings: Settings
+@pytest.mark.parametrize("depth", [1, 4, 16, 256])
+@pytest.mark.parametrize("block_bytes", [64 * KIB, 512 * KIB, 2 * MIB])
+def test_what_is_queued_covers_what_is_in_flight_as_far_as_there_are_leases(
+    drive_test: DriveTest, workload: Workload, depth: int, block_bytes: int
 ) -> None:
-    slots = drive_test._slots(workload, settings)
+    settings = Settings(block_bytes=block_bytes, queue_depth=depth)
+    nbytes = drive_test._transfer_bytes(settings)
+    slots = drive_test._slots(workload, settings, nbytes)
     leases = slots * (2 if workload is Workload.MIXED else 1)
+    assert drive_test.chunk_bytes % nbytes == 0
+    assert nbytes % settings.block_bytes == 0
     assert leases <= 16
-    assert leases * drive_test.chunk_bytes > min(settings.in_flight_bytes, NBYTES - 1)
+    assert leases == 16 or leases * nbytes > settings.in_flight_bytes
 
 
 @pytest.mark.parametrize("mix", MIX_MODES)
@@ -155,39 +167,3 @@ def test_file_that_is_too_small_or_too_large_is_refused(nvme_path: Path) -> None
     with pytest.raises(StoreError, match=r"the test file: .* are needed"):
         DriveTest(nvme_path, nbytes=1 << 60)
     assert list(nvme_path.iterdir()) == []
-
-
-# measure_drive
-
-
-def test_drive_rates_are_positive_and_nothing_is_left(nvme_path: Path, backend: str) -> None:
-    rates = measure_drive(nvme_path, nbytes=NBYTES, rounds=2, seconds=SHORT_SECONDS, backend=backend)
-    assert rates.backend == backend
-    assert rates.read_bytes_per_s > 0
-    assert rates.write_bytes_per_s > 0
-    assert list(nvme_path.iterdir()) == []
-    assert infinity.measure_drive is measure_drive
-
-
-def test_drive_rates_are_medians_of_the_rounds(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds = iter([1, 40, 9, 10, 5, 20])  # read, write, in turn
-
-    def run(_: DriveTest, workload: Workload, settings: Settings, seconds: float) -> Trial:
-        return Trial(workload, settings, next(speeds), 1.0, 0.0)
-
-    monkeypatch.setattr(DriveTest, "run", run)
-    rates = measure_drive(nvme_path, nbytes=NBYTES, rounds=3)
-    assert (rates.read_bytes_per_s, rates.write_bytes_per_s) == (5, 20)
-
-
-def test_drive_rates_of_no_backend(nvme_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such thing"):
-        measure_drive(nvme_path, nbytes=NBYTES, backend="no such thing")
-    assert list(nvme_path.iterdir()) == []
-
-
-def test_path_that_can_not_be_used_is_a_store_error(nvme_path: Path) -> None:
-    file = nvme_path / "file"
-    file.write_text("x")
-    with pytest.raises(StoreError):
-        measure_drive(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -202,3 +203,19 @@ def test_missing_space_is_told_with_what_for_and_how_much(tmp_path: Path, monkey
 def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
     total = os.statvfs(tmp_path)
     assert 0 < free_bytes(tmp_path) <= total.f_blocks * total.f_frsize
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_folder_that_can_not_be_finished_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    def refuse(*_: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises((StoreError, KeyboardInterrupt)) as caught:
+        RunFolder(tmp_path)
+    if isinstance(failure, OSError):
+        assert str(tmp_path) in str(caught.value)
+        assert "free space" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

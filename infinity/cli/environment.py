@@ -1,0 +1,247 @@
+"""Floor 7. What this machine and this process may do, as plain data read from /proc and /sys: no judgement, no effect.
+
+What the kernel does not say is None. `root` is where /proc, /sys and /run are looked for.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.kernel_files import chosen_of, number_of, text_of
+
+_ROOT = Path("/")
+_NO_LIMIT_BYTES = 1 << 60
+"""Control groups of version 1 write a number about this large where there is no limit."""
+_CAP_IPC_LOCK = 14
+_CAP_SYS_ADMIN = 21
+_ALL_USERS = ["0", "0", "4294967295"]
+"""uid_map of a process in the machine's own user namespace."""
+_GVISOR_VERSION = "Sun Jan 10 15:06:54 PST 2016"
+"""The date that the kernel of gVisor has always claimed to be built on."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """kernel, architecture, distribution: names. cpus: those this process may run on. cpus_online: of the machine.
+    numa_nodes: memory nodes. memory_bytes, memory_available_bytes, swap_bytes, swap_free_bytes: of the machine.
+    memory_limit_bytes: the lowest limit of the control groups (v1 or v2) around this process; None where there is none.
+    memory_limit_used_bytes: what counts against it now, page cache included.
+    """
+
+    kernel: str
+    architecture: str
+    distribution: str | None
+    cpus: int
+    cpus_online: int | None
+    numa_nodes: int | None
+    memory_bytes: int | None
+    memory_available_bytes: int | None
+    swap_bytes: int | None
+    swap_free_bytes: int | None
+    memory_limit_bytes: int | None
+    memory_limit_used_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Container:
+    """kind: "docker", "podman", "kubernetes", ...; None outside of any, as far as one can see. gvisor: the kernel is
+    gVisor's. seccomp: "off", "strict" or "filter". no_new_privileges: the flag of that name.
+    io_uring_disabled: the sysctl; 0: free for all, 1: for one group and CAP_SYS_ADMIN, 2: for nobody.
+    user_namespace: whether the process is in a user namespace of its own, as in rootless containers. cap_ipc_lock,
+    cap_sys_admin: whether the process has the capability where it counts, which is outside of any such namespace.
+    """
+
+    kind: str | None
+    gvisor: bool
+    seccomp: str | None
+    no_new_privileges: bool | None
+    io_uring_disabled: int | None
+    user_namespace: bool | None
+    cap_ipc_lock: bool | None
+    cap_sys_admin: bool | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """memlock_soft_bytes, memlock_hard_bytes: memory this process may lock; None for no limit. file_size_bytes: the
+    largest file it may write; None for no limit. open_files_soft, open_files_hard: file descriptors.
+    aio_max_nr, aio_nr: requests that kernel AIO (linux_aio) may hold ready in the whole machine, and those taken.
+    """
+
+    memlock_soft_bytes: int | None
+    memlock_hard_bytes: int | None
+    file_size_bytes: int | None
+    open_files_soft: int | None
+    open_files_hard: int | None
+    aio_max_nr: int | None
+    aio_nr: int | None
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Pages of the hugetlb pool of one size: page_bytes each, `total` reserved, `free` of them not in use."""
+
+    page_bytes: int
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class HugePages:
+    """enabled, defrag: the chosen words of /sys/kernel/mm/transparent_hugepage. page_bytes: size of a transparent huge
+    page. reserved: the hugetlb pools that hold pages, which are apart from transparent ones."""
+
+    enabled: str | None
+    defrag: str | None
+    page_bytes: int | None
+    reserved: tuple[Reserved, ...]
+
+
+def read_machine(root: Path = _ROOT) -> Machine:
+    """CPUs and memory, and what control groups leave of it."""
+    memory = _colon_table(root / "proc/meminfo")
+    limit = _memory_limit(root)
+    return Machine(
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        distribution=_distribution(),
+        cpus=len(os.sched_getaffinity(0)),
+        cpus_online=os.cpu_count(),
+        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
+        memory_bytes=_kib(memory.get("MemTotal")),
+        memory_available_bytes=_kib(memory.get("MemAvailable")),
+        swap_bytes=_kib(memory.get("SwapTotal")),
+        swap_free_bytes=_kib(memory.get("SwapFree")),
+        memory_limit_bytes=limit[0] if limit else None,
+        memory_limit_used_bytes=limit[1] if limit else None,
+    )
+
+
+def read_container(root: Path = _ROOT) -> Container:
+    """What surrounds the process and what it forbids."""
+    status = _colon_table(root / "proc/self/status")
+    users = (text_of(root / "proc/self/uid_map") or "").split()
+    inside = users != _ALL_USERS if users else None
+    capabilities = int(status["CapEff"], 16) if "CapEff" in status else None
+    if inside and capabilities is not None:
+        capabilities = 0
+    no_new = status.get("NoNewPrivs")
+    return Container(
+        kind=_container_kind(root),
+        gvisor=_GVISOR_VERSION in (text_of(root / "proc/version") or ""),
+        seccomp={"0": "off", "1": "strict", "2": "filter"}.get(status.get("Seccomp", "")),
+        no_new_privileges=None if no_new is None else no_new != "0",
+        io_uring_disabled=number_of(root / "proc/sys/kernel/io_uring_disabled"),
+        user_namespace=inside,
+        cap_ipc_lock=None if capabilities is None else bool(capabilities >> _CAP_IPC_LOCK & 1),
+        cap_sys_admin=None if capabilities is None else bool(capabilities >> _CAP_SYS_ADMIN & 1),
+    )
+
+
+def read_limits(root: Path = _ROOT) -> Limits:
+    """The limits of this process (getrlimit), and those of kernel AIO."""
+    memlock_soft, memlock_hard = _rlimit(resource.RLIMIT_MEMLOCK)
+    files_soft, files_hard = _rlimit(resource.RLIMIT_NOFILE)
+    return Limits(
+        memlock_soft_bytes=memlock_soft,
+        memlock_hard_bytes=memlock_hard,
+        file_size_bytes=_rlimit(resource.RLIMIT_FSIZE)[0],
+        open_files_soft=files_soft,
+        open_files_hard=files_hard,
+        aio_max_nr=number_of(root / "proc/sys/fs/aio-max-nr"),
+        aio_nr=number_of(root / "proc/sys/fs/aio-nr"),
+    )
+
+
+def read_huge_pages(root: Path = _ROOT) -> HugePages:
+    """The settings of transparent huge pages, and what is reserved apart from them."""
+    settings = root / "sys/kernel/mm/transparent_hugepage"
+    reserved = []
+    for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
+        total, free = number_of(pool / "nr_hugepages"), number_of(pool / "free_hugepages")
+        if total:
+            size = int(pool.name.removeprefix("hugepages-").removesuffix("kB")) * 1024
+            reserved.append(Reserved(size, total, free or 0))
+    return HugePages(
+        enabled=chosen_of(settings / "enabled"),
+        defrag=chosen_of(settings / "defrag"),
+        page_bytes=number_of(settings / "hpage_pmd_size"),
+        reserved=tuple(reserved),
+    )
+
+
+def _distribution() -> str | None:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME")
+    except OSError:
+        return None
+
+
+def _container_kind(root: Path) -> str | None:
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    if (root / "run/.containerenv").exists():
+        return "podman"
+    if (root / ".dockerenv").exists():
+        return "docker"
+    told = text_of(root / "run/systemd/container")
+    if told:
+        return told
+    return next((kind for kind in ("docker", "lxc") if f"/{kind}/" in (text_of(root / "proc/self/cgroup") or "")), None)
+
+
+def _memory_limit(root: Path) -> tuple[int, int | None] | None:
+    """(limit, used) of the tightest control group around this process, in bytes."""
+    found = []
+    for top, group in _memory_groups(root):
+        # A container sees its own group as the top; the path that the kernel gives may lie outside of what it sees.
+        folder = group if group.is_dir() else top
+        while folder.is_relative_to(top):
+            for limit_file, used_file in (
+                ("memory.max", "memory.current"),
+                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ):
+                limit = number_of(folder / limit_file)
+                if limit is not None and limit < _NO_LIMIT_BYTES:
+                    found.append((limit, number_of(folder / used_file)))
+            folder = folder.parent
+    return min(found, key=lambda each: each[0], default=None)
+
+
+def _memory_groups(root: Path) -> list[tuple[Path, Path]]:
+    """(where the hierarchy is mounted, this process's group in it) for every hierarchy that limits memory."""
+    groups = {}  # by version: 1 or 2
+    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            groups[1 if controllers else 2] = path
+    found = []
+    for line in (text_of(root / "proc/self/mountinfo") or "").splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, *options = after.split(" ")
+        version = {"cgroup2": 2, "cgroup": 1}.get(kind)
+        if version not in groups or (version == 1 and "memory" not in ",".join(options).split(",")):
+            continue
+        shown, point = before.split(" ")[3:5]  # `shown` is the group that is seen at the mount point
+        top = root / point.lstrip("/")
+        found.append((top, top / os.path.relpath(groups[version], shown)))
+    return found
+
+
+def _rlimit(which: int) -> tuple[int | None, int | None]:
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
+    return soft, hard
+
+
+def _colon_table(file: Path) -> dict[str, str]:
+    pairs = (line.split(":", 1) for line in (text_of(file) or "").splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def _kib(text: str | None) -> int | None:
+    """Bytes of "24684084 kB"."""
+    return None if text is None else int(text.split()[0]) * 1024
