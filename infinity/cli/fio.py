@@ -68,9 +68,10 @@ class Fio:
     def command(self, workload: Workload, settings: Settings, seconds: float) -> list[str]:
         """The command line of one trial.
 
-        It goes through half of the file, from where the last one stopped, so that what a drive has cached serves nobody;
-        each job has a part of that. No ramp time: what is under way when the clock starts would count as moved within
-        it, a tenth of a second of the drive's time at great depths.
+        It goes through half of the file at most, from where the last one stopped, each job through a part of that: what it
+        has just written or read, and the drive or a hypervisor may still hold, is not read again. No ramp time: what is
+        under way when the clock starts would count as moved within it, a tenth of a second of the drive's time at great
+        depths.
         """
         half = self._test.nbytes // 2
         part = half // settings.rings // settings.block_bytes * settings.block_bytes
@@ -86,7 +87,6 @@ class Fio:
             "numjobs": settings.rings,
             "ioengine": self.io_engine,
             "direct": int(self._test.direct),
-            "time_based": 1,
             "runtime": f"{max(1, round(seconds * 1000))}ms",
             "thread": 1,
             "group_reporting": 1,

@@ -10,9 +10,9 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from infinity.cli.search import Search
-from infinity.cli.sweep_report import Swept, name_of
+from infinity.cli.sweep_report import Swept, block_in_words, name_of
 from infinity.store.measure import Workload
-from infinity.units import GIB, KIB, MIB
+from infinity.units import GIB
 
 _MARKERS = "osD^vP"
 
@@ -28,7 +28,7 @@ def draw(swept: list[Swept], file: Path) -> None:
                 panel.plot(blocks, [line[block] / GIB for block in blocks], label=label, **style)
             ticks = sorted({trial.settings.block_bytes for trial in one.search.trials})
             panel.set_xscale("log", base=2)
-            panel.set_xticks(ticks, [_block(tick) for tick in ticks])
+            panel.set_xticks(ticks, [block_in_words(tick) for tick in ticks])
             panel.set_title(f"{workload.value}, {name_of(one.drive)}")
             panel.set_xlabel("block size")
             panel.grid(alpha=0.3)
@@ -61,7 +61,3 @@ def _lines(search: Search, workload: Workload) -> list[tuple[str, dict[str, obje
         }
         lines.append((f"{name}, {depth}", style, {block: statistics.median(of) for block, of in rates.items()}))
     return lines
-
-
-def _block(nbytes: int) -> str:
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"

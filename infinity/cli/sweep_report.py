@@ -76,13 +76,18 @@ def label_of(drive: Drive) -> str:
     return f"{name_of(drive)} ({', '.join(dict.fromkeys([drive.model, size, drive.file_system]))})"
 
 
+def block_in_words(nbytes: int) -> str:
+    """Such as "4 MiB"."""
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+
+
 def share_a_disk(one: Drive, other: Drive) -> bool:
     """Whether two drives compete for the same bandwidth."""
     disks = {disk.name for disk in one.disks} & {disk.name for disk in other.disks}
     return bool(disks) or one.source == other.source
 
 
-def config_block(choice: Choice) -> dict[str, Any]:
+def configblock_in_words(choice: Choice) -> dict[str, Any]:
     """What belongs into the training config, and is accepted there as it stands."""
     settings = choice.settings
     return {
@@ -134,7 +139,7 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
         console.print(line)
     print_endurance(swept, choice, console, params or list(_PARAMS))
     console.print("For the training config:")
-    console.print(json.dumps(config_block(choice), indent=2), soft_wrap=True, highlight=False, markup=False)
+    console.print(json.dumps(configblock_in_words(choice), indent=2), soft_wrap=True, highlight=False, markup=False)
 
 
 def print_found(swept: Swept, console: Console) -> None:
@@ -159,7 +164,7 @@ def _cells(standing: Standing) -> list[str]:
     return [
         f"{standing.bytes_per_s / GIB:.2f}",
         f"{standing.bytes_per_s_min / GIB:.2f}-{standing.bytes_per_s_max / GIB:.2f}",
-        _block(settings.block_bytes),
+        block_in_words(settings.block_bytes),
         str(settings.queue_depth),
         str(settings.rings),
         f"{standing.cpu_seconds_per_gib:.4f}",
@@ -176,7 +181,7 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
     ]
     settings = choice.settings
     lines.append(
-        f"One setting for all loads: {settings.backend}, blocks of {_block(settings.block_bytes)}, "
+        f"One setting for all loads: {settings.backend}, blocks of {block_in_words(settings.block_bytes)}, "
         f"{settings.queue_depth} in flight on {f'each of {settings.rings} rings' if settings.rings > 1 else 'one ring'}, "
         f"reads and writes {'in bursts' if settings.mix == 'bursts' else 'interleaved'}. "
         f"The bytes of a training step then move at {_gib(choice.step_bytes_per_s)}."
@@ -184,7 +189,7 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
     usual = swept.search.choice_of(default_settings(settings.backend))
     if usual is not None and usual.settings != settings:
         comparison = _compared(choice.step_bytes_per_s, usual.step_bytes_per_s)
-        lines[-1] += f" That is {comparison} the defaults ({_block(usual.settings.block_bytes)} x 32)."
+        lines[-1] += f" That is {comparison} the defaults ({block_in_words(usual.settings.block_bytes)} x 32)."
     ratios = ratios_to_rival(swept)
     if ratios:
         told = ", ".join(f"{workload} {ratio:.2f}" for workload, ratio in ratios.items())
@@ -330,7 +335,7 @@ def _path_as_json(swept: Swept, asked: argparse.Namespace) -> dict[str, Any]:
         result["ratio"] = ratios_to_rival(swept)
     choice = search.recommended()
     if choice is not None:
-        result |= config_block(choice)
+        result |= configblock_in_words(choice)
         result["recommended"] = _choice_as_json(choice)
         usual = search.choice_of(default_settings(choice.settings.backend))
         result["default"] = _choice_as_json(usual) if usual is not None else None
@@ -408,10 +413,6 @@ def _on_one_device(swept: list[Swept]) -> list[tuple[Swept, Swept]]:
 
 def _gib(bytes_per_s: float) -> str:
     return f"{bytes_per_s / GIB:.2f} GiB/s"
-
-
-def _block(nbytes: int) -> str:
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
 def _compared(value: float, other: float) -> str:

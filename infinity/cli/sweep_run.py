@@ -25,6 +25,7 @@ from infinity.cli.sweep_report import (
     Swept,
     Together,
     as_json,
+    block_in_words,
     print_found,
     print_report,
     print_together,
@@ -34,7 +35,7 @@ from infinity.cli.sweep_report import (
 from infinity.store.drive import drive_of
 from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Settings, Trial, Workload
 from infinity.store.profile import save_profile
-from infinity.units import GIB, MIB, format_bytes
+from infinity.units import GIB, MIB
 
 _QUEUE_SECONDS_MAX = 0.1
 _QUEUE_BYTES_MIN = 64 * MIB
@@ -202,7 +203,9 @@ def _pool_bytes() -> int:
 
 def _in_words(workload: Workload, settings: Settings) -> str:
     rings = f" x {settings.rings}" if settings.rings > 1 else ""
-    return f"{workload.value}, {settings.backend}, {format_bytes(settings.block_bytes)} x {settings.queue_depth}{rings}"
+    return (
+        f"{workload.value}, {settings.backend}, {block_in_words(settings.block_bytes)} x {settings.queue_depth}{rings}"
+    )
 
 
 def _share(done: int, nbytes: int) -> str:
