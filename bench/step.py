@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -27,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
 from gpt import GPT, config_for  # noqa: E402
+from results import machine, save  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.units import MIB, parse_count  # noqa: E402
@@ -124,13 +123,10 @@ def main() -> int:
         result = summarize(rows, bytes_floor, nvme)
     dist.destroy_process_group()
     result |= {"params": nvme.numel, "batch_size": args.batch_size, "context": args.context, "rounds": args.rounds}
-    line = json.dumps({"bench": "step", **machine(), **result})
-    print(line)
+    line = {"bench": "step", **machine(), **result}
+    print(json.dumps(line))
     if args.save:
-        results = HERE / "results" / "step.jsonl"
-        results.parent.mkdir(exist_ok=True)
-        with results.open("a") as file:
-            file.write(line + "\n")
+        save("step", line)
     return 0
 
 
@@ -175,22 +171,6 @@ def summarize(
         "drive_read_gb_per_s": median(d.read_bytes_per_s / 1e9 for _, _, d in rows),
         "drive_write_gb_per_s": median(d.write_bytes_per_s / 1e9 for _, _, d in rows),
         "pinned_bytes": stats.pinned_bytes,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """The environment a number belongs to."""
-    model = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cpu": f"{os.cpu_count()} x {model}",
-        "kernel": platform.release(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
     }
 
 

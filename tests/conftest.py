@@ -18,6 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# A rank that dies of a signal must say where each of its threads was: such a death may not come back for days.
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
 # How long an example takes says more about what else the machine is doing than about the code.
 hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.load_profile("house")
@@ -92,7 +95,7 @@ def torchrun() -> Torchrun:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
+            env={**os.environ, **RANK_ENVIRONMENT, **(environment or {})},
             start_new_session=True,
         )
         in_time = True
