@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
-from infinity.aio import IoEngine, PinnedPool, Priority, Request
-from infinity.store.arena import Arena
-from infinity.store.run_folder import RunFolder
+from infinity.store.measure import DriveTest, Settings, Workload
 from infinity.units import MIB
 
-_CHUNK_BYTES = 16 * MIB
+_POOL_BYTES_MIN = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -28,42 +23,28 @@ class DriveRates:
 
 
 def measure_drive(
-    path: str | os.PathLike[str], *, nbytes: int = 256 * MIB, rounds: int = 5, **engine_options: Any
+    path: str | os.PathLike[str],
+    *,
+    nbytes: int = 256 * MIB,
+    rounds: int = 5,
+    seconds: float = 0.15,
+    **engine_options: Any,
 ) -> DriveRates:
-    """Write and read `nbytes` of random data on the drive of `path`, `rounds` times in turn; takes seconds.
+    """Read and write random data on the drive of `path` in turn.
 
     Args:
+        nbytes: size of the file (bytes).
+        rounds: trials of each, at least `seconds` long.
         engine_options: as for `infinity.aio.IoEngine`.
 
     Leaves nothing behind. Raises StoreError or IoError.
     """
-    folder = RunFolder(path)
-    try:
-        pool = PinnedPool(2 * _CHUNK_BYTES)
-        engine = IoEngine(pool, **engine_options)
-        arena = Arena(folder, engine, name="probe.arena")
-        leases = [pool.lease(_CHUNK_BYTES) for _ in range(2)]
-        for lease in leases:
-            torch.randint(0, 1 << 62, (_CHUNK_BYTES // 8,), out=lease.view(torch.int64))
-        chunks = max(2, nbytes // _CHUNK_BYTES)
-        arena.reserve([_CHUNK_BYTES] * chunks, "the drive probe")
-
-        def run(operation: str) -> float:
-            began = time.perf_counter()
-            requests = [
-                Request(operation, arena.file, k * _CHUNK_BYTES, leases[k % 2], 0, _CHUNK_BYTES, Priority.DEMAND)
-                for k in range(chunks)
-            ]
-            engine.wait(engine.start(requests))
-            return chunks * _CHUNK_BYTES / (time.perf_counter() - began)
-
-        run("write")  # the first write to reserved space costs the file system a conversion
-        rates = [(run("read"), run("write")) for _ in range(rounds)]
-        for lease in leases:
-            lease.give_back()
-        backend = engine.backend
-        engine.close()
-        arena.close()
-    finally:
-        folder.close()
-    return DriveRates(statistics.median(r for r, _ in rates), statistics.median(w for _, w in rates), backend)
+    names = {field.name for field in fields(Settings)}
+    settings = Settings(**{name: value for name, value in engine_options.items() if name in names})
+    rest = {name: value for name, value in engine_options.items() if name not in names}
+    pool_bytes = max(_POOL_BYTES_MIN, 2 * settings.in_flight_bytes)
+    with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes, engine_options=rest) as test:
+        test.fill()
+        trials = [test.run(way, settings, seconds) for way in (Workload.READ, Workload.WRITE) * rounds]
+    reads, writes = ([trial.bytes_per_s for trial in trials[way::2]] for way in (0, 1))
+    return DriveRates(statistics.median(reads), statistics.median(writes), trials[0].settings.backend)

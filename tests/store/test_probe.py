@@ -1,4 +1,4 @@
-"""What measuring a drive promises: positive rates through the engine that was asked for, and nothing left behind."""
+"""What the short look at a drive promises: positive rates through the engine that was asked for, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -6,49 +6,40 @@ from pathlib import Path
 
 import pytest
 
-from infinity.aio import IoEngine
+import infinity
+from infinity.aio import DriveLimit
 from infinity.errors import StoreError
-from infinity.store import probe
+from infinity.store.measure import DriveTest, Settings, Trial, Workload
 from infinity.store.probe import measure_drive
+from infinity.units import MIB
 
-CHUNK = 256 << 10
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_CHUNK_BYTES", CHUNK)
+NBYTES = 32 * MIB
+SHORT_SECONDS = 0.02
 
 
-def test_rates_are_positive_and_nothing_is_left(nvme_path: Path, backend: str) -> None:
-    rates = measure_drive(nvme_path, nbytes=4 * CHUNK, rounds=2, backend=backend)
+def test_drive_rates_are_positive_and_nothing_is_left(nvme_path: Path, backend: str) -> None:
+    rates = measure_drive(nvme_path, nbytes=NBYTES, rounds=2, seconds=SHORT_SECONDS, backend=backend)
     assert rates.backend == backend
     assert rates.read_bytes_per_s > 0
     assert rates.write_bytes_per_s > 0
     assert list(nvme_path.iterdir()) == []
+    assert infinity.measure_drive is measure_drive
 
 
-@pytest.mark.parametrize("nbytes", [1, CHUNK, 5 * CHUNK + 1])
-def test_each_round_moves_what_it_was_told_in_whole_chunks(
-    nvme_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines: list[IoEngine] = []
+def test_drive_rates_are_medians_of_the_rounds(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = iter([1, 40, 9, 10, 5, 20])  # read, write, in turn
 
-    class Remembered(IoEngine):
-        def close(self) -> None:
-            engines.append(self)
-            super().close()
+    def run(_: DriveTest, workload: Workload, settings: Settings, seconds: float) -> Trial:
+        return Trial(workload, settings, next(speeds), 1.0, 0.0)
 
-    monkeypatch.setattr(probe, "IoEngine", Remembered)
-    measure_drive(nvme_path, nbytes=nbytes, rounds=3, backend="threads")
-    (engine,) = engines
-    round_bytes = max(2, nbytes // CHUNK) * CHUNK
-    assert engine.read_bytes == 3 * round_bytes
-    assert engine.written_bytes == 4 * round_bytes  # the first round of writes is not counted
+    monkeypatch.setattr(DriveTest, "run", run)
+    rates = measure_drive(nvme_path, nbytes=NBYTES, rounds=3)
+    assert (rates.read_bytes_per_s, rates.write_bytes_per_s) == (5, 20)
 
 
-def test_failure_leaves_nothing(nvme_path: Path) -> None:
+def test_drive_rates_of_no_backend(nvme_path: Path) -> None:
     with pytest.raises(ValueError, match="no such thing"):
-        measure_drive(nvme_path, backend="no such thing")
+        measure_drive(nvme_path, nbytes=NBYTES, backend="no such thing")
     assert list(nvme_path.iterdir()) == []
 
 
@@ -57,3 +48,11 @@ def test_path_that_can_not_be_used_is_a_store_error(nvme_path: Path) -> None:
     file.write_text("x")
     with pytest.raises(StoreError):
         measure_drive(file)
+
+
+def test_other_options_reach_the_engine(nvme_path: Path) -> None:
+    limits = [DriveLimit(bytes_per_s=1e8)]
+    rates = measure_drive(
+        nvme_path, nbytes=NBYTES, rounds=1, seconds=SHORT_SECONDS, limits=limits, queue_depth=4, mix="bursts"
+    )
+    assert 0 < rates.read_bytes_per_s < 2e8

@@ -1,0 +1,144 @@
+"""Floor 7. fio on the same bytes, measured and searched like our own engine: what else the drive could be driven by.
+
+One process of fio per trial; it ends with us. It opens the test file through our descriptor, so it makes no file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import IoError, StoreError
+from infinity.store.measure import DriveTest, Settings, Trial, Workload
+from infinity.units import MIB, align_up
+
+NAME = "fio"
+"""Stands where a backend would in `Settings`; `rings` are fio's jobs then."""
+
+IN_FLIGHT_BYTES_MAX = 512 * MIB
+
+_READWRITE = {Workload.READ: "read", Workload.WRITE: "write", Workload.MIXED: "rw"}
+
+
+def find_fio() -> str:
+    """The program's path. Raises StoreError, with the next move, where it isn't installed."""
+    program = shutil.which("fio")
+    if program is None:
+        raise StoreError(errno.ENOENT, "--fio: no fio on the PATH: install it (apt-get install fio) or leave --fio out")
+    return program
+
+
+def version_of(program: str) -> str:
+    """Such as "fio-3.33"."""
+    return subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+
+
+class Fio:
+    """Runs trials of fio on the file of `test`.
+
+    Args:
+        program: path of fio.
+        io_engine: fio's name of how it does I/O: "io_uring", or "libaio" where that is refused.
+    """
+
+    def __init__(self, program: str, test: DriveTest, io_engine: str) -> None:
+        self._program = program
+        self._test = test
+        self.io_engine = io_engine
+        self._cursor = 0
+        self.registers_buffers = io_engine == "io_uring"
+
+    def run(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+        """One trial. Raises IoError with what fio said where it fails."""
+        done = self._call(workload, settings, seconds)
+        if done.returncode and self.registers_buffers and os.strerror(errno.ENOMEM) in done.stderr:
+            self.registers_buffers = False  # more than the memlock limit allows: go on without, as our engine does
+            done = self._call(workload, settings, seconds)
+        if done.returncode:
+            raise IoError(f"fio ended with status {done.returncode}: {(done.stderr or done.stdout).strip()[-300:]}")
+        nbytes, elapsed, cpu_seconds = parse_output(done.stdout)
+        self._cursor += nbytes
+        return Trial(workload, settings, nbytes, elapsed, cpu_seconds)
+
+    def command(self, workload: Workload, settings: Settings, seconds: float) -> list[str]:
+        """The command line of one trial.
+
+        It goes through half of the file at most, from where the last one stopped, each job through a part of that: what it
+        has just written or read, and the drive or a hypervisor may still hold, is not read again. No ramp time: what is
+        under way when the clock starts would count as moved within it, a tenth of a second of the drive's time at great
+        depths.
+        """
+        half = self._test.nbytes // 2
+        part = half // settings.rings // settings.block_bytes * settings.block_bytes
+        options = {
+            "name": "sweep",
+            "filename": f"/proc/{os.getpid()}/fd/{self._test.descriptor}",
+            "readwrite": _READWRITE[workload],
+            "offset": align_up(self._cursor % half),
+            "size": part,
+            "offset_increment": part,
+            "blocksize": settings.block_bytes,
+            "iodepth": settings.queue_depth,
+            "numjobs": settings.rings,
+            "ioengine": self.io_engine,
+            "direct": int(self._test.direct),
+            "runtime": f"{max(1, round(seconds * 1000))}ms",
+            "thread": 1,
+            "group_reporting": 1,
+            "randrepeat": 0,
+            "scramble_buffers": 0,  # the buffers are random as they are; changing them all the time costs CPU
+            "allow_file_create": 0,
+            "output-format": "json",
+        }
+        if self.io_engine == "io_uring":
+            options |= {"registerfiles": 1, "fixedbufs": int(self.registers_buffers)}
+        return [self._program, *(f"--{name}={value}" for name, value in options.items())]
+
+    def _call(self, workload: Workload, settings: Settings, seconds: float) -> subprocess.CompletedProcess[str]:
+        # glibc then asks for huge pages for large blocks of memory, as our pinned pool does.
+        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        command = self.command(workload, settings, seconds)
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=Path("/"),
+            start_new_session=True,  # Ctrl-C is ours to handle
+        ) as process:
+            try:
+                output, errors = process.communicate()
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def parse_output(text: str) -> tuple[int, float, float]:
+    """Bytes moved, wall seconds, and CPU seconds of all jobs, from fio's JSON (which may follow warnings).
+
+    Raises IoError where there are none.
+    """
+    try:
+        report = json.loads(text[text.index("{") :])
+        jobs: list[dict[str, Any]] = report["jobs"]
+        failed = [job["error"] for job in jobs if job["error"]]
+        if failed:
+            raise IoError(f"a job of fio failed: {os.strerror(failed[0])}", failed[0])
+        ways = [job[way] for job in jobs for way in ("read", "write")]
+        nbytes = sum(int(way["io_bytes"]) for way in ways)
+        milliseconds = max(int(way["runtime"]) for way in ways)
+        # job_runtime adds up the jobs of a group, and the percentages are of that.
+        cpu_seconds = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
+    except (ValueError, KeyError, TypeError) as error:
+        raise IoError(f"fio's output can't be read ({error!r}): {text.strip()[:200]!r}") from None
+    if not nbytes or not milliseconds:
+        raise IoError("fio moved no bytes")
+    return nbytes, milliseconds / 1000, cpu_seconds

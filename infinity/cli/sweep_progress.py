@@ -1,0 +1,61 @@
+"""Floor 7. A bar with the time left on standard error; where that is no terminal, a plain line every few seconds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+_LINE_SECONDS = 5.0
+
+
+class Progress:
+    """Shows how far something is that knows what is done and estimates what is left, both in seconds."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._next_line = time.monotonic()
+        if console.is_terminal:
+            self._bar = Bar(
+                TextColumn("{task.description}", table_column=None),
+                BarColumn(bar_width=None),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=console,
+                transient=True,
+                expand=True,
+            )
+            self._task = self._bar.add_task("", total=None, left="")
+
+    def show(self, what: str, *, done_seconds: float, left_seconds: float) -> None:
+        """`what` goes on now; may be called often."""
+        left = f"about {_in_words(left_seconds)} left"
+        if self._bar is not None:
+            total = done_seconds + left_seconds
+            self._bar.update(self._task, description=what, completed=done_seconds, total=total, left=left)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+            print(f"{what}; {left}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _in_words(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min"
