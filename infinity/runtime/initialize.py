@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from infinity.runtime.materialize import (
     load_weights,
     meta_parameters,
 )
+from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
 
@@ -79,7 +79,8 @@ def initialize(
         raise ConfigError("initialize needs config=: a dict, a path to JSON, or base64 of JSON")
     parsed = load_config(source)
     with ExitStack() as undo:
-        close_group = _ensure_process_group(undo)
+        close_group = ensure_process_group()
+        undo.callback(close_group)
         settled = parsed.resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
         _check_supported(settled, model, init_fn, weights)
         _report_ignored(settled)
@@ -101,26 +102,6 @@ def initialize(
         )
         undo.pop_all()
     return engine, made, loader, schedule
-
-
-def _ensure_process_group(undo: ExitStack) -> Callable[[], None]:
-    """A process group: the one there is, torchrun's, or one of a single rank. Returns what closes it if it is ours."""
-    if dist.is_initialized():
-        return lambda: None
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-    def close() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    undo.callback(close)
-    return close
 
 
 def _check_supported(

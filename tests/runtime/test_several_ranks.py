@@ -1,0 +1,17 @@
+"""What several ranks promise each other: they begin and end together, and fail together, naming the one that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("several_ranks.py")
+
+
+@pytest.mark.slow
+def test_an_engine_after_an_engine_in_one_process(torchrun: Any, nvme_path: Path) -> None:
+    done = torchrun(SCRIPT, "again_and_again", str(nvme_path), timeout_seconds=90)
+    assert done.stdout.count("made three engines") == 2
+    assert not list(nvme_path.iterdir())
