@@ -7,6 +7,7 @@ DCP reshards on load, so another number of ranks is fine.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from infinity.errors import CheckpointError
 from infinity.runtime.materialize import named_full_tensors
+from infinity.swap import PagedAdam
 from infinity.units import GIB
 
 _LATEST = "latest"
@@ -104,7 +106,8 @@ def load(
     _reshard(model)  # what is gathered now would be stale
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     _check_fits(path, state)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    with optimizer.loading() if isinstance(optimizer, PagedAdam) else contextlib.nullcontext():
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
     for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
         group.update(saved)
     _restore_steps(state, model, optimizer)

@@ -182,6 +182,7 @@ class Engine:
         tag = tag or f"global_step{self.global_steps}"
         if tag != Path(tag).name or tag.startswith("."):
             raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}")
+        self._check_whole()
         self._make_optimizer_state()
         rest = {
             "global_steps": self.global_steps,
@@ -213,6 +214,7 @@ class Engine:
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
         """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0."""
+        self._check_whole()
         checkpoint.save_16bit(save_dir, self.module, self._compute_dtype)
         return True
 
@@ -234,6 +236,10 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _check_whole(self) -> None:
+        if self.swap is not None:
+            self.swap.paged.check_whole()
 
     def _make_optimizer_state(self) -> None:
         """State for every parameter, as a first step would make it, without a step: a checkpoint holds all of it."""

@@ -54,13 +54,17 @@ class SwapStats:
     arena_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Tensor:
-    """A plain tensor that was registered."""
+    """A plain tensor that was registered. `lost`: why what was written of it last is not what is stored."""
 
     chunk: Chunk
     shape: torch.Size
     dtype: torch.dtype
+    lost: str | None = None
+
+    def lose(self, why: str) -> None:
+        self.lost = why
 
 
 class SwapManager:
@@ -138,6 +142,7 @@ class SwapManager:
         extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
         span = (Span(extent.offset, 0, extent.nbytes),)
         entry = _Tensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
+        entry.chunk.on_lost = entry.lose
         lease = machinery.stager.occupy(entry.chunk)
         try:
             lease.view(tensor.dtype, 0, tensor.numel()).view(tensor.shape).copy_(tensor.detach())
@@ -263,6 +268,7 @@ class SwapManager:
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
         model = shard.model
+        model.check_whole()
         if dtype != model.copy_dtype:
             raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
         if not shard.filled:
@@ -385,6 +391,12 @@ class SwapManager:
         entry = self._tensor(name)
         if entry.chunk.state is ChunkState.IN_USE:
             raise InfinityError(f"tensor {name!r} is in use already")
+        self._open().stager.settle(entry.chunk)
+        if entry.lost is not None:
+            raise InfinityError(
+                f"tensor {name!r} is lost, part of it old and part new, since a write of it failed: {entry.lost}; register it "
+                "anew under another name"
+            )
         lease = self._open().stager.acquire(entry.chunk)
         return entry, lease.view(entry.dtype, 0, entry.shape.numel()).view(entry.shape)
 

@@ -121,9 +121,11 @@ class Stager:
         if chunk.state is ChunkState.WRITING:
             try:
                 self._engine.wait(chunk.transfers)
-            except OSError:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
+            except OSError as error:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
                 self._writing.remove(chunk)
                 self._rest(chunk)
+                if chunk.on_lost is not None:
+                    chunk.on_lost(str(error))
                 raise
             self._writing.remove(chunk)
             self._rest(chunk)
