@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from infinity.errors import CheckpointError
 from infinity.runtime.materialize import named_full_tensors
 from infinity.swap import PagedAdam
+from infinity.swap.names import buffer_names, parameter_names
 from infinity.units import GIB
 
 _LATEST = "latest"
@@ -123,7 +124,6 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
     root = Path(directory)
     writer = dist.get_rank() == 0
     _reshard(model)
-    persistent = set(model.state_dict(keep_vars=True))
     if writer:
         root.mkdir(parents=True, exist_ok=True)
     files: list[list[str]] = []
@@ -146,9 +146,8 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
         part_bytes += nbytes
         total += nbytes
     if writer:
-        for name, buffer in model.named_buffers():
-            if name in persistent:
-                part[name] = buffer.detach().cpu().contiguous()
+        for buffer, names in buffer_names(model, persistent=True).items():
+            part[names[0]] = buffer.detach().cpu().contiguous()
         flush()
         _name_files(root, files, total)
     dist.barrier()
@@ -207,20 +206,20 @@ def _flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The loaded hyper-parameters, in the order of the optimizer's groups (DCP keeps them by parameter name)."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = parameter_names(model)
     by_name = {name: group for group in state["optimizer"]["param_groups"] for name in group["params"]}
     found = []
     for group in optimizer.param_groups:
-        saved = by_name[names[group["params"][0]]]
+        saved = by_name[names[group["params"][0]][0]]
         found.append({key: value for key, value in saved.items() if key != "params"})
     return found
 
 
 def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Moments are loaded in place; the step counts are small tensors of their own."""
-    for name, parameter in model.named_parameters():
+    for parameter, names in parameter_names(model).items():
         if parameter in optimizer.state:
-            loaded = state["optimizer"]["state"][name]["step"]
+            loaded = state["optimizer"]["state"][names[0]]["step"]
             optimizer.state[parameter]["step"].copy_(torch.as_tensor(loaded))
 
 

@@ -26,10 +26,12 @@ from infinity.runtime.materialize import (
     initialize_values,
     load_weights,
     meta_parameters,
+    stored_names,
 )
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
+from infinity.swap.names import parameter_names, parameters_by_name
 
 log = logging.getLogger("infinity")
 
@@ -113,7 +115,7 @@ def _check_supported(
         raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
     if weights is not None and not Path(weights).exists():
         raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
-    check_initializable(model, init_fn, parameters=weights is None)
+    check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
     _mixed_residency(config)
 
 
@@ -168,9 +170,7 @@ def _trained_names(
     model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Parameter groups as (settings, names): sharding puts other objects in the parameters' place."""
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(parameter, name)
+    names = parameter_names(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         source: list[Any] = optimizer.param_groups
     elif model_parameters is not None:
@@ -186,7 +186,7 @@ def _trained_names(
         if any(member not in names for member in members):
             raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
         settings = {key: value for key, value in group.items() if key != "params"}
-        found.append((settings, [names[member] for member in members]))
+        found.append((settings, [names[member][0] for member in members]))
     return found
 
 
@@ -266,8 +266,8 @@ def _give_values(
     if blank and weights is None:
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:
-        initialize_values(model, set(), device, init_fn)  # buffers
-        load_weights(model, Path(weights))
+        initialize_values(model, set(), device, init_fn, stored_names(weights))  # buffers
+        load_weights(model, weights)
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
@@ -286,7 +286,7 @@ def _make_optimizer(
     swap: SwapManager | None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters: paged where there is a swap manager."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = parameters_by_name(model)
     regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         if swap is not None:

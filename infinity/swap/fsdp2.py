@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
+from infinity.swap.names import clean_name, parameter_names
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,13 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
 
     Raises ConfigError where it wasn't, or where a parameter can't be paged (not fp32, not sharded on dim 0, 0-d).
     """
-    owners = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    owners = [clean_name(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not owners:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
     members: dict[str, list[ShardedParameter]] = {owner: [] for owner in owners}
-    for parameter, aliases in names.items():
-        owner = _owner(aliases[0], owners)
-        members[owner].append(ShardedParameter(tuple(aliases), parameter, _checked(aliases[0], parameter)))
+    for parameter, names in parameter_names(model).items():
+        owner = _owner(names[0], owners)
+        members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
     return [ShardedGroup(owner or "root", tuple(found)) for owner, found in members.items() if found]
 
 
@@ -70,11 +68,12 @@ def gathered_dtype(model: nn.Module) -> torch.dtype:
     return dtypes.pop()
 
 
-def install(model: nn.Module, replacements: dict[str, nn.Parameter]) -> None:
-    """Put parameters into the model under their names; tied ones stay tied because the same object stands under each."""
-    result = model.load_state_dict(dict(replacements), strict=False, assign=True)
-    if result.unexpected_keys:
-        raise InfinityError(f"could not install paged parameters under {result.unexpected_keys}")
+def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put parameters in the place of others; tied ones stay tied because the same object stands under each name."""
+    for module in model.modules():
+        own = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
+        if own:  # module by module: wrappers change the names that the whole model's load_state_dict takes
+            module.load_state_dict(own, strict=False, assign=True)
 
 
 def _owner(name: str, owners: list[str]) -> str:

@@ -428,7 +428,7 @@ class SwapManager:
         """Move the values into the arena and put paged tensors in their place."""
         parameters = [p for group in groups for p in group.parameters]
         torch_device = self._device.torch_device
-        replacements: dict[str, nn.Parameter] = {}
+        replacements: dict[nn.Parameter, nn.Parameter] = {}
         for shard, source in zip(paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self, torch_device)
             shard.filled = shard.shape.numel() == 0
@@ -443,8 +443,7 @@ class SwapManager:
                 shape=sharded.shape,
                 stride=sharded.stride(),
             )
-            replacement = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
-            replacements.update(dict.fromkeys(source.names, replacement))
+            replacements[source.parameter] = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
         install(model, replacements)
 
     def _device_of(self, groups: list[ShardedGroup]) -> Device:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -315,6 +316,65 @@ def test_weights_that_do_not_fit_are_named(spoil: Any, pattern: str, nvme_path: 
     with pytest.raises(infinity.CheckpointError, match=pattern):
         engine_for(nvme_path, weights=tmp_path)
     assert not list(nvme_path.iterdir())
+
+
+def test_a_buffer_without_memory_gets_the_value_in_the_file(nvme_path: Path, tmp_path: Path) -> None:
+    save_file({name: t.clone() for name, t in Model().state_dict().items() if name != "head.weight"}, tmp_path / "m")
+    with infinity.init_empty():
+        empty = Model()  # its buffer too, and nothing here computes it
+    with engine_for(nvme_path, model=empty, weights=tmp_path / "m") as engine:
+        assert engine.module.scale.item() == 2.0
+        steps(engine, 0, 1)
+
+
+def test_a_file_without_a_buffer_that_belongs_in_it_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    tensors = {name: t.clone() for name, t in Model().state_dict().items() if name not in ("head.weight", "scale")}
+    save_file(tensors, tmp_path / "m")
+    with pytest.raises(infinity.CheckpointError, match="doesn't fit the model: missing scale"):
+        engine_for(nvme_path, weights=tmp_path / "m")
+    model = Model()
+    del model.scale
+    model.register_buffer("scale", torch.tensor(3.0), persistent=False)
+    with engine_for(nvme_path, model=model, weights=tmp_path / "m") as engine:
+        assert engine.module.scale.item() == 3.0
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_damaged_weights_name_their_file(file: str, nvme_path: Path, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    with pytest.raises(infinity.CheckpointError, match=rf"{file} is damaged.*again"):
+        engine_for(nvme_path, weights=tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(infinity.CheckpointError, match=r"gone.safetensors is damaged.*again"):
+        engine_for(nvme_path, weights=tmp_path)
+
+
+def test_names_are_those_of_the_model_without_wrappers(nvme_path: Path, tmp_path: Path) -> None:
+    """torch's activation checkpointing puts a module around each block; files fit with it and without."""
+
+    def wrapped() -> Model:
+        torch.manual_seed(0)
+        model = Model()
+        model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+        return model
+
+    with engine_for(nvme_path, model=wrapped()) as engine:
+        losses = steps(engine, 0, 2)
+        engine.save_checkpoint(tmp_path / "all")
+        engine.save_16bit_model(tmp_path / "model")
+        losses += steps(engine, 2, 2)
+    with engine_for(nvme_path) as engine:
+        assert steps(engine, 0, 2) == losses[:2]
+        engine.load_checkpoint(tmp_path / "all")
+        assert steps(engine, 2, 2) == losses[2:]
+    for model in (wrapped(), Model()):
+        with engine_for(nvme_path, model=model, seed=3, weights=tmp_path / "model") as engine:
+            first = next(iter(engine.module.parameters())).full_tensor() + 0
+            assert torch.equal(first, load_file(tmp_path / "model" / "model.safetensors")["embedding.weight"].float())
+    with infinity.init_empty():
+        empty = wrapped()
+    with engine_for(nvme_path, model=empty, weights=tmp_path / "model") as engine:
+        steps(engine, 0, 1)
 
 
 def test_models_built_without_memory_are_initialised_alike_everywhere(nvme_path: Path) -> None:
