@@ -290,7 +290,8 @@ class ZeroConfig(_Block):
     )
     sub_group_size: _AutoPositive = Field(
         default="auto",
-        description="Elements of this rank's shards that are stepped together; their state is one extent. auto derives "
+        description="At most this many elements of this rank's shards are stepped together, fewer where the pinned budget "
+        "doesn't hold three such sub-groups; their state is one extent. auto derives "
         "it from the pinned budget. DeepSpeed's default is 1e9.",
     )
     stage3_prefetch_bucket_size: _AutoCount = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from infinity.runtime.materialize import (
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
+from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names, parameters_by_name
 
 log = logging.getLogger("infinity")
@@ -115,6 +116,13 @@ def _check_supported(
         raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
     if weights is not None and not Path(weights).exists():
         raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
+    if is_sharded(model):
+        raise ConfigError(
+            "the model is sharded already, by fully_shard or by an earlier initialize: build it anew and pass that; a model "
+            "that you shard yourself is paged with SwapManager.page(model)"
+        )
+    if scalars := [names[0] for parameter, names in parameter_names(model).items() if parameter.dim() == 0]:
+        raise ConfigError(f"parameter {scalars[0]} has no dimension that could be sharded: give it the shape (1,)")
     check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
     _mixed_residency(config)
 
@@ -191,31 +199,42 @@ def _trained_names(
 
 
 def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapManager | None:
-    """fully_shard each group and the root; then hand what rests on NVMe to a swap manager."""
-    own = config.infinity
+    """fully_shard each group and the root; then hand what rests on NVMe to a swap manager.
+
+    What can be known to be too small is refused before the model is sharded, which can't be undone.
+    """
     zero = config.zero_optimization
     nvme_parameters, nvme_state = _mixed_residency(config)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    _to_fp32_masters(model, mesh)
-    dtype = _compute_dtype(config)
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype is torch.float32 else dtype,
-        reduce_dtype=torch.float32 if own.reduce_dtype == "fp32" else torch.bfloat16,
-    )
-    host = zero.offload_param.device == "cpu" and device_type != "cpu" and not nvme_state
-    offload = CPUOffloadPolicy(pin_memory=zero.offload_param.pin_memory) if host else OffloadPolicy()
-    wrap = modules_to_wrap(model, None if own.wrap == "auto" else own.wrap)
-    for module in wrap:
-        reshard = zero.stage >= 3
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    reshard_root = None if zero.stage >= 3 else False  # None: FSDP2 keeps the root group from forward to backward
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
+    wrap = modules_to_wrap(model, None if config.infinity.wrap == "auto" else config.infinity.wrap)
     if not (nvme_parameters or nvme_state):
+        _shard(model, config, mesh, wrap)
         return None
-    path = zero.offload_param.nvme_path if nvme_parameters else zero.offload_optimizer.nvme_path
+    dtype = _compute_dtype(config)
+    placing: dict[str, Any] = {
+        "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
+        "resident_numel_below": zero.stage3_param_persistence_threshold,
+        "resident_numel_max": zero.offload_param.max_in_cpu,
+        "hold_parameters": not nvme_parameters,
+        "hold_state": not nvme_state,
+    }
+    swap = _make_swap(config)
+    undo.callback(swap.close)
+    swap.check_fits(model, wrap, ranks=mesh.size(), dtype=dtype, **placing)
+    _shard(model, config, mesh, wrap)
+    prefetch = zero.stage3_prefetch_bucket_size
+    swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
+    if dist.get_rank() == 0:
+        for note in swap.notes:
+            log.info(note)
+    return swap
+
+
+def _make_swap(config: Config) -> SwapManager:
+    own, zero = config.infinity, config.zero_optimization
+    path = zero.offload_param.nvme_path if zero.offload_param.device == "nvme" else zero.offload_optimizer.nvme_path
     assert path is not None
-    swap = SwapManager(
+    return SwapManager(
         path,
         host_bytes_max=own.pinned_bytes_max,
         backend=own.backend,
@@ -224,21 +243,25 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
         rings=config.io_rings,
         lock_memory=own.lock_memory,
     )
-    undo.callback(swap.close)
-    prefetch = zero.stage3_prefetch_bucket_size
-    swap.page(
-        model,
-        sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
-        resident_numel_below=zero.stage3_param_persistence_threshold,
-        resident_numel_max=zero.offload_param.max_in_cpu,
-        look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize,
-        hold_parameters=not nvme_parameters,
-        hold_state=not nvme_state,
+
+
+def _shard(model: nn.Module, config: Config, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
+    """fully_shard each of `wrap` and the root, with the config's policies."""
+    zero = config.zero_optimization
+    _to_fp32_masters(model, mesh)
+    dtype = _compute_dtype(config)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype is torch.float32 else dtype,
+        reduce_dtype=torch.float32 if config.infinity.reduce_dtype == "fp32" else torch.bfloat16,
     )
-    if dist.get_rank() == 0:
-        for note in swap.notes:
-            log.info(note)
-    return swap
+    _, nvme_state = _mixed_residency(config)
+    host = zero.offload_param.device == "cpu" and mesh.device_type != "cpu" and not nvme_state
+    offload = CPUOffloadPolicy(pin_memory=zero.offload_param.pin_memory) if host else OffloadPolicy()
+    for module in wrap:
+        reshard = zero.stage >= 3
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    reshard_root = None if zero.stage >= 3 else False  # None: FSDP2 keeps the root group from forward to backward
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
 
 
 def _to_fp32_masters(model: nn.Module, mesh: DeviceMesh) -> None:

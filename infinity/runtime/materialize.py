@@ -126,8 +126,9 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     with ExitStack() as stack, torch.no_grad():
         where = _opened(Path(path), stack)
-        wanted: dict[torch.Tensor, tuple[str, ...]] = dict(parameter_names(model))
-        wanted.update(buffer_names(model, persistent=True))
+        wanted: dict[torch.Tensor, tuple[str, ...]] = {}
+        wanted |= dict(parameter_names(model).items())
+        wanted |= buffer_names(model, persistent=True)
         optional = buffer_names(model, persistent=False)
         known = {name for names in (*wanted.values(), *optional.values()) for name in names}
         missing = [names[0] for names in wanted.values() if not any(name in where for name in names)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +30,7 @@ class ShardedParameter:
     @property
     def padded_shape(self) -> torch.Size:
         """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
-        shape = self.sharded.shape
-        ranks = self.sharded.device_mesh.size()
-        return torch.Size((-(-shape[0] // ranks), *shape[1:]))
+        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size())
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,49 @@ class ShardedGroup:
 
     name: str
     parameters: tuple[ShardedParameter, ...]
+
+    @property
+    def outline(self) -> GroupOutline:
+        """What can be said of it before it is sharded."""
+        found = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
+        return GroupOutline(self.name, tuple(found))
+
+
+@dataclass(frozen=True)
+class ParameterOutline:
+    """A parameter's own name, its whole shape, and whether it is trained."""
+
+    name: str
+    shape: torch.Size
+    trained: bool
+
+
+@dataclass(frozen=True)
+class GroupOutline:
+    """A group, sharded or about to be."""
+
+    name: str
+    parameters: tuple[ParameterOutline, ...]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
+    """The shape of one rank's shard, with the padding that makes all ranks' shards alike (dim 0)."""
+    return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else torch.Size((1,))
+
+
+def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
+    """The groups that a model will have when `fully_shard` is applied to each of `wrap` and to the root."""
+    chosen = {*wrap, model}
+    owners = [clean_name(name) for name, module in model.named_modules() if module in chosen]
+    members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
+    for parameter, names in parameter_names(model).items():
+        members[_owner(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
+    return [GroupOutline(owner or "root", tuple(found)) for owner, found in members.items() if found]
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:

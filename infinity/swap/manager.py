@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -28,7 +28,15 @@ from infinity.store import Arena, Field, Layout, RunFolder, Shard, plan_layout
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap import budget
 from infinity.swap.chunk import Chunk, ChunkState, Span
-from infinity.swap.fsdp2 import ShardedGroup, gathered_dtype, install, sharded_groups
+from infinity.swap.fsdp2 import (
+    GroupOutline,
+    ShardedGroup,
+    gathered_dtype,
+    install,
+    outlined_groups,
+    padded_shape,
+    sharded_groups,
+)
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
@@ -226,11 +234,16 @@ class SwapManager:
             raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
-        below = math.inf if hold_parameters else resident_numel_below
-        shards = _shards(groups, below, resident_numel_max)
-        copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
-        layout = self._plan(groups, shards, copy_itemsize, sub_group_size)
-        machinery = self._open()
+        layout, pinned_bytes = self._plan(
+            [group.outline for group in groups],
+            groups[0].parameters[0].sharded.device_mesh.size(),
+            dtype,
+            sub_group_size,
+            math.inf if hold_parameters else resident_numel_below,
+            resident_numel_max,
+            hold_state,
+        )
+        machinery = self._open(pinned_bytes)
         machinery.adopt(self._device_of(groups))
         self._paged = PagedModel(
             layout=layout,
@@ -240,12 +253,45 @@ class SwapManager:
             hold_state=hold_state,
             stager=machinery.stager,
             arena=machinery.arena,
-            what="parameters and optimizer state" if not hold_state else "parameters",
+            what=_what_is_stored(hold_state),
         )
         self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in self._paged.groups]
         room = machinery.pool.nbytes - budget.ACCESS_BYTES - budget.GATHERS_IN_USE * max(self._group_bytes)
         self._look_ahead_bytes = max(0, room if look_ahead_bytes is None else min(room, look_ahead_bytes))
         self._take_over(model, groups, self._paged)
+
+    def check_fits(
+        self,
+        model: nn.Module,
+        wrap: Sequence[nn.Module],
+        *,
+        ranks: int,
+        dtype: torch.dtype,
+        sub_group_size: int | None = None,
+        resident_numel_below: int = 100_000,
+        resident_numel_max: int = 0,
+        hold_parameters: bool = False,
+        hold_state: bool = False,
+    ) -> None:
+        """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
+
+        Args:
+            wrap: the modules that will be groups of their own, beside the root.
+            ranks: over how many it will be sharded.
+            dtype: in which it will be gathered.
+            others: as for `page`.
+        """
+        layout, _ = self._plan(
+            outlined_groups(model, wrap),
+            ranks,
+            dtype,
+            sub_group_size,
+            math.inf if hold_parameters else resident_numel_below,
+            resident_numel_max,
+            hold_state,
+        )
+        nbytes = sum(s.numel * s.copy_itemsize for s in layout.sub_groups) if hold_state else layout.nbytes
+        self._folder.check_free(nbytes, _what_is_stored(hold_state))
 
     @property
     def paged(self) -> PagedModel:
@@ -262,7 +308,8 @@ class SwapManager:
     @property
     def sub_groups_ahead(self) -> int:
         """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
-        depth = self._open().pool.nbytes // max(1, self.paged.layout.sub_group_bytes_max)
+        held = any(sub.held is not None for sub in self.paged.sub_groups)
+        depth = self._open().pool.nbytes // max(1, _stepped_bytes_max(self.paged.layout, held))
         return max(1, (depth - 1) // 2)
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -401,28 +448,36 @@ class SwapManager:
         return entry, lease.view(entry.dtype, 0, entry.shape.numel()).view(entry.shape)
 
     def _plan(
-        self, groups: list[ShardedGroup], shards: list[Shard], copy_itemsize: int, sub_group_size: int | None
-    ) -> Layout:
-        """Settle the pinned budget and the size of sub-groups, and lay the model out."""
+        self,
+        groups: Sequence[GroupOutline],
+        ranks: int,
+        dtype: torch.dtype,
+        sub_group_size: int | None,
+        resident_below: float,
+        resident_numel_max: int,
+        hold_state: bool,
+    ) -> tuple[Layout, int]:
+        """The model's layout and the size of the pool (bytes): what the pinned budget allows."""
+        copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
+        shards = _shards(groups, ranks, resident_below, resident_numel_max)
         group_bytes = [0] * len(groups)
         for shard in shards:
             if not shard.resident:
                 group_bytes[shard.group] += align_up(shard.numel, SPACE_ALIGN) * (copy_itemsize or 4)
         largest = max(range(len(groups)), key=group_bytes.__getitem__)
         gather = budget.gather_bytes(group_bytes[largest])
+        numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
         explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        if explicit is None:
-            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
-        else:
-            fitting = budget.sub_group_numel_for(explicit, copy_itemsize + 12)
-            numel = sub_group_size or min(max(fitting, SPACE_ALIGN), SUB_GROUP_NUMEL_DEFAULT)
+        if explicit is not None:
+            fitting = budget.sub_group_numel_for(explicit, copy_itemsize + (0 if hold_state else 12))
+            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = plan_layout(shards, groups=len(groups), sub_group_numel_max=numel, copy_itemsize=copy_itemsize)
-        pinned = explicit or budget.comfortable_bytes(gather, layout.sub_group_bytes_max)
+        stepped = _stepped_bytes_max(layout, hold_state)
+        pinned = explicit or budget.comfortable_bytes(gather, stepped)
         budget.check_available(pinned)
-        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * layout.sub_group_bytes_max)
+        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * stepped)
         budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
-        self._open(pinned)
-        return layout
+        return layout, pinned
 
     def _take_over(self, model: nn.Module, groups: list[ShardedGroup], paged: PagedModel) -> None:
         """Move the values into the arena and put paged tensors in their place."""
@@ -512,16 +567,27 @@ class _Machinery:
                 self.arena.close()
 
 
-def _shards(groups: list[ShardedGroup], resident_below: float, resident_numel_max: int) -> list[Shard]:
+def _shards(groups: Sequence[GroupOutline], ranks: int, resident_below: float, resident_numel_max: int) -> list[Shard]:
     """What the layout needs to know of each parameter, and which copies stay resident."""
     shards = []
     left = resident_numel_max
     for index, group in enumerate(groups):
         for parameter in group.parameters:
-            numel = parameter.padded_shape.numel()
-            resident = parameter.sharded.numel() < resident_below
+            numel = padded_shape(parameter.shape, ranks).numel()
+            resident = parameter.shape.numel() < resident_below
             if not resident and numel <= left:
                 resident = True
                 left -= numel
-            shards.append(Shard(parameter.names[0], index, numel, parameter.parameter.requires_grad, resident))
+            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
     return shards
+
+
+def _stepped_bytes_max(layout: Layout, hold_state: bool) -> int:
+    """Bytes of the pool for the largest sub-group that is stepped: all its fields, or its copy alone."""
+    if not hold_state:
+        return layout.sub_group_bytes_max
+    return max((sub.numel * sub.copy_itemsize for sub in layout.sub_groups if sub.trained), default=0)
+
+
+def _what_is_stored(hold_state: bool) -> str:
+    return "parameters" if hold_state else "parameters and optimizer state"

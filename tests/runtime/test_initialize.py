@@ -102,17 +102,47 @@ def test_a_pool_too_small_for_one_group_names_the_number_that_does(nvme_path: Pa
     assert not list(nvme_path.iterdir())
 
 
-def test_a_pool_too_small_for_the_sub_groups_names_the_number_that_does(nvme_path: Path) -> None:
-    settings = config(
-        nvme_path, infinity={"pinned_bytes_max": "32MiB"}, zero_optimization={"sub_group_size": 2_000_000}
-    )
-    with pytest.raises(infinity.BudgetError, match=r"3 sub-groups of .*: \d+ bytes .* would do") as caught:
-        infinity.initialize(model=model(2, 1024), config=settings)
-    needed = int(str(caught.value).split(": ")[1].split(" bytes")[0])
-    settings["infinity"]["pinned_bytes_max"] = needed
+@pytest.mark.parametrize("held", ["offload_param", "offload_optimizer", None])
+def test_a_sub_group_size_beyond_the_pool_is_cut_down_to_it(nvme_path: Path, held: str | None) -> None:
+    zero: dict[str, Any] = {"sub_group_size": 2_000_000_000, **({held: {"device": "none"}} if held else {})}
+    settings = config(nvme_path, infinity={"pinned_bytes_max": "32MiB"}, zero_optimization=zero)
     engine, *_ = infinity.initialize(model=model(2, 1024), config=settings)
     with engine:
         one_step(engine)
+        assert engine.swap is not None
+        largest = max(sub.chunk.lease_bytes for sub in engine.swap.paged.sub_groups)
+        assert 3 * largest <= 32 << 20
+        if held == "offload_optimizer":  # masters and moments are held: the pool needs to hold copies alone
+            assert max(sub.layout.numel for sub in engine.swap.paged.sub_groups) > 1_000_000
+
+
+def test_a_pool_too_small_leaves_the_model_as_it_was(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = model(2, 2048).bfloat16()
+    small = config(nvme_path, infinity={"pinned_bytes_max": "16MiB"})
+    refused(infinity.BudgetError, "would do", small, model=wide)
+    assert all(p.dtype is torch.bfloat16 for p in wide.parameters())
+    wide(torch.ones(1, 8, dtype=torch.bfloat16))
+    enough = config(nvme_path, infinity={"pinned_bytes_max": "64MiB"})
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "free_bytes", lambda path: 100_000)
+        refused(infinity.StoreError, "are needed on", enough, model=wide)
+    engine, *_ = infinity.initialize(model=wide, config=enough)
+    with engine:
+        one_step(engine)
+
+
+def test_a_model_that_is_sharded_already(nvme_path: Path) -> None:
+    once = model()
+    engine, *_ = infinity.initialize(model=once, config=config(nvme_path))
+    with engine:
+        refused(infinity.ConfigError, r"sharded already.*build it anew", config(nvme_path), model=once)
+        one_step(engine)
+
+
+def test_a_parameter_without_a_dimension(nvme_path: Path) -> None:
+    scaled = model()
+    scaled.register_parameter("gain", nn.Parameter(torch.tensor(1.0)))
+    refused(infinity.ConfigError, r"gain has no dimension .*\(1,\)", config(nvme_path), model=scaled)
 
 
 def test_a_pool_larger_than_the_machine(nvme_path: Path) -> None:
