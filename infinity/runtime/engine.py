@@ -180,8 +180,8 @@ class Engine:
         `client_state`: a dict of plain values and tensors of your own. Raises CheckpointError; an earlier checkpoint stays.
         """
         tag = tag or f"global_step{self.global_steps}"
-        if tag != Path(tag).name or tag.startswith("."):
-            raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}")
+        if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
+            raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
         self._check_whole()
         self._make_optimizer_state()
         rest = {

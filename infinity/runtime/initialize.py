@@ -33,6 +33,7 @@ from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names, parameters_by_name
+from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
 
@@ -72,7 +73,8 @@ def initialize(
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
 
-    Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before the first step; nothing is left behind.
+    A collective. Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before the first step, on all ranks
+    when on one; nothing is left behind.
     """
     if model is None:
         raise ConfigError("initialize needs model=")
@@ -80,19 +82,21 @@ def initialize(
     source = source if source is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("initialize needs config=: a dict, a path to JSON, or base64 of JSON")
-    parsed = load_config(source)
     with ExitStack() as undo:
         close_group = ensure_process_group()
         undo.callback(close_group)
-        settled = parsed.resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
-        _check_supported(settled, model, init_fn, weights)
+        with together():
+            settled = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
+            _check_supported(settled, model, init_fn, weights)
+            groups = _trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
-        groups = _trained_names(model, model_parameters, optimizer)
         swap = _shard_and_page(model, settled, undo)
-        _give_values(model, swap, weights, init_fn)
-        made = _make_optimizer(model, settled, optimizer, groups, swap)
-        schedule = _make_schedule(settled, lr_scheduler, made, replaced=optimizer is not None and made is not optimizer)
-        loader = _make_loader(training_data, settled, collate_fn)
+        with together():
+            _give_values(model, swap, weights, init_fn)
+            made = _make_optimizer(model, settled, optimizer, groups, swap)
+            replaced = optimizer is not None and made is not optimizer
+            schedule = _make_schedule(settled, lr_scheduler, made, replaced=replaced)
+            loader = _make_loader(training_data, settled, collate_fn)
         engine = Engine(
             module=model,
             optimizer=made,
@@ -206,7 +210,8 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
     zero = config.zero_optimization
     nvme_parameters, nvme_state = _mixed_residency(config)
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
-    wrap = modules_to_wrap(model, None if config.infinity.wrap == "auto" else config.infinity.wrap)
+    with together():
+        wrap = modules_to_wrap(model, None if config.infinity.wrap == "auto" else config.infinity.wrap)
     if not (nvme_parameters or nvme_state):
         _shard(model, config, mesh, wrap)
         return None
@@ -218,9 +223,10 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
     }
-    swap = _make_swap(config)
-    undo.callback(swap.close)
-    swap.check_fits(model, wrap, ranks=mesh.size(), dtype=dtype, **placing)
+    with together():
+        swap = _make_swap(config)
+        undo.callback(swap.close)
+        swap.check_fits(model, wrap, ranks=mesh.size(), dtype=dtype, **placing)
     _shard(model, config, mesh, wrap)
     prefetch = zero.stage3_prefetch_bucket_size
     swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError, ConfigError
 from infinity.swap.names import buffer_names, clean_name, parameter_names, parameters_by_name
+from infinity.swap.together import together
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -229,7 +230,8 @@ def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[
     for parameter, names in parameter_names(model).items():
         data = parameter.data
         if isinstance(data, DTensor):
-            local = data._local_tensor.to(dtype or data.dtype).clone()
+            with together():  # reads the drive: a rank that fails must not leave the others waiting to gather
+                local = data._local_tensor.to(dtype or data.dtype).clone()
             whole = DTensor.from_local(
                 local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
             ).full_tensor()

@@ -40,6 +40,7 @@ from infinity.swap.fsdp2 import (
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
+from infinity.swap.together import together
 from infinity.units import align_up, format_bytes, parse_bytes
 
 log = logging.getLogger("infinity")
@@ -227,38 +228,43 @@ class SwapManager:
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
 
-        Raises ConfigError for a model that can't be paged, BudgetError when the pool is too small for one group or three
-        sub-groups (naming the number that would do), StoreError without space; the model is unchanged then.
+        A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
+        BudgetError when the pool is too small for one group or three sub-groups (naming the number that would do), StoreError
+        without space, on all ranks when on one; the model is unchanged then.
         """
         if self._paged is not None:
             raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
-        layout, pinned_bytes = self._plan(
-            [group.outline for group in groups],
-            groups[0].parameters[0].sharded.device_mesh.size(),
-            dtype,
-            sub_group_size,
-            math.inf if hold_parameters else resident_numel_below,
-            resident_numel_max,
-            hold_state,
-        )
-        machinery = self._open(pinned_bytes)
-        machinery.adopt(self._device_of(groups))
-        self._paged = PagedModel(
-            layout=layout,
-            group_names=[group.name for group in groups],
-            shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
-            copy_dtype=dtype,
-            hold_state=hold_state,
-            stager=machinery.stager,
-            arena=machinery.arena,
-            what=_what_is_stored(hold_state),
-        )
-        self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in self._paged.groups]
+        mesh = groups[0].parameters[0].sharded.device_mesh
+        with together(mesh.get_group()):
+            layout, pinned_bytes = self._plan(
+                [group.outline for group in groups],
+                mesh.size(),
+                dtype,
+                sub_group_size,
+                math.inf if hold_parameters else resident_numel_below,
+                resident_numel_max,
+                hold_state,
+            )
+            machinery = self._open(pinned_bytes)
+            machinery.adopt(self._device_of(groups))
+            paged = PagedModel(
+                layout=layout,
+                group_names=[group.name for group in groups],
+                shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
+                copy_dtype=dtype,
+                hold_state=hold_state,
+                stager=machinery.stager,
+                arena=machinery.arena,
+                what=_what_is_stored(hold_state),
+            )
+            replacements = self._take_over(groups, paged)
+        self._paged = paged
+        self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in paged.groups]
         room = machinery.pool.nbytes - budget.ACCESS_BYTES - budget.GATHERS_IN_USE * max(self._group_bytes)
         self._look_ahead_bytes = max(0, room if look_ahead_bytes is None else min(room, look_ahead_bytes))
-        self._take_over(model, groups, self._paged)
+        install(model, replacements)
 
     def check_fits(
         self,
@@ -479,8 +485,8 @@ class SwapManager:
         budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
         return layout, pinned
 
-    def _take_over(self, model: nn.Module, groups: list[ShardedGroup], paged: PagedModel) -> None:
-        """Move the values into the arena and put paged tensors in their place."""
+    def _take_over(self, groups: list[ShardedGroup], paged: PagedModel) -> dict[nn.Parameter, nn.Parameter]:
+        """Move the values into the arena; the paged tensors that take the parameters' place."""
         parameters = [p for group in groups for p in group.parameters]
         torch_device = self._device.torch_device
         replacements: dict[nn.Parameter, nn.Parameter] = {}
@@ -499,7 +505,7 @@ class SwapManager:
                 stride=sharded.stride(),
             )
             replacements[source.parameter] = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
-        install(model, replacements)
+        return replacements
 
     def _device_of(self, groups: list[ShardedGroup]) -> Device:
         """Where the model computes: the device of the mesh it was sharded over."""

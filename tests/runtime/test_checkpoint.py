@@ -267,6 +267,132 @@ def test_a_failed_write_leaves_the_last_checkpoint(
         assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest"]
 
 
+def test_no_room_for_a_checkpoint_is_told_before_it_is_written(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="good")
+        monkeypatch.setattr(checkpoint, "_free_bytes", lambda path: 4000)
+        with pytest.raises(infinity.CheckpointError, match=r"takes .* KiB, and .* has 3.91 KiB free: free .* more"):
+            engine.save_checkpoint(tmp_path, tag="next")
+        with pytest.raises(infinity.CheckpointError, match=r"the model takes .* KiB, and .* more or save elsewhere"):
+            engine.save_16bit_model(tmp_path / "model")
+        monkeypatch.setattr(checkpoint, "_free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters()))
+        with pytest.raises(infinity.CheckpointError, match="more or save elsewhere"):
+            engine.save_checkpoint(tmp_path, tag="next")  # a buffer and the step counts need room too
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest", "model"]
+
+
+def test_a_save_that_was_killed_between_the_renames_is_recovered(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="best")
+        losses = steps(engine, 0, 2)
+        for load in (True, False):  # as found by a load, and by a save of another tag
+            (tmp_path / "best").rename(tmp_path / ".best.old")
+            (tmp_path / ".best.partial").mkdir(exist_ok=True)
+            if not load:
+                engine.save_checkpoint(tmp_path, tag="other")
+                assert sorted(f.name for f in tmp_path.iterdir()) == ["best", "latest", "other"]
+            engine.load_checkpoint(tmp_path, tag=None if load else "best")
+            assert steps(engine, 0, 2) == losses
+
+
+def test_what_killed_saves_left_is_swept(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="one")
+        for left in (".two.partial", ".one.old"):
+            (tmp_path / left).mkdir()
+            (tmp_path / left / "file").touch()
+        engine.save_checkpoint(tmp_path, tag="three")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["latest", "one", "three"]
+
+
+def test_a_checkpoint_is_on_the_drive_before_it_has_its_name(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    sync = checkpoint._sync
+
+    def watch(path: Path) -> None:
+        synced.append(f"{path.relative_to(tmp_path)} beside {sorted(f.name for f in tmp_path.iterdir())}")
+        sync(path)
+
+    with engine_for(nvme_path) as engine:
+        monkeypatch.setattr(checkpoint, "_sync", watch)
+        engine.save_checkpoint(tmp_path, tag="one")
+    assert synced == [
+        ".one.partial/rank0.pt beside ['.one.partial']",
+        ".one.partial beside ['.one.partial']",
+        ". beside ['one']",
+        ".latest.partial beside ['.latest.partial', 'one']",
+        ". beside ['latest', 'one']",
+    ]
+
+
+@pytest.mark.parametrize("file", [".metadata", "rank0.pt", "latest", "__0_0.distcp", "largest"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "noise"])
+def test_a_damaged_checkpoint_is_told_in_words(file: str, damage: str, nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="older")
+        engine.save_checkpoint(tmp_path, tag="newer")
+        spoiled = tmp_path / file if file == "latest" else tmp_path / "newer" / file
+        if file == "largest":
+            spoiled = max((tmp_path / "newer").glob("*.distcp"), key=lambda data: data.stat().st_size)
+        if damage == "gone":
+            spoiled.unlink()
+        elif damage == "cut":
+            spoiled.write_bytes(spoiled.read_bytes()[: spoiled.stat().st_size // 3])
+        else:
+            spoiled.write_bytes(b"\x93no/ise" * (spoiled.stat().st_size // 7 + 1))
+        with pytest.raises(
+            infinity.CheckpointError, match=r"(newer|latest).*older|pass tag=|torch.distributed"
+        ) as caught:
+            engine.load_checkpoint(tmp_path)
+        assert caught.value.__cause__ is None
+        engine.load_checkpoint(tmp_path, tag="older")
+        steps(engine, 0, 1)
+
+
+def test_an_empty_parameter_group_is_saved_and_loaded(nvme_path: Path, tmp_path: Path) -> None:
+    def engine() -> infinity.Engine:
+        torch.manual_seed(0)
+        model = Model()
+        groups = [{"params": [], "lr": 0.5}, {"params": list(model.parameters()), "lr": 0.25}]
+        return engine_for(nvme_path, model=model, model_parameters=groups, lr_scheduler=lambda optimizer: None)
+
+    with engine() as saver:
+        steps(saver, 0, 1)
+        for group in saver.optimizer.param_groups:
+            group["lr"] /= 2
+        saver.save_checkpoint(tmp_path)
+        expected = steps(saver, 1, 2)
+    with engine() as loader:
+        loader.load_checkpoint(tmp_path)
+        assert loader.get_lr() == [0.25, 0.125]
+        assert steps(loader, 1, 2) == expected
+
+
+def test_a_16_bit_model_that_cannot_be_written_leaves_nothing(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoint.save_file
+    written: list[Path] = []
+
+    def full(tensors: Any, path: Path, **options: Any) -> None:
+        if written:
+            raise OSError(28, "No space left on device")
+        saved(tensors, path, **options)
+        written.append(path)
+
+    monkeypatch.setattr(checkpoint, "SAFETENSORS_BYTES_MAX", 3000)
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with engine_for(nvme_path) as engine:
+        with pytest.raises(infinity.CheckpointError, match=r"No space left on device.*free space there"):
+            engine.save_16bit_model(tmp_path)
+        assert written
+        assert not list(tmp_path.iterdir())
+
+
 def test_a_16_bit_model_is_the_masters_rounded(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

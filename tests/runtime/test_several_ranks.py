@@ -15,3 +15,13 @@ def test_an_engine_after_an_engine_in_one_process(torchrun: Any, nvme_path: Path
     done = torchrun(SCRIPT, "again_and_again", str(nvme_path), timeout_seconds=90)
     assert done.stdout.count("made three engines") == 2
     assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scene", "words"),
+    [("failing_alone", "all were told"), ("writing_rank_fails", "told of the writer's failure")],
+)
+def test_a_failure_on_one_rank_is_told_to_all(scene: str, words: str, torchrun: Any, nvme_path: Path) -> None:
+    done = torchrun(SCRIPT, scene, str(nvme_path), timeout_seconds=120)
+    assert done.stdout.count(words) == 2, done.stdout
