@@ -87,11 +87,18 @@ def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOu
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     """The groups of a model to which `fully_shard` was applied, in module order.
 
-    Raises ConfigError where it wasn't, or where a parameter can't be paged (not fp32, not sharded on dim 0, 0-d).
+    Raises ConfigError where it wasn't, where a group is resharded over fewer ranks after forward, or where a parameter can't be
+    paged (not fp32, not sharded on dim 0, 0-d).
     """
     owners = [clean_name(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not owners:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and _reshards_to_fewer_ranks(module):
+            raise ConfigError(
+                "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which is not paged: pass True or "
+                "False to fully_shard"
+            )
     members: dict[str, list[ShardedParameter]] = {owner: [] for owner in owners}
     for parameter, names in parameter_names(model).items():
         owner = _owner(names[0], owners)
@@ -116,6 +123,12 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
         own = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
         if own:  # module by module: wrappers change the names that the whole model's load_state_dict takes
             module.load_state_dict(own, strict=False, assign=True)
+
+
+def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
+    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups if group is not None)
 
 
 def _owner(name: str, owners: list[str]) -> str:

@@ -2,6 +2,13 @@
 
 Two faces. `page(model)` hands a model that FSDP2 sharded over to the arena; `register / prefetch / use / update / flush` do
 the same for plain tensors of any other engine. All calls come from the training thread.
+
+[Note: When a group has been copied]
+FSDP2 asks for all shards of a group, one after the other, and copies them at once into the buffer it gathers from; only then
+does it turn to another group. So when a shard of another group is asked for, the one before has been copied, and its lease goes
+back: not only when FSDP2 reports it gathered, which it does when the group is used. However many groups are prefetched
+(`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
+uses, one group at a time, and reports at once.
 """
 
 from __future__ import annotations
@@ -122,6 +129,8 @@ class SwapManager:
         self._look_ahead_bytes = 0
         self._group_bytes: list[int] = []
         self._device: Device = device_for(torch.device("cpu"))
+        self._copying: PagedGroup | None = None
+        """The group whose shards FSDP2 asks for, or asked for last."""
         self._told_surprise = False
         self._evaluated = (False, False)  # since the last step, and between the two before it
         self._closed = False
@@ -329,20 +338,27 @@ class SwapManager:
         if shard.resident is None:
             chunk = shard.group.chunk
             assert chunk is not None
+            if self._copying is not shard.group:
+                self._give_back_copied()
+                self._copying = shard.group
             if chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
-        return self._device.take(model.gathered_view(shard))
+        taken = self._device.take(model.gathered_view(shard))
+        if shard.group.gathering and shard.group.handed_over:
+            shard.group.landing = (
+                self._device.landing()
+            )  # on the stream that copies, which later is not the current one
+        return taken
 
     def gathered(self, shard: PagedShard) -> None:
-        """For the paged tensor: FSDP2 has taken the copy over. The group's lease goes back with its last shard."""
+        """For the paged tensor: FSDP2 has gathered the shard. The group's lease goes back with its last one, or earlier."""
         group = shard.group
         if shard.resident is not None:
             return
         group.gathering.discard(shard.index)
-        if not group.gathering and group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
-            stager = self._open().stager
-            stager.release(group.chunk, keep=group.chunk in stager.wanted)
+        if not group.gathering:
+            self._give_back(group)
 
     def begin_step(self) -> None:
         """For the optimizer: the copies are about to change, so nothing staged is worth keeping."""
@@ -525,6 +541,19 @@ class SwapManager:
         assert group.chunk is not None
         self._open().stager.acquire(group.chunk)
         self._look_ahead(trace, into_next=not training)
+
+    def _give_back_copied(self) -> None:
+        """The lease of the group that was asked for last, if FSDP2 has all of it."""
+        group = self._copying
+        if group is not None and group.gathering and group.handed_over:
+            self._give_back(group)
+            group.gathering.clear()
+
+    def _give_back(self, group: PagedGroup) -> None:
+        if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
+            stager = self._open().stager
+            stager.release(group.chunk, keep=group.chunk in stager.wanted, landing=group.landing)
+        group.landing = None
 
     def _look_ahead(self, trace: Trace, *, into_next: bool = False) -> None:
         groups = self.paged.groups

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Lease
+from infinity.device import Landing
 from infinity.errors import InfinityError
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.swap.budget import ACCESS_BYTES
@@ -106,6 +107,13 @@ class PagedGroup:
     chunk: Chunk | None = None
     gathering: set[int] = field(default_factory=set)
     """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
+    landing: Landing | None = None
+    """Fires when the device has taken over the last of the shards that were handed over."""
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether every shard that its chunk fetches was handed over."""
+        return all(shard.resident is not None or shard.index in self.gathering for shard in self.shards)
 
 
 class PagedModel:
@@ -180,6 +188,7 @@ class PagedModel:
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
         group.gathering.clear()
+        group.landing = None
         if group.chunk is None:
             return
         if group.chunk.state is ChunkState.IN_USE:

@@ -3,8 +3,8 @@
 [Note: Why nobody waits for ever]
 Every lease is held by a chunk in one of five states. READING and WRITING end by themselves, LANDING ends when the device has
 copied, STAGED may be dropped at any time. Only IN_USE lasts as long as its user wants, and the users are few: the groups
-being gathered (two at most: the current one and the one FSDP2 prefetches), or the sub-groups of one optimizer step that
-were read and not yet updated. The budget (infinity/swap/budget.py) holds these and enough holes around them for the next,
+being handed to FSDP2 (two at most, however many it prefetches: see [Note: When a group has been copied] in manager.py), or
+the sub-groups of one optimizer step that were read and not yet updated. The budget (infinity/swap/budget.py) holds these and enough holes around them for the next,
 so a demand either finds room, or makes it by dropping and waiting; it fails only where the caller breaks the sum.
 """
 
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
-from infinity.device import Device
+from infinity.device import Device, Landing
 from infinity.errors import BudgetError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
@@ -93,9 +93,12 @@ class Stager:
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
 
-    def release(self, chunk: Chunk, *, keep: bool) -> None:
-        """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed."""
-        landing = self.device.landing()
+    def release(self, chunk: Chunk, *, keep: bool, landing: Landing | None = None) -> None:
+        """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed.
+
+        `landing`: fires when the device has taken the bytes over; all that it took so far where None.
+        """
+        landing = landing or self.device.landing()
         chunk.landing = None if landing.done() else landing
         if keep:
             chunk.move_to(ChunkState.STAGED)

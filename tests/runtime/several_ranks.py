@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,36 @@ def writing_rank_fails(folder: Path) -> None:
         except infinity.CheckpointError as error:
             if "EIO" in str(error):
                 print("told of the writer's failure", flush=True)
+
+
+def long_prefetch_lists(folder: Path) -> None:
+    """FSDP2 told to gather far ahead, in both directions: the smallest pool is enough, and the losses are the same."""
+    losses = []
+    for path in (None, folder):
+        sharded = model(layers=9, width=1024)
+        blocks = list(sharded[1].children())
+        for block in blocks:
+            fully_shard(block)
+        fully_shard(sharded)
+        for each, order in ((blocks, "forward"), (blocks[::-1], "backward")):
+            for i, block in enumerate(each):
+                getattr(block, f"set_modules_to_{order}_prefetch")(each[i + 1 : i + 8])
+        with contextlib.ExitStack() as stack:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
+            if path is not None:
+                swap = stack.enter_context(infinity.SwapManager(path, host_bytes_max="15MiB"))  # 5 groups and a little
+                swap.page(sharded, resident_numel_below=0)
+                optimizer = infinity.PagedAdamW(sharded.parameters(), swap=swap, lr=1e-3, fused=True)
+            for _ in range(4):
+                loss = sharded(torch.ones(2, 8)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses[:4] == losses[4:], losses
+    assert losses[0] != losses[3]
+    dist.destroy_process_group()
+    print("the pool was enough", flush=True)
 
 
 def _failing(kind: type[Exception]) -> Any:
