@@ -427,6 +427,8 @@ class SwapManager:
         self._closed = True
         machinery, self._machinery = self._machinery, None
         try:
+            if self._paged is not None:
+                self._paged.close()  # the model outlives this, and must not keep the pool
             if machinery is not None:
                 machinery.close()
         finally:

@@ -142,14 +142,13 @@ class PagedModel:
         self.layout = layout
         self.copy_dtype = copy_dtype
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
-        self._stager = stager
+        self._open_stager: Stager | None = stager
         self._torn: str | None = None
         sizes = [s.numel * s.copy_itemsize if hold_state else s.nbytes for s in layout.sub_groups]
         extents = arena.reserve(sizes, what)
         self.sub_groups = [
             self._sub_group(s, extent, hold_state) for s, extent in zip(layout.sub_groups, extents, strict=True)
         ]
-        self.nbytes = sum(extent.nbytes for extent in extents)
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         self._by_space = [[self.sub_groups[s.index] for s in cuts] for cuts in layout.by_space]
@@ -165,8 +164,29 @@ class PagedModel:
         """All values were set anew."""
         self._torn = None
 
+    def close(self) -> None:
+        """Let go of all that holds memory. The values can't be used any more; idempotent."""
+        if self._open_stager is None:
+            return
+        for group in self.groups:
+            self.forget(group)
+        for shard in self.shards:
+            shard.resident = None
+        for sub in self.sub_groups:
+            sub.held = None
+        self._open_stager = None
+
+    @property
+    def _stager(self) -> Stager:
+        if self._open_stager is None:
+            raise InfinityError(
+                "the swap manager of this model is closed, and its parameters are gone with it: read or save them before close()"
+            )
+        return self._open_stager
+
     def check_whole(self) -> None:
-        """Raise InfinityError, naming the failure, when the values are torn. They may still be set, not used."""
+        """Raise InfinityError when the values are torn (naming the failure; they may still be set, not used), or gone."""
+        _ = self._stager
         if self._torn is not None:
             raise InfinityError(
                 f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
+import mmap
 import shutil
 import subprocess
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,6 +279,40 @@ def test_two_runs_share_a_path(nvme_path: Path) -> None:
     assert len(list(nvme_path.iterdir())) == 1
     second.close()
     assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.parametrize("held", ["offload_param", "offload_optimizer", None])
+def test_close_gives_the_memory_back_while_the_model_lives_on(nvme_path: Path, held: str | None) -> None:
+    zero: dict[str, Any] = {held: {"device": "none"}} if held else {}
+    settings = config(nvme_path, infinity={"pinned_bytes_max": "256MiB"}, zero_optimization=zero)
+    kept = model(4, 1024)
+    engine, optimizer, *_ = infinity.initialize(model=kept, config=settings)
+    one_step(engine)
+    engine(torch.ones(2, 8))  # leaves groups staged, and the root gathered
+    assert engine.swap is not None
+    pool = weakref.ref(engine.swap.stager._pool)
+    slab = weakref.ref(engine.swap.stager._pool.slab)
+    before = _resident_bytes()
+    gc.disable()  # what only a collection would free is not given back
+    try:
+        engine.close()
+        assert pool() is None
+        assert slab() is None
+    finally:
+        gc.enable()
+    assert before - _resident_bytes() > 200 << 20
+    for use in (
+        lambda: kept(torch.ones(2, 8)),
+        lambda: list(kept.parameters())[-1].full_tensor() + 0,
+        optimizer.step,
+        lambda: engine.save_checkpoint(nvme_path / "late"),
+    ):
+        with pytest.raises(infinity.InfinityError, match=r"closed"):
+            use()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_bytes_moved_are_the_sum_of_the_design(nvme_path: Path) -> None:
