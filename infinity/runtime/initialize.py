@@ -64,7 +64,8 @@ def initialize(
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
         training_data: a dataset; a DataLoader over it is returned.
         lr_scheduler: a function of the optimizer that makes one (needed where `initialize` makes the optimizer), a made
-            one where no optimizer is replaced, or None: the config's.
+            one where no optimizer is replaced, or None: the config's. `engine.step` steps it, unless it is a
+            ReduceLROnPlateau: that is stepped by you, with your metric.
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (file or folder) from which the parameters are set, each rank reading only its rows.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,11 +119,31 @@ def gathered_dtype(model: nn.Module) -> torch.dtype:
 
 
 def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Put parameters in the place of others; tied ones stay tied because the same object stands under each name."""
+    """Put parameters in the place of others; tied ones stay tied because the same object stands under each name.
+
+    From then on the modules refuse what would put ordinary tensors in their place again: half(), to_empty(), to("meta"), ...
+    """
     for module in model.modules():
         own = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
         if own:  # module by module: wrappers change the names that the whole model's load_state_dict takes
             module.load_state_dict(own, strict=False, assign=True)
+    for module in model.modules():
+        module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
+
+
+def _apply_unless_it_converts(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """`module._apply`, through which every conversion passes, for those that leave an fp32 tensor as it is."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    probe = torch.empty(1, dtype=torch.float32, device=device)
+    if fn(probe) is not probe:
+        raise ConfigError(
+            "the model is paged: its fp32 masters rest on NVMe and can't be converted or moved in place; the dtype of compute is "
+            "bf16.enabled of the config (MixedPrecisionPolicy in a loop of your own), and Engine.save_16bit_model writes it"
+        )
+    applied: nn.Module = type(module)._apply(module, fn, recurse)
+    return applied
 
 
 def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:

@@ -353,6 +353,34 @@ def test_a_damaged_checkpoint_is_told_in_words(file: str, damage: str, nvme_path
         steps(engine, 0, 1)
 
 
+def test_a_checkpoint_in_the_middle_of_a_step_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        steps(engine, 0, 1)
+        engine.backward(engine(torch.arange(5).view(1, 5)).float().mean())
+        with pytest.raises(infinity.CheckpointError, match=r"middle of a step .* save after the step\(\)"):
+            engine.save_checkpoint(tmp_path)
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+
+
+def test_a_step_begins_with_a_load_whatever_the_accumulation_was(nvme_path: Path, tmp_path: Path) -> None:
+    def engine(accumulation: int) -> infinity.Engine:
+        settings = {**config(nvme_path), "gradient_accumulation_steps": accumulation}
+        made, *_ = infinity.initialize(model=Model(), config=settings)
+        return made
+
+    with engine(2) as saver:
+        steps(saver, 0, 4)
+        saver.save_checkpoint(tmp_path)
+    with engine(3) as loader:
+        loader.load_checkpoint(tmp_path)
+        assert loader.global_steps == 2
+        steps(loader, 0, 2)
+        assert loader.global_steps == 2
+        steps(loader, 2, 1)
+        assert loader.global_steps == 3
+
+
 def test_an_empty_parameter_group_is_saved_and_loaded(nvme_path: Path, tmp_path: Path) -> None:
     def engine() -> infinity.Engine:
         torch.manual_seed(0)

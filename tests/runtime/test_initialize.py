@@ -267,6 +267,82 @@ def test_step_without_backward_is_refused(nvme_path: Path) -> None:
             engine.step()
 
 
+def test_a_plateau_schedule_is_stepped_by_its_metric(nvme_path: Path) -> None:
+    engine, _, _, schedule = infinity.initialize(
+        model=model(),
+        config=config(nvme_path),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+    )
+    with engine:
+        first = engine.get_lr()[0]
+        for metric in (1.0, 2.0):
+            one_step(engine)
+            schedule.step(metric)
+        assert engine.get_lr()[0] == first / 2
+        engine.save_checkpoint(nvme_path / "saved")
+        schedule.step(3.0)
+        engine.load_checkpoint(nvme_path / "saved")
+        assert engine.get_lr()[0] == first / 2
+        assert schedule.best == 1.0
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m[1][0].double(),
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m[0].to("meta"),
+    ],
+)
+def test_a_paged_model_is_not_converted(nvme_path: Path, convert: Any) -> None:
+    engine, *_ = infinity.initialize(model=model(), config=config(nvme_path))
+    with engine:
+        before = one_step(engine)
+        with pytest.raises(infinity.ConfigError, match=r"paged.*bf16.enabled"):
+            convert(engine.module)
+        engine.module.to("cpu").float().train()  # changes nothing, so it may
+        assert one_step(engine) < before
+
+
+@pytest.mark.parametrize("device", ["nvme", "none"])
+def test_a_parameter_that_is_unfrozen_later_is_refused(nvme_path: Path, device: str) -> None:
+    frozen = model()
+    frozen[1][1].weight.requires_grad_(False)
+    zero = {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}} if device == "none" else {}
+    engine, *_ = infinity.initialize(model=frozen, config=config(nvme_path, zero_optimization=zero))
+    with engine:
+        before = one_step(engine)
+        engine.module[1][1].weight.requires_grad_(True)
+        with pytest.raises(infinity.ConfigError, match=r"1\.1\.weight was frozen .* unfreeze it before initialize"):
+            one_step(engine)
+        engine.module[1][1].weight.requires_grad_(False)
+        engine.zero_grad()
+        assert one_step(engine) < before
+
+
+def test_gradients_of_parameters_left_out_do_not_pile_up(nvme_path: Path) -> None:
+    some = model()
+    engine, *_ = infinity.initialize(model=some, config=config(nvme_path), model_parameters=list(some[0].parameters()))
+    with engine:
+        for _ in range(2):
+            one_step(engine)
+            assert all(p.grad is None for p in engine.parameters())
+        engine.save_checkpoint(nvme_path / "saved")
+
+
+def test_what_a_module_offers_the_engine_does_too(nvme_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=model(), config=config(nvme_path))
+    with engine:
+        assert engine.training and not engine.eval().training and engine.train().training
+        assert [name for name, _ in engine.named_parameters()] == list(engine.state_dict())
+        engine.backward(engine(torch.ones(2, 8)).float().square().mean())
+        assert any(p.grad is not None for p in engine.parameters())
+        engine.zero_grad()
+        assert all(p.grad is None for p in engine.parameters())
+
+
 def test_two_runs_share_a_path(nvme_path: Path) -> None:
     first, *_ = infinity.initialize(model=model(), config=config(nvme_path))
     second = infinity.SwapManager(nvme_path, host_bytes_max="16MiB")
