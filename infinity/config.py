@@ -70,6 +70,8 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     """
     if isinstance(source, Mapping):
         return _read_config(source, "config")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"a config is a dict, a path to JSON, or base64 of JSON, got {type(source).__name__}")
     text, origin = _read_text(source)
     return _read_config(_parse_json(text, origin), origin)
 

@@ -212,8 +212,8 @@ class Engine:
         self._check_whole()
         if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             raise CheckpointError(
-                f"a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() that "
-                f"ends it (every {self.gradient_accumulation_steps()} of them), or call zero_grad() to give them up"
+                "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
+                f"that ends it (every {self.gradient_accumulation_steps()} of them), or call zero_grad() to give them up"
             )
         self._make_optimizer_state()
         rest = {

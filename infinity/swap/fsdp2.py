@@ -139,8 +139,8 @@ def _apply_unless_it_converts(
     probe = torch.empty(1, dtype=torch.float32, device=device)
     if fn(probe) is not probe:
         raise ConfigError(
-            "the model is paged: its fp32 masters rest on NVMe and can't be converted or moved in place; the dtype of compute is "
-            "bf16.enabled of the config (MixedPrecisionPolicy in a loop of your own), and Engine.save_16bit_model writes it"
+            "the model is paged: its fp32 masters rest on NVMe and can't be converted or moved in place; the dtype of compute "
+            "is bf16.enabled of the config (MixedPrecisionPolicy in a loop of your own), and Engine.save_16bit_model writes it"
         )
     applied: nn.Module = type(module)._apply(module, fn, recurse)
     return applied

@@ -180,7 +180,7 @@ class PagedModel:
     def _stager(self) -> Stager:
         if self._open_stager is None:
             raise InfinityError(
-                "the swap manager of this model is closed, and its parameters are gone with it: read or save them before close()"
+                "the swap manager of this model is closed, and its parameters are gone with it: save them before close()"
             )
         return self._open_stager
 

@@ -4,8 +4,9 @@
 Every lease is held by a chunk in one of five states. READING and WRITING end by themselves, LANDING ends when the device has
 copied, STAGED may be dropped at any time. Only IN_USE lasts as long as its user wants, and the users are few: the groups
 being handed to FSDP2 (two at most, however many it prefetches: see [Note: When a group has been copied] in manager.py), or
-the sub-groups of one optimizer step that were read and not yet updated. The budget (infinity/swap/budget.py) holds these and enough holes around them for the next,
-so a demand either finds room, or makes it by dropping and waiting; it fails only where the caller breaks the sum.
+the sub-groups of one optimizer step that were read and not yet updated. The budget (infinity/swap/budget.py) holds these and
+enough holes around them for the next, so a demand either finds room, or makes it by dropping and waiting; it fails only where
+the caller breaks the sum.
 """
 
 from __future__ import annotations
