@@ -28,10 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig, config_for
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 import infinity
 from infinity.units import format_bytes, format_count, parse_bytes, parse_count
@@ -43,6 +45,13 @@ PROMPTS = ("def ", "class ", "import ")
 SAMPLE_BYTES = 96
 
 
+def some_path(text: str) -> Path:
+    """A path from the command line; an empty one is a variable that was not set, not the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0], epilog="Ctrl-C ends the run and gives the space on the drive back."
@@ -50,7 +59,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--config",
         default=HERE / "train_lm.json",
-        type=Path,
+        type=some_path,
         help="training config, a DeepSpeed-style JSON (default: %(default)s)",
     )
     parser.add_argument(
@@ -58,10 +67,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help="optimizer steps (default: 100, or 5 above 150M parameters)")
     parser.add_argument(
-        "--data", type=Path, help="a text file or a folder (default: the source of Python's standard library)"
+        "--data", type=some_path, help="a text file or a folder (default: the source of Python's standard library)"
     )
     parser.add_argument(
-        "--nvme-path", type=Path, help="folder on the drive (default: the config's, or .nvme in the checkout)"
+        "--nvme-path", type=some_path, help="folder on the drive (default: the config's, or .nvme in the checkout)"
     )
     parser.add_argument("--in-memory", action="store_true", help="the same training without offload")
     parser.add_argument(
@@ -78,15 +87,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="of first values, batches and samples (default: %(default)s)"
     )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint there at the end")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the latest checkpoint there")
+    parser.add_argument("--save", type=some_path, metavar="DIR", help="write a checkpoint there at the end")
+    parser.add_argument("--resume", type=some_path, metavar="DIR", help="go on from the latest checkpoint there")
     parser.add_argument("--no-sample", action="store_true", help="don't sample text at the end")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step and the summary there")
+    parser.add_argument("--json", type=some_path, metavar="FILE", help="write every step and the summary there")
     args = parser.parse_args(argv)
     try:
         args.numel = parse_count(args.params)
     except ValueError as error:
         parser.error(f"--params: {error}")
+    if args.pinned_bytes_max is not None:
+        try:
+            args.pinned_bytes_max = parse_bytes(args.pinned_bytes_max)
+        except ValueError as error:
+            parser.error(f"--pinned-bytes-max: {error}")
     if args.numel < 100_000:
         parser.error("--params: at least 100k")
     if args.context < 8:
@@ -100,34 +114,64 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def block_of(config: Any, *path: str) -> dict[str, Any]:
+    """A block of the config to change in place; an empty one where it is missing or no block, which initialize tells."""
+    for name in path:
+        config = config.get(name)
+        if not isinstance(config, dict):
+            return {}
+    found: dict[str, Any] = config
+    return found
+
+
 def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any]:
     """The config file with its autos filled from the command line, and the device of --in-memory."""
     try:
-        config: dict[str, Any] = json.loads(args.config.read_text())
-    except OSError as error:
-        raise infinity.ConfigError(f"{args.config}: can't read the config ({error.strerror})") from None
+        config: Any = json.loads(args.config.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise infinity.ConfigError(f"{args.config}: can't read the config ({reason})") from None
     except json.JSONDecodeError as error:
         raise infinity.ConfigError(f"{args.config}, line {error.lineno}: not JSON: {error.msg}") from None
+    if not isinstance(config, dict):
+        raise infinity.ConfigError(f"{args.config}: expected a JSON object, found {type(config).__name__}")
     if config.get("train_micro_batch_size_per_gpu") == "auto":
         config["train_micro_batch_size_per_gpu"] = args.batch_size
     lr = 4 / (shape.hidden_size * shape.layers) if args.lr is None else args.lr
     warmup = max(10, args.steps // 10)
     fill = {"lr": lr, "total_num_steps": max(args.steps, 2 * warmup), "warmup_num_steps": warmup}
     for block in ("optimizer", "scheduler"):
-        values = config.get(block, {}).get("params", {})
+        values = block_of(config, block, "params")
         values.update({key: fill[key] for key in values if values[key] == "auto" and key in fill})
-    zero = config.get("zero_optimization", {})
     for block in ("offload_param", "offload_optimizer"):
-        place = zero.get(block)
-        if place is None:
-            continue
-        if args.in_memory:
-            zero[block] = {"device": "none"}
+        place = block_of(config, "zero_optimization", block)
+        if args.in_memory and place:
+            place.clear()
+            place["device"] = "none"
         elif place.get("device") == "nvme" and (args.nvme_path or place.get("nvme_path") in (None, "auto")):
             place["nvme_path"] = str(args.nvme_path or HERE.parent / ".nvme")
-    if args.pinned_bytes_max:
-        config.setdefault("infinity", {})["pinned_bytes_max"] = parse_bytes(args.pinned_bytes_max)
-    return config
+    if args.pinned_bytes_max is not None:
+        config.setdefault("infinity", {})
+        block_of(config, "infinity")["pinned_bytes_max"] = args.pinned_bytes_max
+    checked: dict[str, Any] = config
+    return checked
+
+
+def check_writable(args: argparse.Namespace) -> None:
+    """Raise ConfigError now where --save or --json could only fail after the training."""
+    try:
+        if args.save:
+            args.save.mkdir(parents=True, exist_ok=True)
+            probe = args.save / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        if args.json:
+            fresh = not args.json.exists()
+            args.json.open("a").close()
+            if fresh:
+                args.json.unlink()
+    except OSError as error:
+        raise infinity.ConfigError(f"--save or --json: can't write {error.filename} ({error.strerror})") from None
 
 
 def read_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,29 +298,30 @@ def train(
 
 
 class progress_bar:
-    """A live bar on a terminal, a line now and then elsewhere."""
+    """A live bar on a terminal, with the figures below it; a line now and then elsewhere."""
 
     def __init__(self, console: Console, *, enabled: bool) -> None:
         self.console = console
         self.enabled = enabled
         self.bar: Progress | None = None
+        self.live: Live | None = None
 
     def __enter__(self) -> Any:
         if self.enabled and self.console.is_terminal:
             self.bar = Progress(
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
-                TextColumn("{task.description}"),
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self.bar.start()
-            self.task = self.bar.add_task("first step ...", total=None)
+            self.task = self.bar.add_task("", total=None)
+            self.live = Live(Group(self.bar, Text("first step ...")), console=self.console)
+            self.live.start()
         return self.report
 
     def __exit__(self, *exception: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        if self.live is not None:
+            self.live.stop()
 
     def report(self, step: int, steps: int, record: dict[str, Any]) -> None:
         seconds = record["seconds"]
@@ -285,8 +330,9 @@ class progress_bar:
             f"write {record['written_bytes'] / seconds / 1e9:.2f} GB/s  stall {record['stall_seconds']:.2f} s  "
             f"resident {format_bytes(rss_bytes())}"
         )
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step, total=steps, description=text)
+        if self.bar is not None and self.live is not None:
+            self.bar.update(self.task, completed=step, total=steps)
+            self.live.update(Group(self.bar, Text(text)))
         elif self.enabled and (step <= 3 or step % max(1, steps // 20) == 0 or step == steps):
             self.console.print(f"step {step:4d}/{steps}  {text}", highlight=False, soft_wrap=True)
 
@@ -380,6 +426,8 @@ def show(console: Console, summary: dict[str, Any]) -> None:
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     shape = config_for(args.numel, args.context, checkpoint_activations=args.checkpoint_activations)
     config = training_config(args, shape)
+    if reports_here():
+        check_writable(args)
     text, held_out = read_text(args.data)
     if min(len(text), len(held_out)) <= args.context + 1:
         raise infinity.ConfigError(f"the text is shorter than two sequences of {args.context} bytes")
@@ -389,8 +437,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         highlight=False,
     )
     baseline = rss_bytes()
-    zero = config.get("zero_optimization", {})
-    offloads = [zero.get(block, {}) for block in ("offload_param", "offload_optimizer")]
+    offloads = [block_of(config, "zero_optimization", block) for block in ("offload_param", "offload_optimizer")]
     path = next((place["nvme_path"] for place in offloads if place.get("device") == "nvme"), None)
     torch.manual_seed(args.seed)
     with infinity.init_empty():
@@ -413,7 +460,10 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             "seed": args.seed,
         }
         if args.save:
-            engine.save_checkpoint(args.save)
+            try:
+                engine.save_checkpoint(args.save)
+            except infinity.CheckpointError as error:
+                facts["save_failed"] = str(error)  # what was trained is told all the same
         if not args.no_sample:
             console.print("sampling ...")
             facts["samples"] = sample(engine, args)
@@ -455,9 +505,15 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     summary["total_seconds"] = time.perf_counter() - began
     show(console, summary)
+    failed = summary.get("save_failed", "")
     if args.json and reports_here():
-        args.json.write_text(json.dumps(summary, indent=1) + "\n")
-    return 0
+        try:
+            args.json.write_text(json.dumps(summary, indent=1) + "\n")
+        except OSError as error:
+            failed = f"{failed}; " * bool(failed) + f"can't write {args.json} ({error.strerror})"
+    if failed:
+        print(f"train_lm: {failed}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

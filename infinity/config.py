@@ -70,6 +70,8 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
     """
     if isinstance(source, Mapping):
         return _read_config(source, "config")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"a config is a dict, a path to JSON, or base64 of JSON, got {type(source).__name__}")
     text, origin = _read_text(source)
     return _read_config(_parse_json(text, origin), origin)
 
@@ -318,7 +320,8 @@ class ZeroConfig(_Block):
     )
     sub_group_size: _AutoPositive = Field(
         default="auto",
-        description="Elements of this rank's shards that are stepped together; their state is one extent. auto derives "
+        description="At most this many elements of this rank's shards are stepped together, fewer where the pinned budget "
+        "doesn't hold three such sub-groups; their state is one extent. auto derives "
         "it from the pinned budget. DeepSpeed's default is 1e9.",
     )
     stage3_prefetch_bucket_size: _AutoCount = Field(

@@ -729,3 +729,9 @@ def test_no_value_brings_anything_but_a_config_error(value: Any) -> None:
         for name in type(model).model_fields:
             with contextlib.suppress(ConfigError):
                 load_config({block: {name: value}} if block else {name: value}).resolve(world_size=1)
+
+
+@pytest.mark.parametrize("source", [[1], 5, None, b"{}"])
+def test_what_is_no_config_is_refused_in_words(source: Any) -> None:
+    with pytest.raises(ConfigError, match="a config is a dict, a path to JSON, or base64 of JSON, got"):
+        load_config(source)

@@ -7,17 +7,20 @@ DCP reshards on load, so another number of ranks is fine.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -26,7 +29,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from infinity.errors import CheckpointError
 from infinity.runtime.materialize import named_full_tensors
-from infinity.units import GIB
+from infinity.swap import PagedAdam
+from infinity.swap.names import buffer_names, parameter_names
+from infinity.swap.together import together
+from infinity.units import GIB, format_bytes
 
 _LATEST = "latest"
 SAFETENSORS_BYTES_MAX = 2 * GIB
@@ -42,45 +48,35 @@ def save(
 ) -> None:
     """Write a checkpoint. `rest` (plain values and tensors only) is this rank's own. A collective.
 
-    Raises CheckpointError when `rest` can't be stored or the folder can't be written.
+    Raises CheckpointError on all ranks when `rest` of one can't be stored, or the folder can't be written or lacks the space.
+    An earlier checkpoint stays then.
     """
-    blob = _encode(rest)
     root = Path(directory)
-    final, partial = root / tag, root / f".{tag}.partial"
-    problem = ""
-    if dist.get_rank() == 0:
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        except OSError as error:
-            problem = f"can't write a checkpoint to {root}: {error.strerror}"
-    _agree(problem)
+    partial = _partial(root, tag)
+    writer = dist.get_rank() == 0
+    with together():
+        blob = _encode(rest)
+        if writer:
+            _make_place(root, partial)
     try:
-        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        # A file per tensor: the writer holds all tensors of a file until it is complete.
-        writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, thread_count=1, overwrite=True)
-        dcp.save(state, storage_writer=writer)
-        (partial / f"rank{dist.get_rank()}.pt").write_bytes(blob)
-    except OSError as error:
-        problem = f"writing the checkpoint {final} failed: {error}"
-    except dcp.CheckpointException as error:
-        for inner, _ in error.failures.values():
-            if isinstance(inner, (KeyboardInterrupt, SystemExit)):  # DCP catches these too
-                shutil.rmtree(partial, ignore_errors=True)
-                raise inner from None
-        problem = f"writing the checkpoint {final} failed: {next(iter(error.failures.values()))[0]}"
-    _agree(problem, cleanup=partial)
-    if dist.get_rank() == 0:
-        old = root / f".{tag}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            final.rename(old)  # whatever happens from here on, a whole checkpoint stands under one of the names
-        partial.rename(final)
-        note = root / f".{_LATEST}.partial"
-        note.write_text(tag)
-        note.rename(root / _LATEST)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
+        state = _state_of(model, optimizer)
+        with together():
+            if writer:
+                _check_space(root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
+        failure = _write(state, partial)
+        with together():
+            if failure is not None:
+                raise failure
+            with _in_our_words(f"writing the checkpoint {root / tag}"):
+                _write_durably(partial / f"rank{dist.get_rank()}.pt", blob)
+        with together():
+            if writer:
+                with _in_our_words(f"writing the checkpoint {root / tag}"):
+                    _publish(root, tag)
+    except BaseException:
+        if writer:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def load(
@@ -89,81 +85,259 @@ def load(
     """Read a checkpoint into the model and the optimizer, whose state must exist. A collective.
 
     Returns its folder and what this rank stored beside it (rank 0's, less "rng", where the number of ranks has grown).
-    Raises CheckpointError when there is none, or it is of another model (naming the tensors).
+    Raises CheckpointError on all ranks when there is none, it is damaged (naming the file), or it is of another model (naming
+    the tensors).
     """
     root = Path(directory)
-    if tag is None:
-        if not (root / _LATEST).is_file():
-            raise CheckpointError(
-                f"{root} holds no checkpoint: there is no file named {_LATEST!r}; pass tag=... or another folder"
-            )
-        tag = (root / _LATEST).read_text().strip()
-    path = root / tag
-    if not (path / ".metadata").is_file():
-        raise CheckpointError(f"{path} is not a checkpoint (no .metadata in it)")
-    _reshard(model)  # what is gathered now would be stale
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    _check_fits(path, state)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    with together():
+        if dist.get_rank() == 0:
+            _recover(root)
+    with together():
+        path = _find(root, tag)
+        rest = _rest_of(path)
+        _reshard(model)  # what is gathered now would be stale
+        state = _state_of(model, optimizer)
+        _check_fits(path, state)
+    with optimizer.loading() if isinstance(optimizer, PagedAdam) else contextlib.nullcontext():
+        failure = _read(state, path)
+        with together():
+            if failure is not None:
+                raise failure
     for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
         group.update(saved)
     _restore_steps(state, model, optimizer)
-    own = path / f"rank{dist.get_rank()}.pt"
-    rest = _decode(own if own.is_file() else path / "rank0.pt")
-    if not own.is_file():
-        rest.pop("rng", None)
     return path, rest
 
 
 def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
-    """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective."""
+    """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective.
+
+    Raises CheckpointError on all ranks when the folder can't be written or lacks the space.
+    """
     root = Path(directory)
-    writer = dist.get_rank() == 0
     _reshard(model)
-    persistent = set(model.state_dict(keep_vars=True))
-    if writer:
-        root.mkdir(parents=True, exist_ok=True)
-    files: list[list[str]] = []
-    part: dict[str, torch.Tensor] = {}
-    total = part_bytes = 0
+    buffers = buffer_names(model, persistent=True)
+    parts = _Parts(root) if dist.get_rank() == 0 else None
+    what = f"writing the model to {root}"
+    with together():
+        if parts is not None:
+            with _in_our_words(what):
+                root.mkdir(parents=True, exist_ok=True)
+            nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
+            _check_space(root, nbytes + sum(b.numel() * b.itemsize for b in buffers), "the model")
+    failure: Exception | None = None
+    try:
+        for name, tensor in named_full_tensors(model, dtype):
+            if parts is not None and failure is None:  # after a failure the others still need this rank to gather
+                try:
+                    parts.add(name, tensor)
+                except (OSError, SafetensorError) as error:
+                    failure = error
+        with together(), _in_our_words(what):
+            if failure is not None:
+                raise failure
+            if parts is not None:
+                for buffer, names in buffers.items():
+                    parts.add(names[0], buffer.detach().cpu())
+                parts.finish()
+    finally:
+        if parts is not None:
+            parts.clean_up()
 
-    def flush() -> None:
-        save_file(part, root / f".part{len(files)}.safetensors", metadata={"format": "pt"})
-        files.append(list(part))
-        part.clear()
 
-    for name, tensor in named_full_tensors(model, dtype):
-        if not writer:
-            continue
+class _Parts:
+    """Tensors that gather in memory and go to a file when they reach SAFETENSORS_BYTES_MAX; named when all are there."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files: list[list[str]] = []
+        self._part: dict[str, torch.Tensor] = {}
+        self._part_bytes = 0
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         nbytes = tensor.numel() * tensor.itemsize
-        if part and part_bytes + nbytes > SAFETENSORS_BYTES_MAX:
-            flush()
-            part_bytes = 0
-        part[name] = tensor.contiguous()
-        part_bytes += nbytes
-        total += nbytes
-    if writer:
-        for name, buffer in model.named_buffers():
-            if name in persistent:
-                part[name] = buffer.detach().cpu().contiguous()
-        flush()
-        _name_files(root, files, total)
-    dist.barrier()
+        if self._part and self._part_bytes + nbytes > SAFETENSORS_BYTES_MAX:
+            self._flush()
+        self._part[name] = tensor.contiguous()
+        self._part_bytes += nbytes
+        self._total_bytes += nbytes
+
+    def finish(self) -> None:
+        self._flush()
+        for stale in [*self._root.glob("model*.safetensors"), *self._root.glob("model.safetensors.index.json")]:
+            stale.unlink()
+        if len(self._files) == 1:
+            self._path(0).rename(self._root / "model.safetensors")
+        else:
+            weight_map = {}
+            for number, names in enumerate(self._files):
+                file = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
+                self._path(number).rename(self._root / file)
+                weight_map.update(dict.fromkeys(names, file))
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2) + "\n"
+            _write_durably(self._root / "model.safetensors.index.json", text.encode())
+        _sync(self._root)
+
+    def clean_up(self) -> None:
+        """Remove what has not got its name."""
+        for number in range(len(self._files) + 1):
+            self._path(number).unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        path = self._path(len(self._files))
+        save_file(self._part, path, metadata={"format": "pt"})
+        _sync(path)
+        self._files.append(list(self._part))
+        self._part.clear()
+        self._part_bytes = 0
+
+    def _path(self, number: int) -> Path:
+        return self._root / f".part{number}.safetensors"
 
 
-def _name_files(root: Path, files: list[list[str]], total: int) -> None:
-    for stale in [*root.glob("model*.safetensors"), *root.glob("model.safetensors.index.json")]:
-        stale.unlink()
-    if len(files) == 1:
-        (root / ".part0.safetensors").rename(root / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(files):
-        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (root / f".part{number}.safetensors").rename(root / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+def _partial(root: Path, tag: str) -> Path:
+    return root / f".{tag}.partial"
+
+
+def _old(root: Path, tag: str) -> Path:
+    return root / f".{tag}.old"
+
+
+def _make_place(root: Path, partial: Path) -> None:
+    """An empty folder to write into; what earlier saves left when they were killed goes first."""
+    with _in_our_words(f"writing a checkpoint to {root}"):
+        root.mkdir(parents=True, exist_ok=True)
+        _recover(root)
+        for left in [*root.glob(".*.partial"), *root.glob(".*.old")]:
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir()
+
+
+def _recover(root: Path) -> None:
+    """Give a checkpoint its name back that was set aside by a save which was killed before the new one had that name."""
+    for old in root.glob(".*.old"):
+        final = root / old.name[1 : -len(".old")]
+        if old.is_dir() and not final.exists():
+            with _in_our_words(f"recovering {final} from {old}"):
+                old.rename(final)
+
+
+def _publish(root: Path, tag: str) -> None:
+    """Give what was written its name. A whole checkpoint stands under one of the names all the time."""
+    final, partial, old = root / tag, _partial(root, tag), _old(root, tag)
+    _sync(partial)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    _sync(root)
+    note = root / f".{_LATEST}.partial"
+    _write_durably(note, tag.encode())
+    note.rename(root / _LATEST)
+    _sync(root)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the drive."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(root: Path, nbytes: int, what: str) -> None:
+    free = _free_bytes(root)
+    if nbytes > free:
+        raise CheckpointError(
+            f"{what} takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free: free "
+            f"{format_bytes(nbytes - free)} more or save elsewhere"
+        )
+
+
+def _free_bytes(root: Path) -> int:
+    usage = shutil.disk_usage(root)
+    return usage.free if usage.total else sys.maxsize  # some file systems don't count
+
+
+@contextlib.contextmanager
+def _in_our_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{what} failed ({error}): free space there, or choose another folder") from None
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _write(state: dict[str, Any], partial: Path) -> CheckpointError | None:
+    """Write masters and moments. A collective, so the failure is returned."""
+    # A file per tensor: the writer holds all tensors of a file until it is complete.
+    writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, thread_count=1, overwrite=True)
+    try:
+        dcp.save(state, storage_writer=writer)
+    except OSError as error:
+        return CheckpointError(f"writing a checkpoint to {partial.parent} failed: {error}")
+    except dcp.CheckpointException as error:
+        return CheckpointError(f"writing a checkpoint to {partial.parent} failed: {_cause(error)}")
+    return None
+
+
+def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
+    """Read masters and moments into `state`. A collective, so the failure is returned."""
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+    except dcp.CheckpointException as error:
+        return _damaged(path, _cause(error))
+    return None
+
+
+def _cause(error: dcp.CheckpointException) -> str:
+    """What failed first, on any rank. DCP catches Ctrl-C too: that stays what it is."""
+    for cause, _ in error.failures.values():
+        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+            raise cause from None
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}" if dist.get_world_size() > 1 else str(cause)
+
+
+def _find(root: Path, tag: str | None) -> Path:
+    """The folder of a checkpoint, the latest where `tag` is None."""
+    if tag is None:
+        latest = root / _LATEST
+        if not latest.is_file():
+            raise CheckpointError(
+                f"{root} holds no checkpoint: there is no file named {_LATEST!r}; pass tag=... or another folder"
+            )
+        tag = latest.read_bytes().decode(errors="replace").strip()
+        if not tag or tag != Path(tag).name:
+            raise CheckpointError(f"{latest} is damaged: it names no checkpoint; {_others(root / 'x')}")
+    path = root / tag
+    if not (path / ".metadata").is_file():
+        raise CheckpointError(f"{path} is not a checkpoint (no .metadata in it); {_others(path)}")
+    return path
+
+
+def _damaged(path: Path, why: object) -> CheckpointError:
+    root = path if (path / ".metadata").exists() else path.parent
+    reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch goes on with advice that doesn't fit here
+    return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {_others(root)}")
+
+
+def _others(path: Path) -> str:
+    """The next move: what else could be loaded."""
+    found = sorted(m.parent.name for m in path.parent.glob("*/.metadata") if m.parent != path)
+    return f"there is also tag={', '.join(map(repr, found))}" if found else "there is no other in that folder"
 
 
 def _reshard(model: nn.Module) -> None:
@@ -174,10 +348,12 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _check_fits(path: Path, state: dict[str, Any]) -> None:
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    wanted = _flatten(state)
+    try:
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever a pickle of arbitrary bytes raises
+        raise _damaged(path / ".metadata", error) from None
     stored = {key: tuple(m.size) for key, m in saved.items() if isinstance(m, TensorStorageMetadata)}
-    ours = {key: tuple(v.shape) for key, v in wanted.items() if isinstance(v, torch.Tensor)}
+    ours = {key: tuple(v.shape) for key, v in _tensors(state).items()}
     missing = sorted(set(ours) - set(stored))
     extra = sorted(set(stored) - set(ours))
     reshaped = [
@@ -202,22 +378,28 @@ def _flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in _flatten(state).items() if isinstance(value, torch.Tensor)}
+
+
 def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The loaded hyper-parameters, in the order of the optimizer's groups (DCP keeps them by parameter name)."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    by_name = {name: group for group in state["optimizer"]["param_groups"] for name in group["params"]}
+    names = parameter_names(model)
+    groups = state["optimizer"]["param_groups"]
+    by_name = {name: group for group in groups for name in group["params"]}
+    empty = iter([group for group in groups if not group["params"]])
     found = []
     for group in optimizer.param_groups:
-        saved = by_name[names[group["params"][0]]]
+        saved = by_name[names[group["params"][0]][0]] if group["params"] else next(empty, {})
         found.append({key: value for key, value in saved.items() if key != "params"})
     return found
 
 
 def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Moments are loaded in place; the step counts are small tensors of their own."""
-    for name, parameter in model.named_parameters():
+    for parameter, names in parameter_names(model).items():
         if parameter in optimizer.state:
-            loaded = state["optimizer"]["state"][name]["step"]
+            loaded = state["optimizer"]["state"][names[0]]["step"]
             optimizer.state[parameter]["step"].copy_(torch.as_tensor(loaded))
 
 
@@ -234,17 +416,18 @@ def _encode(rest: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _decode(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+def _rest_of(path: Path) -> dict[str, Any]:
+    """What this rank stored, or rank 0 where this rank did not exist."""
+    own = path / f"rank{dist.get_rank()}.pt"
+    file = own if own.is_file() else path / "rank0.pt"
+    try:
+        loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no rank0.pt, so save_checkpoint did not write it: read it with torch.distributed.checkpoint"
+        ) from None
+    except Exception as error:  # whatever torch.load makes of arbitrary bytes
+        raise _damaged(file, error) from None
+    if not own.is_file():
+        loaded.pop("rng", None)
     return loaded
-
-
-def _agree(problem: str, cleanup: Path | None = None) -> None:
-    """All ranks go on together or raise together."""
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    first = next(filter(None, problems), "")
-    if first:
-        if cleanup is not None and dist.get_rank() == 0:
-            shutil.rmtree(cleanup, ignore_errors=True)
-        raise CheckpointError(first)

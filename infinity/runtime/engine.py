@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import Config
-from infinity.errors import CheckpointError, InfinityError
+from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.runtime import checkpoint
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats
+from infinity.swap.names import parameter_names
 
 log = logging.getLogger("infinity")
 
@@ -74,6 +76,7 @@ class Engine:
         self._boundary: bool | None = None
         self._grad_norm: float | None = None
         self._closed = False
+        self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,13 +99,18 @@ class Engine:
         return scaled
 
     def step(self) -> None:
-        """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing."""
+        """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
+
+        A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
+        Raises ConfigError when a parameter was unfrozen since `initialize`: nothing would train it.
+        """
         if not self.is_gradient_accumulation_boundary():
             return
+        self._check_none_unfrozen()
         self._grad_norm = self._clip()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
+        self.zero_grad()
+        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step()
         self.global_steps += 1
         self._boundary = None
@@ -117,9 +125,27 @@ class Engine:
         """Evaluation mode."""
         return self.train(False)
 
-    def parameters(self) -> Any:
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.module.training
+
+    def parameters(self) -> Iterator[nn.Parameter]:
         """The sharded parameters (fp32 masters)."""
         return self.module.parameters()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The sharded parameters with the module's names for them."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's: sharded masters, read from NVMe when they are used."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; `step` does so by itself."""
+        self.module.zero_grad(set_to_none)
+        self.optimizer.zero_grad(set_to_none)  # the module shows others while a group is gathered
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` will step: the last micro-batch of a step has had its backward pass."""
@@ -177,15 +203,21 @@ class Engine:
     ) -> bool:
         """Write everything needed to go on to `save_dir/tag` (default tag: global_stepN). A collective.
 
-        `client_state`: a dict of plain values and tensors of your own. Raises CheckpointError; an earlier checkpoint stays.
+        `client_state`: a dict of plain values and tensors of your own. Raises CheckpointError, also between a `backward` and
+        its `step`, as gradients are not stored; an earlier checkpoint stays.
         """
         tag = tag or f"global_step{self.global_steps}"
-        if tag != Path(tag).name or tag.startswith("."):
-            raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}")
+        if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
+            raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
+        self._check_whole()
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            raise CheckpointError(
+                "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
+                f"that ends it (every {self.gradient_accumulation_steps()} of them), or call zero_grad() to give them up"
+            )
         self._make_optimizer_state()
         rest = {
             "global_steps": self.global_steps,
-            "micro_steps": self.micro_steps,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "client_state": client_state or {},
             "rng": torch.get_rng_state(),
@@ -204,7 +236,7 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
-        self.micro_steps = rest["micro_steps"]
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
         if self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
         if "rng" in rest:
@@ -213,6 +245,7 @@ class Engine:
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
         """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0."""
+        self._check_whole()
         checkpoint.save_16bit(save_dir, self.module, self._compute_dtype)
         return True
 
@@ -234,6 +267,18 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _check_none_unfrozen(self) -> None:
+        for parameter, names in parameter_names(self.module).items() if self._frozen else ():
+            if parameter.requires_grad and names[0] in self._frozen:
+                raise ConfigError(
+                    f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
+                    "trained: unfreeze it before initialize, or set requires_grad to False again"
+                )
+
+    def _check_whole(self) -> None:
+        if self.swap is not None:
+            self.swap.paged.check_whole()
 
     def _make_optimizer_state(self) -> None:
         """State for every parameter, as a first step would make it, without a step: a checkpoint holds all of it."""

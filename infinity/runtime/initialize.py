@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,15 @@ from infinity.runtime.materialize import (
     initialize_values,
     load_weights,
     meta_parameters,
+    stored_names,
 )
+from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
 from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
+from infinity.swap.fsdp2 import is_sharded
+from infinity.swap.names import parameter_names, parameters_by_name
+from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
 
@@ -61,7 +65,8 @@ def initialize(
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
         training_data: a dataset; a DataLoader over it is returned.
         lr_scheduler: a function of the optimizer that makes one (needed where `initialize` makes the optimizer), a made
-            one where no optimizer is replaced, or None: the config's.
+            one where no optimizer is replaced, or None: the config's. `engine.step` steps it, unless it is a
+            ReduceLROnPlateau: that is stepped by you, with your metric.
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (file or folder) from which the parameters are set, each rank reading only its rows.
@@ -70,7 +75,8 @@ def initialize(
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
 
-    Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before the first step; nothing is left behind.
+    A collective. Raises ConfigError, StoreError, BudgetError, IoError or CheckpointError before the first step, on all ranks
+    when on one; nothing is left behind.
     """
     if model is None:
         raise ConfigError("initialize needs model=")
@@ -78,18 +84,21 @@ def initialize(
     source = source if source is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ConfigError("initialize needs config=: a dict, a path to JSON, or base64 of JSON")
-    parsed = load_config(source)
     with ExitStack() as undo:
-        close_group = _ensure_process_group(undo)
-        settled = parsed.resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
-        _check_supported(settled, model, init_fn, weights)
+        close_group = ensure_process_group()
+        undo.callback(close_group)
+        with together():
+            settled = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
+            _check_supported(settled, model, init_fn, weights)
+            groups = _trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
-        groups = _trained_names(model, model_parameters, optimizer)
         swap = _shard_and_page(model, settled, undo)
-        _give_values(model, swap, weights, init_fn)
-        made = _make_optimizer(model, settled, optimizer, groups, swap)
-        schedule = _make_schedule(settled, lr_scheduler, made, replaced=optimizer is not None and made is not optimizer)
-        loader = _make_loader(training_data, settled, collate_fn)
+        with together():
+            _give_values(model, swap, weights, init_fn)
+            made = _make_optimizer(model, settled, optimizer, groups, swap)
+            replaced = optimizer is not None and made is not optimizer
+            schedule = _make_schedule(settled, lr_scheduler, made, replaced=replaced)
+            loader = _make_loader(training_data, settled, collate_fn)
         engine = Engine(
             module=model,
             optimizer=made,
@@ -104,26 +113,6 @@ def initialize(
     return engine, made, loader, schedule
 
 
-def _ensure_process_group(undo: ExitStack) -> Callable[[], None]:
-    """A process group: the one there is, torchrun's, or one of a single rank. Returns what closes it if it is ours."""
-    if dist.is_initialized():
-        return lambda: None
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-    def close() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    undo.callback(close)
-    return close
-
-
 def _check_supported(
     config: Config, model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None
 ) -> None:
@@ -133,7 +122,14 @@ def _check_supported(
         raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
     if weights is not None and not Path(weights).exists():
         raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
-    check_initializable(model, init_fn, parameters=weights is None)
+    if is_sharded(model):
+        raise ConfigError(
+            "the model is sharded already, by fully_shard or by an earlier initialize: build it anew and pass that; a model "
+            "that you shard yourself is paged with SwapManager.page(model)"
+        )
+    if scalars := [names[0] for parameter, names in parameter_names(model).items() if parameter.dim() == 0]:
+        raise ConfigError(f"parameter {scalars[0]} has no dimension that could be sharded: give it the shape (1,)")
+    check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
     _mixed_residency(config)
 
 
@@ -192,9 +188,7 @@ def _trained_names(
     model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Parameter groups as (settings, names): sharding puts other objects in the parameters' place."""
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(parameter, name)
+    names = parameter_names(model)
     if isinstance(optimizer, torch.optim.Optimizer):
         source: list[Any] = optimizer.param_groups
     elif model_parameters is not None:
@@ -210,52 +204,65 @@ def _trained_names(
         if any(member not in names for member in members):
             raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
         settings = {key: value for key, value in group.items() if key != "params"}
-        found.append((settings, [names[member] for member in members]))
+        found.append((settings, [names[member][0] for member in members]))
     return found
 
 
 def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapManager | None:
-    """fully_shard each group and the root; then hand what rests on NVMe to a swap manager."""
-    own = config.infinity
+    """fully_shard each group and the root; then hand what rests on NVMe to a swap manager.
+
+    What can be known to be too small is refused before the model is sharded, which can't be undone.
+    """
     zero = config.zero_optimization
     nvme_parameters, nvme_state = _mixed_residency(config)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
+    with together():
+        wrap = modules_to_wrap(model, None if config.infinity.wrap == "auto" else config.infinity.wrap)
+    if not (nvme_parameters or nvme_state):
+        _shard(model, config, mesh, wrap)
+        return None
+    dtype = _compute_dtype(config)
+    placing: dict[str, Any] = {
+        "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
+        "resident_numel_below": zero.stage3_param_persistence_threshold,
+        "resident_numel_max": zero.offload_param.max_in_cpu,
+        "hold_parameters": not nvme_parameters,
+        "hold_state": not nvme_state,
+    }
+    with together():
+        storage = choose_storage(config)
+        own = config.infinity
+        swap = SwapManager(
+            config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
+        )
+        undo.callback(swap.close)
+        swap.check_fits(model, wrap, ranks=mesh.size(), dtype=dtype, **placing)
+    _shard(model, config, mesh, wrap)
+    prefetch = zero.stage3_prefetch_bucket_size
+    swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
+    if dist.get_rank() == 0:
+        for note in (*storage.notes, *swap.notes):
+            log.info(note)
+    return swap
+
+
+def _shard(model: nn.Module, config: Config, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
+    """fully_shard each of `wrap` and the root, with the config's policies."""
+    zero = config.zero_optimization
     _to_fp32_masters(model, mesh)
     dtype = _compute_dtype(config)
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype is torch.float32 else dtype,
-        reduce_dtype=torch.float32 if own.reduce_dtype == "fp32" else torch.bfloat16,
+        reduce_dtype=torch.float32 if config.infinity.reduce_dtype == "fp32" else torch.bfloat16,
     )
-    host = zero.offload_param.device == "cpu" and device_type != "cpu" and not nvme_state
+    _, nvme_state = _mixed_residency(config)
+    host = zero.offload_param.device == "cpu" and mesh.device_type != "cpu" and not nvme_state
     offload = CPUOffloadPolicy(pin_memory=zero.offload_param.pin_memory) if host else OffloadPolicy()
-    wrap = modules_to_wrap(model, None if own.wrap == "auto" else own.wrap)
     for module in wrap:
         reshard = zero.stage >= 3
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     reshard_root = None if zero.stage >= 3 else False  # None: FSDP2 keeps the root group from forward to backward
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
-    if not (nvme_parameters or nvme_state):
-        return None
-    storage = choose_storage(config)
-    swap = SwapManager(
-        config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
-    )
-    undo.callback(swap.close)
-    prefetch = zero.stage3_prefetch_bucket_size
-    swap.page(
-        model,
-        sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
-        resident_numel_below=zero.stage3_param_persistence_threshold,
-        resident_numel_max=zero.offload_param.max_in_cpu,
-        look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize,
-        hold_parameters=not nvme_parameters,
-        hold_state=not nvme_state,
-    )
-    if dist.get_rank() == 0:
-        for note in (*storage.notes, *swap.notes):
-            log.info(note)
-    return swap
 
 
 def _to_fp32_masters(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -283,8 +290,8 @@ def _give_values(
     if blank and weights is None:
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:
-        initialize_values(model, set(), device, init_fn)  # buffers
-        load_weights(model, Path(weights))
+        initialize_values(model, set(), device, init_fn, stored_names(weights))  # buffers
+        load_weights(model, weights)
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
@@ -303,7 +310,7 @@ def _make_optimizer(
     swap: SwapManager | None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters: paged where there is a swap manager."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = parameters_by_name(model)
     regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         if swap is not None:

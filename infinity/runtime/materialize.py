@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError, ConfigError
+from infinity.swap.names import buffer_names, clean_name, parameter_names, parameters_by_name
+from infinity.swap.together import together
 
 InitFn = Callable[[nn.Module], Any]
 
@@ -33,19 +36,22 @@ def init_empty() -> torch.device:
 
 def meta_parameters(model: nn.Module) -> set[str]:
     """Names of the parameters that have no values yet (all names of a tied one)."""
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
+    return {name for name, p in parameters_by_name(model).items() if p.is_meta}
 
 
-def check_initializable(model: nn.Module, init_fn: InitFn | None, *, parameters: bool = True) -> None:
-    """Raise ConfigError, naming them, when modules on the meta device have no way to get values."""
+def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozenset[str] | None) -> None:
+    """Raise ConfigError, naming them, when modules on the meta device have no way to get values.
+
+    `stored`: what a file gives values to, all parameters among it; None where there is no file.
+    """
     if init_fn is not None or callable(getattr(model, "_init_weights", None)):
         return
     lost = [
         name or "the root module"
         for name, module in model.named_modules()
         if (
-            (parameters and any(p.is_meta for p in module.parameters(recurse=False)))
-            or any(b.is_meta for b in module.buffers(recurse=False))
+            (stored is None and any(p.is_meta for p in module.parameters(recurse=False)))
+            or any(b.is_meta and _named(name, own) not in (stored or ()) for own, b in _own_buffers(module))
         )
         and not hasattr(module, "reset_parameters")
     ]
@@ -56,21 +62,29 @@ def check_initializable(model: nn.Module, init_fn: InitFn | None, *, parameters:
         )
 
 
-def initialize_values(model: nn.Module, pending: set[str], device: torch.device, init_fn: InitFn | None) -> None:
+def initialize_values(
+    model: nn.Module,
+    pending: set[str],
+    device: torch.device,
+    init_fn: InitFn | None,
+    stored: frozenset[str] = frozenset(),
+) -> None:
     """Give values to the parameters in `pending` and to meta buffers, in module order, with the module's own method.
 
-    Every rank draws the same numbers (given the same seed) and keeps its shard.
+    Every rank draws the same numbers (given the same seed) and keeps its shard. Buffers in `stored` get memory only: a file
+    gives them values afterwards.
     """
     init = init_fn or getattr(model, "_init_weights", None) or (lambda module: module.reset_parameters())
     done: set[nn.Parameter] = set()
     for prefix, module in model.named_modules():
         owned = {name: p for name, p in module._parameters.items() if p is not None}
-        fresh = {name: p for name, p in owned.items() if _join(prefix, name) in pending and p not in done}
-        blank = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
-        if not fresh and not blank:
-            continue
+        fresh = {name: p for name, p in owned.items() if _named(prefix, name) in pending and p not in done}
+        blank = {name: b for name, b in _own_buffers(module) if b.is_meta}
         for name, buffer in blank.items():
             module._buffers[name] = _unset(buffer, device)
+        blank = {name: b for name, b in blank.items() if _named(prefix, name) not in stored}
+        if not fresh and not blank:
+            continue
         with torch.no_grad():
             for name, p in owned.items():
                 module._parameters[name] = nn.Parameter(torch.empty(p.shape), requires_grad=p.requires_grad)
@@ -80,7 +94,7 @@ def initialize_values(model: nn.Module, pending: set[str], device: torch.device,
                 value = module._parameters[name]
                 assert value is not None
                 load_full(p, value)
-            lost = [_join(prefix, name) for name in blank if _is_unset(module._buffers[name])]
+            lost = [_named(prefix, name) for name in blank if _is_unset(module._buffers[name])]
             if lost:
                 raise ConfigError(
                     f"buffers built on the meta device that nothing gave values to: {', '.join(lost)}; set them in the "
@@ -98,46 +112,65 @@ def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
     local.copy_(full[start : start + local.shape[0]])
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Set all parameters from safetensors: a file, or a folder with `model.safetensors` or its index.
+def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
+    """The tensors in safetensors (a file or a folder). Raises CheckpointError as `load_weights` does."""
+    with ExitStack() as stack:
+        return frozenset(_opened(Path(path), stack))
 
-    Each rank reads only its own rows. Names that tied parameters share need to be there once. Raises CheckpointError, naming
-    the tensors, when some are missing, too many, or of another shape.
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Set all parameters and buffers from safetensors: a file, or a folder with `model.safetensors` or its index.
+
+    Each rank reads only its own rows. Names that tied tensors share need to be there once, those of buffers that are not
+    persistent need not. Raises CheckpointError, naming the tensors, when some are missing, too many, or of another shape, and
+    naming the file when it is damaged.
     """
-    files = _files(Path(path))
-    aliases: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(parameter, []).append(name)
     with ExitStack() as stack, torch.no_grad():
-        where: dict[str, Any] = {}
-        for file in files:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            where.update(dict.fromkeys(opened.keys(), opened))
-        known = {name for names in aliases.values() for name in names}
-        missing = [names[0] for names in aliases.values() if not any(name in where for name in names)]
-        unexpected = sorted(set(where) - known - {name for name, _ in model.named_buffers()})
+        where = _opened(Path(path), stack)
+        wanted: dict[torch.Tensor, tuple[str, ...]] = {}
+        wanted |= dict(parameter_names(model).items())
+        wanted |= buffer_names(model, persistent=True)
+        optional = buffer_names(model, persistent=False)
+        known = {name for names in (*wanted.values(), *optional.values()) for name in names}
+        missing = [names[0] for names in wanted.values() if not any(name in where for name in names)]
+        unexpected = sorted(set(where) - known)
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} doesn't fit the model: "
                 + "; ".join(filter(None, [_list("missing", missing), _list("unknown", unexpected)]))
             )
-        chosen = {parameter: next(name for name in names if name in where) for parameter, names in aliases.items()}
-        for parameter, name in chosen.items():
+        chosen = {
+            tensor: next(name for name in names if name in where)
+            for tensor, names in {**wanted, **optional}.items()
+            if any(name in where for name in names)
+        }
+        for tensor, name in chosen.items():
             shape = tuple(where[name].get_slice(name).get_shape())
-            if shape != tuple(parameter.shape):
-                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {tuple(parameter.shape)}")
-        for name, buffer in model.named_buffers():
-            if name in where:
-                stored = where[name].get_tensor(name)
-                if stored.shape != buffer.shape:
-                    raise CheckpointError(
-                        f"{path}: {name} has shape {tuple(stored.shape)}, the model wants {tuple(buffer.shape)}"
-                    )
-                buffer.copy_(stored)
-        for parameter, name in chosen.items():
-            local, start = _local_rows(parameter)
+            if shape != tuple(tensor.shape):
+                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {tuple(tensor.shape)}")
+        for tensor, name in chosen.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(where[name].get_tensor(name))
+                continue
+            local, start = _local_rows(tensor)
             if local.numel():
                 local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
+
+
+def _opened(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each tensor."""
+    where: dict[str, Any] = {}
+    for file in _files(path):
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} is damaged or not safetensors ({error}): fetch or save it again") from None
+        where.update(dict.fromkeys(opened.keys(), opened))
+    return where
+
+
+def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
 
 
 def _unset(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -170,7 +203,12 @@ def _files(path: Path) -> list[Path]:
         return [path]
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(
+                f"{index} is damaged or not an index of safetensors: fetch or save it again"
+            ) from None
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
@@ -180,8 +218,8 @@ def _list(what: str, names: list[str]) -> str:
     return f"{what} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else ""
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def _named(prefix: str, name: str) -> str:
+    return clean_name(f"{prefix}.{name}" if prefix else name)
 
 
 def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,13 +227,14 @@ def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[
 
     Trainable or not; tied parameters come once, under their first name. `dtype` None keeps the masters' fp32.
     """
-    for name, parameter in model.named_parameters():
+    for parameter, names in parameter_names(model).items():
         data = parameter.data
         if isinstance(data, DTensor):
-            local = data._local_tensor.to(dtype or data.dtype).clone()
+            with together():  # reads the drive: a rank that fails must not leave the others waiting to gather
+                local = data._local_tensor.to(dtype or data.dtype).clone()
             whole = DTensor.from_local(
                 local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
             ).full_tensor()
         else:
             whole = data.to(dtype or data.dtype)
-        yield name, whole.cpu()
+        yield names[0], whole.cpu()

@@ -82,12 +82,12 @@ class Arena:
         for size in sizes:
             extents.append(Extent(end, align_up(size, PAGE_BYTES)))
             end += extents[-1].nbytes
-        self._check_free(end, what)
+        self._check_growth(end, what)
         try:
             self._reserve(end)
         except IoError as error:
             if error.errno == errno.ENOSPC:
-                self._check_free(end, what)
+                self._check_growth(end, what)
             roots = ", ".join(str(folder.root) for folder in self._folders)
             raise StoreError(
                 error.errno or 0,
@@ -97,15 +97,8 @@ class Arena:
         self.nbytes = end
         return extents
 
-    def _check_free(self, end: int, what: str) -> None:
-        """Raise StoreError where a drive lacks the space for its share of the arena's growth to `end`."""
-        if len(self._folders) == 1:
-            self._folders[0].check_free(end - self.nbytes, what)
-            return
-        now = file_bytes(self._pattern, self._stripe_bytes, self.nbytes)
-        then = file_bytes(self._pattern, self._stripe_bytes, end)
-        for folder, before, after in zip(self._folders, now, then, strict=True):
-            folder.check_free(after - before, what)
+    def _check_growth(self, end: int, what: str) -> None:
+        _check_shares(self._folders, self._pattern, self._stripe_bytes, self.nbytes, end, what)
 
     def _reserve(self, nbytes: int) -> None:
         self.file.reserve(nbytes)
@@ -117,6 +110,25 @@ class Arena:
     def close(self) -> None:
         """Close the files; the kernel frees their space once the last transfer has ended."""
         self.file.close()
+
+
+def check_free(folders: Sequence[RunFolder], bandwidths: Sequence[float] | None, nbytes: int, what: str) -> None:
+    """Raise StoreError where a drive lacks the space for its share of an arena of `nbytes` bytes over `folders`."""
+    pattern = stripe_pattern(bandwidths or [1.0] * len(folders))
+    _check_shares(folders, pattern, STRIPE_BYTES_MAX, 0, nbytes, what)
+
+
+def _check_shares(
+    folders: Sequence[RunFolder], pattern: Sequence[int], stripe_bytes: int, begin: int, end: int, what: str
+) -> None:
+    """Raise StoreError where a drive lacks the space for its share of an arena that grows from `begin` to `end` bytes."""
+    if len(folders) == 1:
+        folders[0].check_free(end - begin, what)
+        return
+    now = file_bytes(pattern, stripe_bytes, begin)
+    then = file_bytes(pattern, stripe_bytes, end)
+    for folder, before, after in zip(folders, now, then, strict=False):  # a drive past the last one used has no share
+        folder.check_free(after - before, what)
 
 
 def _open(folder: RunFolder, engine: IoEngine, name: str, drive: int) -> File:

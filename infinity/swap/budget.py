@@ -17,7 +17,8 @@ ACCESS_BYTES = 4 * MIB
 """The buffer through which single tensors are read and written (state_dict, initialisation), with the pages at its ends."""
 
 GATHERS_IN_USE = 2
-"""Groups that FSDP2 holds at once: the one it gathers and the one it prefetches in backward."""
+"""Groups in use at once: the one that FSDP2 copies now and the one it copied before; see [Note: When a group has been copied]
+in infinity/swap/manager.py."""
 
 GROUPS_HELD = 2 * GATHERS_IN_USE + 1
 """Room in groups: GATHERS_IN_USE leases, anywhere in the slab, leave GATHERS_IN_USE + 1 holes; with room for this many

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from infinity.aio import Lease, Transfer
@@ -50,6 +51,8 @@ class Chunk:
     """What moves together. `reads` is what staging it fetches, `writes` what writing it back stores.
 
     `after`: chunks whose write must have ended before this one is read, because they store the same bytes.
+    `on_lost` is called, with the failure in words, when a write has failed: the arena then holds neither the old bytes nor
+    the new.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Chunk:
     reads: tuple[Span, ...]
     writes: tuple[Span, ...]
     after: tuple[Chunk, ...] = ()
+    on_lost: Callable[[str], None] | None = field(default=None, repr=False)
     state: ChunkState = ChunkState.RESTING
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
+from infinity.swap.names import clean_name, parameter_names
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,7 @@ class ShardedParameter:
     @property
     def padded_shape(self) -> torch.Size:
         """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
-        shape = self.sharded.shape
-        ranks = self.sharded.device_mesh.size()
-        return torch.Size((-(-shape[0] // ranks), *shape[1:]))
+        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size())
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,69 @@ class ShardedGroup:
     name: str
     parameters: tuple[ShardedParameter, ...]
 
+    @property
+    def outline(self) -> GroupOutline:
+        """What can be said of it before it is sharded."""
+        found = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
+        return GroupOutline(self.name, tuple(found))
+
+
+@dataclass(frozen=True)
+class ParameterOutline:
+    """A parameter's own name, its whole shape, and whether it is trained."""
+
+    name: str
+    shape: torch.Size
+    trained: bool
+
+
+@dataclass(frozen=True)
+class GroupOutline:
+    """A group, sharded or about to be."""
+
+    name: str
+    parameters: tuple[ParameterOutline, ...]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
+    """The shape of one rank's shard, with the padding that makes all ranks' shards alike (dim 0)."""
+    return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else torch.Size((1,))
+
+
+def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
+    """The groups that a model will have when `fully_shard` is applied to each of `wrap` and to the root."""
+    chosen = {*wrap, model}
+    owners = [clean_name(name) for name, module in model.named_modules() if module in chosen]
+    members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
+    for parameter, names in parameter_names(model).items():
+        members[_owner(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
+    return [GroupOutline(owner or "root", tuple(found)) for owner, found in members.items() if found]
+
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     """The groups of a model to which `fully_shard` was applied, in module order.
 
-    Raises ConfigError where it wasn't, or where a parameter can't be paged (not fp32, not sharded on dim 0, 0-d).
+    Raises ConfigError where it wasn't, where a group is resharded over fewer ranks after forward, or where a parameter can't be
+    paged (not fp32, not sharded on dim 0, 0-d).
     """
-    owners = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    owners = [clean_name(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not owners:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and _reshards_to_fewer_ranks(module):
+            raise ConfigError(
+                "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which is not paged: pass True or "
+                "False to fully_shard"
+            )
     members: dict[str, list[ShardedParameter]] = {owner: [] for owner in owners}
-    for parameter, aliases in names.items():
-        owner = _owner(aliases[0], owners)
-        members[owner].append(ShardedParameter(tuple(aliases), parameter, _checked(aliases[0], parameter)))
+    for parameter, names in parameter_names(model).items():
+        owner = _owner(names[0], owners)
+        members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
     return [ShardedGroup(owner or "root", tuple(found)) for owner, found in members.items() if found]
 
 
@@ -70,11 +118,38 @@ def gathered_dtype(model: nn.Module) -> torch.dtype:
     return dtypes.pop()
 
 
-def install(model: nn.Module, replacements: dict[str, nn.Parameter]) -> None:
-    """Put parameters into the model under their names; tied ones stay tied because the same object stands under each."""
-    result = model.load_state_dict(dict(replacements), strict=False, assign=True)
-    if result.unexpected_keys:
-        raise InfinityError(f"could not install paged parameters under {result.unexpected_keys}")
+def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put parameters in the place of others; tied ones stay tied because the same object stands under each name.
+
+    From then on the modules refuse what would put ordinary tensors in their place again: half(), to_empty(), to("meta"), ...
+    """
+    for module in model.modules():
+        own = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
+        if own:  # module by module: wrappers change the names that the whole model's load_state_dict takes
+            module.load_state_dict(own, strict=False, assign=True)
+    for module in model.modules():
+        module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
+
+
+def _apply_unless_it_converts(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """`module._apply`, through which every conversion passes, for those that leave an fp32 tensor as it is."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    probe = torch.empty(1, dtype=torch.float32, device=device)
+    if fn(probe) is not probe:
+        raise ConfigError(
+            "the model is paged: its fp32 masters rest on NVMe and can't be converted or moved in place; the dtype of compute "
+            "is bf16.enabled of the config (MixedPrecisionPolicy in a loop of your own), and Engine.save_16bit_model writes it"
+        )
+    applied: nn.Module = type(module)._apply(module, fn, recurse)
+    return applied
+
+
+def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
+    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups if group is not None)
 
 
 def _owner(name: str, owners: list[str]) -> str:

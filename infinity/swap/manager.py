@@ -2,6 +2,13 @@
 
 Two faces. `page(model)` hands a model that FSDP2 sharded over to the arena; `register / prefetch / use / update / flush` do
 the same for plain tensors of any other engine. All calls come from the training thread.
+
+[Note: When a group has been copied]
+FSDP2 asks for all shards of a group, one after the other, and copies them at once into the buffer it gathers from; only then
+does it turn to another group. So when a shard of another group is asked for, the one before has been copied, and its lease goes
+back: not only when FSDP2 reports it gathered, which it does when the group is used. However many groups are prefetched
+(`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
+uses, one group at a time, and reports at once.
 """
 
 from __future__ import annotations
@@ -25,16 +32,25 @@ from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.floor import step_bytes
 from infinity.schedule.lookahead import groups_to_stage
 from infinity.schedule.trace import Trace
-from infinity.store import Arena, Field, Layout, RunFolder, Shard, plan_layout
+from infinity.store import Arena, Field, Layout, RunFolder, Shard, check_free, plan_layout
 from infinity.store.layout import SPACE_ALIGN
 from infinity.store.placement import step_bandwidth
 from infinity.store.probe import measure_drive
 from infinity.swap import budget
 from infinity.swap.chunk import Chunk, ChunkState, Span
-from infinity.swap.fsdp2 import ShardedGroup, gathered_dtype, install, sharded_groups
+from infinity.swap.fsdp2 import (
+    GroupOutline,
+    ShardedGroup,
+    gathered_dtype,
+    install,
+    outlined_groups,
+    padded_shape,
+    sharded_groups,
+)
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
+from infinity.swap.together import together
 from infinity.units import align_up, format_bytes, parse_bytes
 
 log = logging.getLogger("infinity")
@@ -62,13 +78,17 @@ class SwapStats:
     """What each drive moved, in the order of the paths."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Tensor:
-    """A plain tensor that was registered."""
+    """A plain tensor that was registered. `lost`: why what was written of it last is not what is stored."""
 
     chunk: Chunk
     shape: torch.Size
     dtype: torch.dtype
+    lost: str | None = None
+
+    def lose(self, why: str) -> None:
+        self.lost = why
 
 
 class SwapManager:
@@ -132,6 +152,8 @@ class SwapManager:
         self._look_ahead_bytes = 0
         self._group_bytes: list[int] = []
         self._device: Device = device_for(torch.device("cpu"))
+        self._copying: PagedGroup | None = None
+        """The group whose shards FSDP2 asks for, or asked for last."""
         self._told_surprise = False
         self._evaluated = (False, False)  # since the last step, and between the two before it
         self._closed = False
@@ -161,6 +183,7 @@ class SwapManager:
         extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
         span = (Span(extent.offset, 0, extent.nbytes),)
         entry = _Tensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
+        entry.chunk.on_lost = entry.lose
         lease = machinery.stager.occupy(entry.chunk)
         try:
             lease.view(tensor.dtype, 0, tensor.numel()).view(tensor.shape).copy_(tensor.detach())
@@ -237,33 +260,76 @@ class SwapManager:
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
 
-        Raises ConfigError for a model that can't be paged, BudgetError when the pool is too small for one group or three
-        sub-groups (naming the number that would do), StoreError without space; the model is unchanged then.
+        A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
+        BudgetError when the pool is too small for one group or three sub-groups (naming the number that would do), StoreError
+        without space, on all ranks when on one; the model is unchanged then.
         """
         if self._paged is not None:
             raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
-        below = math.inf if hold_parameters else resident_numel_below
-        shards = _shards(groups, below, resident_numel_max)
-        copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
-        layout = self._plan(groups, shards, copy_itemsize, sub_group_size)
-        machinery = self._open()
-        machinery.adopt(self._device_of(groups))
-        self._paged = PagedModel(
-            layout=layout,
-            group_names=[group.name for group in groups],
-            shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
-            copy_dtype=dtype,
-            hold_state=hold_state,
-            stager=machinery.stager,
-            arena=machinery.arena,
-            what="parameters and optimizer state" if not hold_state else "parameters",
-        )
-        self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in self._paged.groups]
+        mesh = groups[0].parameters[0].sharded.device_mesh
+        with together(mesh.get_group()):
+            layout, pinned_bytes = self._plan(
+                [group.outline for group in groups],
+                mesh.size(),
+                dtype,
+                sub_group_size,
+                math.inf if hold_parameters else resident_numel_below,
+                resident_numel_max,
+                hold_state,
+            )
+            machinery = self._open(pinned_bytes)
+            machinery.adopt(self._device_of(groups))
+            paged = PagedModel(
+                layout=layout,
+                group_names=[group.name for group in groups],
+                shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
+                copy_dtype=dtype,
+                hold_state=hold_state,
+                stager=machinery.stager,
+                arena=machinery.arena,
+                what=_what_is_stored(hold_state),
+            )
+            replacements = self._take_over(groups, paged)
+        self._paged = paged
+        self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in paged.groups]
         room = machinery.pool.nbytes - budget.ACCESS_BYTES - budget.GATHERS_IN_USE * max(self._group_bytes)
         self._look_ahead_bytes = max(0, room if look_ahead_bytes is None else min(room, look_ahead_bytes))
-        self._take_over(model, groups, self._paged)
+        install(model, replacements)
+
+    def check_fits(
+        self,
+        model: nn.Module,
+        wrap: Sequence[nn.Module],
+        *,
+        ranks: int,
+        dtype: torch.dtype,
+        sub_group_size: int | None = None,
+        resident_numel_below: int = 100_000,
+        resident_numel_max: int = 0,
+        hold_parameters: bool = False,
+        hold_state: bool = False,
+    ) -> None:
+        """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
+
+        Args:
+            wrap: the modules that will be groups of their own, beside the root.
+            ranks: over how many it will be sharded.
+            dtype: in which it will be gathered.
+            others: as for `page`.
+        """
+        layout, _ = self._plan(
+            outlined_groups(model, wrap),
+            ranks,
+            dtype,
+            sub_group_size,
+            math.inf if hold_parameters else resident_numel_below,
+            resident_numel_max,
+            hold_state,
+        )
+        nbytes = sum(s.numel * s.copy_itemsize for s in layout.sub_groups) if hold_state else layout.nbytes
+        check_free(self._folders, self._bandwidths, nbytes, _what_is_stored(hold_state))
 
     @property
     def paged(self) -> PagedModel:
@@ -280,12 +346,14 @@ class SwapManager:
     @property
     def sub_groups_ahead(self) -> int:
         """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
-        depth = self._open().pool.nbytes // max(1, self.paged.layout.sub_group_bytes_max)
+        held = any(sub.held is not None for sub in self.paged.sub_groups)
+        depth = self._open().pool.nbytes // max(1, _stepped_bytes_max(self.paged.layout, held))
         return max(1, (depth - 1) // 2)
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
         model = shard.model
+        model.check_whole()
         if dtype != model.copy_dtype:
             raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
         if not shard.filled:
@@ -293,20 +361,27 @@ class SwapManager:
         if shard.resident is None:
             chunk = shard.group.chunk
             assert chunk is not None
+            if self._copying is not shard.group:
+                self._give_back_copied()
+                self._copying = shard.group
             if chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
-        return self._device.take(model.gathered_view(shard))
+        taken = self._device.take(model.gathered_view(shard))
+        if shard.group.gathering and shard.group.handed_over:
+            shard.group.landing = (
+                self._device.landing()
+            )  # on the stream that copies, which later is not the current one
+        return taken
 
     def gathered(self, shard: PagedShard) -> None:
-        """For the paged tensor: FSDP2 has taken the copy over. The group's lease goes back with its last shard."""
+        """For the paged tensor: FSDP2 has gathered the shard. The group's lease goes back with its last one, or earlier."""
         group = shard.group
         if shard.resident is not None:
             return
         group.gathering.discard(shard.index)
-        if not group.gathering and group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
-            stager = self._open().stager
-            stager.release(group.chunk, keep=group.chunk in stager.wanted)
+        if not group.gathering:
+            self._give_back(group)
 
     def begin_step(self) -> None:
         """For the optimizer: the copies are about to change, so nothing staged is worth keeping."""
@@ -376,6 +451,8 @@ class SwapManager:
         self._closed = True
         machinery, self._machinery = self._machinery, None
         try:
+            if self._paged is not None:
+                self._paged.close()  # the model outlives this, and must not keep the pool
             if machinery is not None:
                 machinery.close()
         finally:
@@ -430,38 +507,52 @@ class SwapManager:
         entry = self._tensor(name)
         if entry.chunk.state is ChunkState.IN_USE:
             raise InfinityError(f"tensor {name!r} is in use already")
+        self._open().stager.settle(entry.chunk)
+        if entry.lost is not None:
+            raise InfinityError(
+                f"tensor {name!r} is lost, part of it old and part new, since a write of it failed: {entry.lost}; register it "
+                "anew under another name"
+            )
         lease = self._open().stager.acquire(entry.chunk)
         return entry, lease.view(entry.dtype, 0, entry.shape.numel()).view(entry.shape)
 
     def _plan(
-        self, groups: list[ShardedGroup], shards: list[Shard], copy_itemsize: int, sub_group_size: int | None
-    ) -> Layout:
-        """Settle the pinned budget and the size of sub-groups, and lay the model out."""
+        self,
+        groups: Sequence[GroupOutline],
+        ranks: int,
+        dtype: torch.dtype,
+        sub_group_size: int | None,
+        resident_below: float,
+        resident_numel_max: int,
+        hold_state: bool,
+    ) -> tuple[Layout, int]:
+        """The model's layout and the size of the pool (bytes): what the pinned budget allows."""
+        copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
+        shards = _shards(groups, ranks, resident_below, resident_numel_max)
         group_bytes = [0] * len(groups)
         for shard in shards:
             if not shard.resident:
                 group_bytes[shard.group] += align_up(shard.numel, SPACE_ALIGN) * (copy_itemsize or 4)
         largest = max(range(len(groups)), key=group_bytes.__getitem__)
         gather = budget.gather_bytes(group_bytes[largest])
+        numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
         explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        if explicit is None:
-            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
-        else:
-            fitting = budget.sub_group_numel_for(explicit, copy_itemsize + 12)
-            numel = sub_group_size or min(max(fitting, SPACE_ALIGN), SUB_GROUP_NUMEL_DEFAULT)
+        if explicit is not None:
+            fitting = budget.sub_group_numel_for(explicit, copy_itemsize + (0 if hold_state else 12))
+            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = plan_layout(shards, groups=len(groups), sub_group_numel_max=numel, copy_itemsize=copy_itemsize)
-        pinned = explicit or budget.comfortable_bytes(gather, layout.sub_group_bytes_max)
+        stepped = _stepped_bytes_max(layout, hold_state)
+        pinned = explicit or budget.comfortable_bytes(gather, stepped)
         budget.check_available(pinned)
-        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * layout.sub_group_bytes_max)
+        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * stepped)
         budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
-        self._open(pinned)
-        return layout
+        return layout, pinned
 
-    def _take_over(self, model: nn.Module, groups: list[ShardedGroup], paged: PagedModel) -> None:
-        """Move the values into the arena and put paged tensors in their place."""
+    def _take_over(self, groups: list[ShardedGroup], paged: PagedModel) -> dict[nn.Parameter, nn.Parameter]:
+        """Move the values into the arena; the paged tensors that take the parameters' place."""
         parameters = [p for group in groups for p in group.parameters]
         torch_device = self._device.torch_device
-        replacements: dict[str, nn.Parameter] = {}
+        replacements: dict[nn.Parameter, nn.Parameter] = {}
         for shard, source in zip(paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self, torch_device)
             shard.filled = shard.shape.numel() == 0
@@ -476,9 +567,8 @@ class SwapManager:
                 shape=sharded.shape,
                 stride=sharded.stride(),
             )
-            replacement = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
-            replacements.update(dict.fromkeys(source.names, replacement))
-        install(model, replacements)
+            replacements[source.parameter] = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
+        return replacements
 
     def _device_of(self, groups: list[ShardedGroup]) -> Device:
         """Where the model computes: the device of the mesh it was sharded over."""
@@ -498,6 +588,19 @@ class SwapManager:
         assert group.chunk is not None
         self._open().stager.acquire(group.chunk)
         self._look_ahead(trace, into_next=not training)
+
+    def _give_back_copied(self) -> None:
+        """The lease of the group that was asked for last, if FSDP2 has all of it."""
+        group = self._copying
+        if group is not None and group.gathering and group.handed_over:
+            self._give_back(group)
+            group.gathering.clear()
+
+    def _give_back(self, group: PagedGroup) -> None:
+        if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
+            stager = self._open().stager
+            stager.release(group.chunk, keep=group.chunk in stager.wanted, landing=group.landing)
+        group.landing = None
 
     def _look_ahead(self, trace: Trace, *, into_next: bool = False) -> None:
         groups = self.paged.groups
@@ -556,16 +659,27 @@ def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
     return folders
 
 
-def _shards(groups: list[ShardedGroup], resident_below: float, resident_numel_max: int) -> list[Shard]:
+def _shards(groups: Sequence[GroupOutline], ranks: int, resident_below: float, resident_numel_max: int) -> list[Shard]:
     """What the layout needs to know of each parameter, and which copies stay resident."""
     shards = []
     left = resident_numel_max
     for index, group in enumerate(groups):
         for parameter in group.parameters:
-            numel = parameter.padded_shape.numel()
-            resident = parameter.sharded.numel() < resident_below
+            numel = padded_shape(parameter.shape, ranks).numel()
+            resident = parameter.shape.numel() < resident_below
             if not resident and numel <= left:
                 resident = True
                 left -= numel
-            shards.append(Shard(parameter.names[0], index, numel, parameter.parameter.requires_grad, resident))
+            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
     return shards
+
+
+def _stepped_bytes_max(layout: Layout, hold_state: bool) -> int:
+    """Bytes of the pool for the largest sub-group that is stepped: all its fields, or its copy alone."""
+    if not hold_state:
+        return layout.sub_group_bytes_max
+    return max((sub.numel * sub.copy_itemsize for sub in layout.sub_groups if sub.trained), default=0)
+
+
+def _what_is_stored(hold_state: bool) -> str:
+    return "parameters" if hold_state else "parameters and optimizer state"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Lease
+from infinity.device import Landing
+from infinity.errors import InfinityError
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
@@ -64,7 +66,11 @@ class PagedShard:
     """Whether its moments were ever written: if not, they read as zero."""
 
     def read(self, which: Field, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of a field (1-D, fp32, on the CPU) in ordinary memory."""
+        """Elements [start, start + numel) of a field (1-D, fp32, on the CPU) in ordinary memory.
+
+        Raises InfinityError after a torn step: see `PagedModel.check_whole`.
+        """
+        self.model.check_whole()
         out = torch.empty(numel, dtype=torch.float32)
 
         def take(staged: torch.Tensor, at: int) -> None:
@@ -101,6 +107,13 @@ class PagedGroup:
     chunk: Chunk | None = None
     gathering: set[int] = field(default_factory=set)
     """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
+    landing: Landing | None = None
+    """Fires when the device has taken over the last of the shards that were handed over."""
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether every shard that its chunk fetches was handed over."""
+        return all(shard.resident is not None or shard.index in self.gathering for shard in self.shards)
 
 
 class PagedModel:
@@ -129,20 +142,56 @@ class PagedModel:
         self.layout = layout
         self.copy_dtype = copy_dtype
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
-        self._stager = stager
+        self._open_stager: Stager | None = stager
+        self._torn: str | None = None
         sizes = [s.numel * s.copy_itemsize if hold_state else s.nbytes for s in layout.sub_groups]
         extents = arena.reserve(sizes, what)
         self.sub_groups = [
-            _paged_sub_group(s, extent, hold_state, copy_dtype)
-            for s, extent in zip(layout.sub_groups, extents, strict=True)
+            self._sub_group(s, extent, hold_state) for s, extent in zip(layout.sub_groups, extents, strict=True)
         ]
-        self.nbytes = sum(extent.nbytes for extent in extents)
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         self._by_space = [[self.sub_groups[s.index] for s in cuts] for cuts in layout.by_space]
         for space, group in enumerate(self.groups):
             group.chunk = self._group_chunk(group, self._by_space[space])
         self._add_shards(shapes)
+
+    def tear(self, why: str) -> None:
+        """From now on the values are not those of one step: some were updated and some were not, or a write was lost."""
+        self._torn = self._torn or why
+
+    def mend(self) -> None:
+        """All values were set anew."""
+        self._torn = None
+
+    def close(self) -> None:
+        """Let go of all that holds memory. The values can't be used any more; idempotent."""
+        if self._open_stager is None:
+            return
+        for group in self.groups:
+            self.forget(group)
+        for shard in self.shards:
+            shard.resident = None
+        for sub in self.sub_groups:
+            sub.held = None
+        self._open_stager = None
+
+    @property
+    def _stager(self) -> Stager:
+        if self._open_stager is None:
+            raise InfinityError(
+                "the swap manager of this model is closed, and its parameters are gone with it: save them before close()"
+            )
+        return self._open_stager
+
+    def check_whole(self) -> None:
+        """Raise InfinityError when the values are torn (naming the failure; they may still be set, not used), or gone."""
+        _ = self._stager
+        if self._torn is not None:
+            raise InfinityError(
+                f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
+                f"{self._torn}; load a checkpoint (or a state dict of the model, then one of the optimizer) before going on"
+            )
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
         """The shard's copy (1-D, padded) in its group's lease, or where it is resident. The chunk must be in use."""
@@ -159,11 +208,24 @@ class PagedModel:
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
         group.gathering.clear()
+        group.landing = None
         if group.chunk is None:
             return
         if group.chunk.state is ChunkState.IN_USE:
             self._stager.release(group.chunk, keep=False)
         self._stager.drop(group.chunk)
+
+    def _sub_group(self, layout: SubGroup, extent: Extent, hold_state: bool) -> PagedSubGroup:
+        copy_bytes = layout.numel * layout.copy_itemsize
+        state = layout.field_offset(Field.MASTER)
+        reads: tuple[Span, ...] = (Span(extent.offset + state, state, layout.nbytes - state),)
+        nbytes, held = layout.nbytes, None
+        if hold_state:
+            reads, nbytes = (), copy_bytes
+            held = torch.zeros(layout.nbytes - copy_bytes, dtype=torch.uint8)
+        writes = (Span(extent.offset, 0, nbytes),)
+        chunk = Chunk(f"sub-group {layout.index}", nbytes, reads, writes, on_lost=self.tear)
+        return PagedSubGroup(layout, extent, chunk, held, self.copy_dtype)
 
     def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
@@ -219,7 +281,8 @@ class PagedModel:
             last = align_up(offset + nbytes)
             whole = Span(first, 0, last - first)
             reads = _edges(whole, offset, offset + nbytes) if write else (whole,)
-            chunk = Chunk(f"{which.value} of {shard.name}", whole.nbytes, reads, (whole,), after=(sub.chunk,))
+            name = f"{which.value} of {shard.name}"
+            chunk = Chunk(name, whole.nbytes, reads, (whole,), after=(sub.chunk,), on_lost=self.tear)
             lease = self._stager.acquire(chunk)
             try:
                 move(lease.view(dtype, offset - first, count), at)
@@ -245,20 +308,6 @@ class PagedModel:
                 low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
                 for at in range(low, high, step):
                     yield sub, at, piece.offset + at - piece.start, min(step, high - at)
-
-
-def _paged_sub_group(layout: SubGroup, extent: Extent, hold_state: bool, copy_dtype: torch.dtype) -> PagedSubGroup:
-    name = f"sub-group {layout.index}"
-    if hold_state:
-        copy_bytes = layout.numel * layout.copy_itemsize
-        chunk = Chunk(name, copy_bytes, (), (Span(extent.offset, 0, copy_bytes),))
-        return PagedSubGroup(
-            layout, extent, chunk, torch.zeros(layout.nbytes - copy_bytes, dtype=torch.uint8), copy_dtype
-        )
-    state = layout.field_offset(Field.MASTER)
-    reads = (Span(extent.offset + state, state, layout.nbytes - state),)
-    chunk = Chunk(name, layout.nbytes, reads, (Span(extent.offset, 0, layout.nbytes),))
-    return PagedSubGroup(layout, extent, chunk, None, copy_dtype)
 
 
 def _edges(whole: Span, start: int, end: int) -> tuple[Span, ...]:

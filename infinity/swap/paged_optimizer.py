@@ -6,7 +6,8 @@ Sub-group k+1 is being read while k is updated and k-1 is being written; the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -70,8 +71,10 @@ class PagedAdam(torch.optim.Adam):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient (fp32, of the shard's shape).
 
-        Returns when all are updated; the last writes go on in the background. Raises IoError when a transfer failed.
+        Returns when all are updated; the last writes go on in the background. Raises IoError when a transfer failed; what
+        is stored is torn then, and no step, read or gather is possible before state is loaded.
         """
+        self._swap.paged.check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,7 +86,11 @@ class PagedAdam(torch.optim.Adam):
             if any(piece.shard in stepping for piece in sub.layout.pieces) and sub.layout.trained
         ]
         self._swap.begin_step()
-        self._run(todo, stepping)
+        try:
+            self._run(todo, stepping)
+        except BaseException as error:
+            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
+            raise
         for each in stepping.values():
             self.state[each.parameter]["step"] += 1
         self._swap.end_step()
@@ -96,8 +103,16 @@ class PagedAdam(torch.optim.Adam):
                 if parameter.requires_grad:
                     self._init_state_of(parameter)
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around setting all parameters and their state in place: they are torn until the end of the block, and whole after."""
+        paged = self._swap.paged
+        paged.tear("loading a checkpoint")
+        yield
+        paged.mend()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As for torch; the moments are moved into the arena."""
+        """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
             moments = {name: loaded[name] for name in _MOMENTS}
@@ -107,6 +122,7 @@ class PagedAdam(torch.optim.Adam):
                 local = moment._local_tensor if isinstance(moment, DTensor) else moment
                 self.state[parameter][name]._local_tensor.copy_(local)
             self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
+        self._swap.paged.mend()
 
     def _stepping(self) -> dict[int, _Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""

@@ -3,9 +3,10 @@
 [Note: Why nobody waits for ever]
 Every lease is held by a chunk in one of five states. READING and WRITING end by themselves, LANDING ends when the device has
 copied, STAGED may be dropped at any time. Only IN_USE lasts as long as its user wants, and the users are few: the groups
-being gathered (two at most: the current one and the one FSDP2 prefetches), or the sub-groups of one optimizer step that
-were read and not yet updated. The budget (infinity/swap/budget.py) holds these and enough holes around them for the next,
-so a demand either finds room, or makes it by dropping and waiting; it fails only where the caller breaks the sum.
+being handed to FSDP2 (two at most, however many it prefetches: see [Note: When a group has been copied] in manager.py), or
+the sub-groups of one optimizer step that were read and not yet updated. The budget (infinity/swap/budget.py) holds these and
+enough holes around them for the next, so a demand either finds room, or makes it by dropping and waiting; it fails only where
+the caller breaks the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Sequence
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
-from infinity.device import Device
+from infinity.device import Device, Landing
 from infinity.errors import BudgetError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
@@ -93,9 +94,12 @@ class Stager:
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
 
-    def release(self, chunk: Chunk, *, keep: bool) -> None:
-        """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed."""
-        landing = self.device.landing()
+    def release(self, chunk: Chunk, *, keep: bool, landing: Landing | None = None) -> None:
+        """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed.
+
+        `landing`: fires when the device has taken the bytes over; all that it took so far where None.
+        """
+        landing = landing or self.device.landing()
         chunk.landing = None if landing.done() else landing
         if keep:
             chunk.move_to(ChunkState.STAGED)
@@ -121,9 +125,11 @@ class Stager:
         if chunk.state is ChunkState.WRITING:
             try:
                 self._engine.wait(chunk.transfers)
-            except OSError:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
+            except OSError as error:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
                 self._writing.remove(chunk)
                 self._rest(chunk)
+                if chunk.on_lost is not None:
+                    chunk.on_lost(str(error))
                 raise
             self._writing.remove(chunk)
             self._rest(chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
 SMALL = ["--params", "300k", "--steps", "3", "--context", "32", "--batch-size", "2", "--seed", "5"]
@@ -88,6 +90,10 @@ def test_two_ranks(torchrun: Any, nvme_path: Path, tmp_path: Path) -> None:
         (["--pinned-bytes-max", "8MiB", "--params", "40M"], "would do"),
         (["--params", "many"], "--params"),
         (["--steps", "0"], "--steps"),
+        (["--pinned-bytes-max", "banana"], "--pinned-bytes-max: expected a number of bytes"),
+        (["--nvme-path", ""], "--nvme-path: an empty path"),
+        (["--json", "/proc/nowhere/summary.json"], "can't write /proc/nowhere/summary.json"),
+        (["--save", "/proc/nowhere"], "can't write /proc/nowhere"),
     ],
 )
 def test_wrong_inputs_are_told_in_a_line(arguments: list[str], words: str, nvme_path: Path) -> None:
@@ -96,6 +102,51 @@ def test_wrong_inputs_are_told_in_a_line(arguments: list[str], words: str, nvme_
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("[1]", "expected a JSON object, found list"),
+        ('{"zero_optimization": 5}', "zero_optimization: got 5, expected an object"),
+        ('{"optimizer": {"type": "AdamW", "params": 7}}', "optimizer.params: got 7, expected an object"),
+        ('{"infinity": 3}', "infinity: got 3, expected an object"),
+    ],
+)
+def test_configs_that_are_no_configs_are_told_in_a_line(config: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    done = run("--config", str(tmp_path / "config.json"), "--pinned-bytes-max", "16MiB", check=False)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_save_that_fails_does_not_lose_the_summary(nvme_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "global_step3").touch()  # a file where the checkpoint's folder goes
+    (tmp_path / ".global_step3.old").mkdir()
+    (tmp_path / ".global_step3.partial").touch()
+    arguments = ["--nvme-path", str(nvme_path), "--save", str(tmp_path), "--json", str(tmp_path / "summary.json")]
+    done = run(*arguments, check=False)
+    assert done.returncode == 1
+    assert "train_lm: writing a checkpoint" in done.stderr
+    assert "held-out loss" in done.stdout
+    assert len(losses(tmp_path / "summary.json")) == 3
+
+
+def test_the_live_figures_fit_in_80_columns() -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        from train_lm import progress_bar
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80, color_system=None)
+    record = {"loss": 2.859, "seconds": 1.62, "read_bytes": 53e7, "written_bytes": 57e7, "stall_seconds": 0.22}
+    with progress_bar(console, enabled=True) as report:
+        report(100, 100, record)
+    for words in ("100/100", "loss 2.859", "s/step", "read 0.33 GB/s", "write 0.35 GB/s", "stall 0.22 s", "resident"):
+        assert words in shown.getvalue()
+    assert "…" not in shown.getvalue()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

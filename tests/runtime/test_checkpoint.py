@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -266,6 +267,160 @@ def test_a_failed_write_leaves_the_last_checkpoint(
         assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest"]
 
 
+def test_no_room_for_a_checkpoint_is_told_before_it_is_written(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="good")
+        monkeypatch.setattr(checkpoint, "_free_bytes", lambda path: 4000)
+        with pytest.raises(infinity.CheckpointError, match=r"takes .* KiB, and .* has 3.91 KiB free: free .* more"):
+            engine.save_checkpoint(tmp_path, tag="next")
+        with pytest.raises(infinity.CheckpointError, match=r"the model takes .* KiB, and .* more or save elsewhere"):
+            engine.save_16bit_model(tmp_path / "model")
+        monkeypatch.setattr(checkpoint, "_free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters()))
+        with pytest.raises(infinity.CheckpointError, match="more or save elsewhere"):
+            engine.save_checkpoint(tmp_path, tag="next")  # a buffer and the step counts need room too
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest", "model"]
+
+
+def test_a_save_that_was_killed_between_the_renames_is_recovered(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="best")
+        losses = steps(engine, 0, 2)
+        for load in (True, False):  # as found by a load, and by a save of another tag
+            (tmp_path / "best").rename(tmp_path / ".best.old")
+            (tmp_path / ".best.partial").mkdir(exist_ok=True)
+            if not load:
+                engine.save_checkpoint(tmp_path, tag="other")
+                assert sorted(f.name for f in tmp_path.iterdir()) == ["best", "latest", "other"]
+            engine.load_checkpoint(tmp_path, tag=None if load else "best")
+            assert steps(engine, 0, 2) == losses
+
+
+def test_what_killed_saves_left_is_swept(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="one")
+        for left in (".two.partial", ".one.old"):
+            (tmp_path / left).mkdir()
+            (tmp_path / left / "file").touch()
+        engine.save_checkpoint(tmp_path, tag="three")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["latest", "one", "three"]
+
+
+def test_a_checkpoint_is_on_the_drive_before_it_has_its_name(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    sync = checkpoint._sync
+
+    def watch(path: Path) -> None:
+        synced.append(f"{path.relative_to(tmp_path)} beside {sorted(f.name for f in tmp_path.iterdir())}")
+        sync(path)
+
+    with engine_for(nvme_path) as engine:
+        monkeypatch.setattr(checkpoint, "_sync", watch)
+        engine.save_checkpoint(tmp_path, tag="one")
+    assert synced == [
+        ".one.partial/rank0.pt beside ['.one.partial']",
+        ".one.partial beside ['.one.partial']",
+        ". beside ['one']",
+        ".latest.partial beside ['.latest.partial', 'one']",
+        ". beside ['latest', 'one']",
+    ]
+
+
+@pytest.mark.parametrize("file", [".metadata", "rank0.pt", "latest", "__0_0.distcp", "largest"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "noise"])
+def test_a_damaged_checkpoint_is_told_in_words(file: str, damage: str, nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="older")
+        engine.save_checkpoint(tmp_path, tag="newer")
+        spoiled = tmp_path / file if file == "latest" else tmp_path / "newer" / file
+        if file == "largest":
+            spoiled = max((tmp_path / "newer").glob("*.distcp"), key=lambda data: data.stat().st_size)
+        if damage == "gone":
+            spoiled.unlink()
+        elif damage == "cut":
+            spoiled.write_bytes(spoiled.read_bytes()[: spoiled.stat().st_size // 3])
+        else:
+            spoiled.write_bytes(b"\x93no/ise" * (spoiled.stat().st_size // 7 + 1))
+        with pytest.raises(
+            infinity.CheckpointError, match=r"(newer|latest).*older|pass tag=|torch.distributed"
+        ) as caught:
+            engine.load_checkpoint(tmp_path)
+        assert caught.value.__cause__ is None
+        engine.load_checkpoint(tmp_path, tag="older")
+        steps(engine, 0, 1)
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        steps(engine, 0, 1)
+        engine.backward(engine(torch.arange(5).view(1, 5)).float().mean())
+        with pytest.raises(infinity.CheckpointError, match=r"middle of a step .* save after the step\(\)"):
+            engine.save_checkpoint(tmp_path)
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+
+
+def test_a_step_begins_with_a_load_whatever_the_accumulation_was(nvme_path: Path, tmp_path: Path) -> None:
+    def engine(accumulation: int) -> infinity.Engine:
+        settings = {**config(nvme_path), "gradient_accumulation_steps": accumulation}
+        made, *_ = infinity.initialize(model=Model(), config=settings)
+        return made
+
+    with engine(2) as saver:
+        steps(saver, 0, 4)
+        saver.save_checkpoint(tmp_path)
+    with engine(3) as loader:
+        loader.load_checkpoint(tmp_path)
+        assert loader.global_steps == 2
+        steps(loader, 0, 2)
+        assert loader.global_steps == 2
+        steps(loader, 2, 1)
+        assert loader.global_steps == 3
+
+
+def test_an_empty_parameter_group_is_saved_and_loaded(nvme_path: Path, tmp_path: Path) -> None:
+    def engine() -> infinity.Engine:
+        torch.manual_seed(0)
+        model = Model()
+        groups = [{"params": [], "lr": 0.5}, {"params": list(model.parameters()), "lr": 0.25}]
+        return engine_for(nvme_path, model=model, model_parameters=groups, lr_scheduler=lambda optimizer: None)
+
+    with engine() as saver:
+        steps(saver, 0, 1)
+        for group in saver.optimizer.param_groups:
+            group["lr"] /= 2
+        saver.save_checkpoint(tmp_path)
+        expected = steps(saver, 1, 2)
+    with engine() as loader:
+        loader.load_checkpoint(tmp_path)
+        assert loader.get_lr() == [0.25, 0.125]
+        assert steps(loader, 1, 2) == expected
+
+
+def test_a_16_bit_model_that_cannot_be_written_leaves_nothing(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoint.save_file
+    written: list[Path] = []
+
+    def full(tensors: Any, path: Path, **options: Any) -> None:
+        if written:
+            raise OSError(28, "No space left on device")
+        saved(tensors, path, **options)
+        written.append(path)
+
+    monkeypatch.setattr(checkpoint, "SAFETENSORS_BYTES_MAX", 3000)
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with engine_for(nvme_path) as engine:
+        with pytest.raises(infinity.CheckpointError, match=r"No space left on device.*free space there"):
+            engine.save_16bit_model(tmp_path)
+        assert written
+        assert not list(tmp_path.iterdir())
+
+
 def test_a_16_bit_model_is_the_masters_rounded(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +470,65 @@ def test_weights_that_do_not_fit_are_named(spoil: Any, pattern: str, nvme_path: 
     with pytest.raises(infinity.CheckpointError, match=pattern):
         engine_for(nvme_path, weights=tmp_path)
     assert not list(nvme_path.iterdir())
+
+
+def test_a_buffer_without_memory_gets_the_value_in_the_file(nvme_path: Path, tmp_path: Path) -> None:
+    save_file({name: t.clone() for name, t in Model().state_dict().items() if name != "head.weight"}, tmp_path / "m")
+    with infinity.init_empty():
+        empty = Model()  # its buffer too, and nothing here computes it
+    with engine_for(nvme_path, model=empty, weights=tmp_path / "m") as engine:
+        assert engine.module.scale.item() == 2.0
+        steps(engine, 0, 1)
+
+
+def test_a_file_without_a_buffer_that_belongs_in_it_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    tensors = {name: t.clone() for name, t in Model().state_dict().items() if name not in ("head.weight", "scale")}
+    save_file(tensors, tmp_path / "m")
+    with pytest.raises(infinity.CheckpointError, match="doesn't fit the model: missing scale"):
+        engine_for(nvme_path, weights=tmp_path / "m")
+    model = Model()
+    del model.scale
+    model.register_buffer("scale", torch.tensor(3.0), persistent=False)
+    with engine_for(nvme_path, model=model, weights=tmp_path / "m") as engine:
+        assert engine.module.scale.item() == 3.0
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_damaged_weights_name_their_file(file: str, nvme_path: Path, tmp_path: Path) -> None:
+    (tmp_path / file).write_bytes(b"\x40\0\0\0\0\0\0\0{")
+    with pytest.raises(infinity.CheckpointError, match=rf"{file} is damaged.*again"):
+        engine_for(nvme_path, weights=tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(infinity.CheckpointError, match=r"gone.safetensors is damaged.*again"):
+        engine_for(nvme_path, weights=tmp_path)
+
+
+def test_names_are_those_of_the_model_without_wrappers(nvme_path: Path, tmp_path: Path) -> None:
+    """torch's activation checkpointing puts a module around each block; files fit with it and without."""
+
+    def wrapped() -> Model:
+        torch.manual_seed(0)
+        model = Model()
+        model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+        return model
+
+    with engine_for(nvme_path, model=wrapped()) as engine:
+        losses = steps(engine, 0, 2)
+        engine.save_checkpoint(tmp_path / "all")
+        engine.save_16bit_model(tmp_path / "model")
+        losses += steps(engine, 2, 2)
+    with engine_for(nvme_path) as engine:
+        assert steps(engine, 0, 2) == losses[:2]
+        engine.load_checkpoint(tmp_path / "all")
+        assert steps(engine, 2, 2) == losses[2:]
+    for model in (wrapped(), Model()):
+        with engine_for(nvme_path, model=model, seed=3, weights=tmp_path / "model") as engine:
+            first = next(iter(engine.module.parameters())).full_tensor() + 0
+            assert torch.equal(first, load_file(tmp_path / "model" / "model.safetensors")["embedding.weight"].float())
+    with infinity.init_empty():
+        empty = wrapped()
+    with engine_for(nvme_path, model=empty, weights=tmp_path / "model") as engine:
+        steps(engine, 0, 1)
 
 
 def test_models_built_without_memory_are_initialised_alike_everywhere(nvme_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""What several ranks do together, as scripts under torchrun: `several_ranks.py SCENE FOLDER`. Used by the tests beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import infinity
+from infinity.runtime import checkpoint
+from infinity.swap.paged_model import PagedShard
+
+
+def model(layers: int = 3, width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+
+
+def config(path: Path | str, **own: Any) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(path)}
+    return {
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": place,
+            "offload_optimizer": place,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "infinity": {"pinned_bytes_max": "16MiB", **own},
+    }
+
+
+def one_step(engine: infinity.Engine) -> float:
+    loss = engine(torch.ones(2, 8)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def again_and_again(folder: Path) -> None:
+    """Engines one after another in one process, each with a process group of its own."""
+    for _ in range(3):
+        engine, *_ = infinity.initialize(model=model(), config=config(folder))
+        with engine:
+            one_step(engine)
+    print("made three engines", flush=True)
+
+
+def failing_alone(folder: Path) -> None:
+    """What fails on rank 1 alone, each in turn: all ranks go on, having heard of it."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def told(kind: type[Exception], words: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except kind as error:
+            text = str(error)
+            assert words in text, text
+            assert ("rank 1: " in text) == (rank == 0), text
+        else:
+            raise AssertionError(f"rank {rank} heard nothing of: {words}")
+
+    def start(path: Path, **arguments: Any) -> Any:
+        return infinity.initialize(model=model(), config=arguments.pop("config", config(path)), **arguments)
+
+    (folder / "file").touch()
+    bad = folder / "file" / "below" if rank else folder
+    told(infinity.StoreError, "can't be made", lambda: start(bad))
+    told(infinity.ConfigError, "no such file", lambda: start(folder, weights="/nowhere" if rank else None))
+    told(
+        infinity.ConfigError,
+        "spelled",
+        lambda: start(folder, config={**config(folder), **({"spelled": 1} if rank else {})}),
+    )
+
+    sharded = model()
+    fully_shard(sharded)
+    with infinity.SwapManager(folder, host_bytes_max="16MiB" if rank == 0 else 2 << 40) as swap:
+        told(infinity.BudgetError, "memory", lambda: swap.page(sharded))
+    sharded(torch.ones(1, 8))
+
+    engine, *_ = start(folder)
+    with engine:
+        one_step(engine)
+        state = {"function": print} if rank else {}
+        told(
+            infinity.CheckpointError,
+            "can't be stored",
+            lambda: engine.save_checkpoint(folder / "c", client_state=state),
+        )
+        own = folder / "d" / ".one.partial" / "rank1.pt"
+        with mock.patch.object(checkpoint, "_write_durably", _failing_for(own)):
+            told(infinity.CheckpointError, "rank1.pt", lambda: engine.save_checkpoint(folder / "d", tag="one"))
+        assert not (folder / "d" / "one").exists()
+        engine.save_checkpoint(folder / "e", tag="one")
+        read = checkpoint._rest_of
+        with mock.patch.object(checkpoint, "_rest_of", lambda path: read(path / "gone" if rank else path)):
+            told(infinity.CheckpointError, "has no rank0.pt", lambda: engine.load_checkpoint(folder / "e"))
+        engine.load_checkpoint(folder / "e")
+        stage = PagedShard.read
+        with mock.patch.object(PagedShard, "read", _failing(infinity.IoError) if rank else stage):
+            told(infinity.IoError, "EIO", lambda: engine.save_16bit_model(folder / "m"))
+        one_step(engine)
+    dist.destroy_process_group()
+    print("all were told", flush=True)
+
+
+def writing_rank_fails(folder: Path) -> None:
+    """Only rank 0 writes a 16-bit model; when it can't, the others don't wait for it."""
+    engine, *_ = infinity.initialize(model=model(), config=config(folder))
+    with engine, mock.patch.object(checkpoint, "save_file", _failing(OSError)):
+        try:
+            engine.save_16bit_model(folder / "m")
+        except infinity.CheckpointError as error:
+            if "EIO" in str(error):
+                print("told of the writer's failure", flush=True)
+
+
+def long_prefetch_lists(folder: Path) -> None:
+    """FSDP2 told to gather far ahead, in both directions: the smallest pool is enough, and the losses are the same."""
+    losses = []
+    for path in (None, folder):
+        sharded = model(layers=9, width=1024)
+        blocks = list(sharded[1].children())
+        for block in blocks:
+            fully_shard(block)
+        fully_shard(sharded)
+        for each, order in ((blocks, "forward"), (blocks[::-1], "backward")):
+            for i, block in enumerate(each):
+                getattr(block, f"set_modules_to_{order}_prefetch")(each[i + 1 : i + 8])
+        with contextlib.ExitStack() as stack:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
+            if path is not None:
+                swap = stack.enter_context(infinity.SwapManager(path, host_bytes_max="15MiB"))  # 5 groups and a little
+                swap.page(sharded, resident_numel_below=0)
+                optimizer = infinity.PagedAdamW(sharded.parameters(), swap=swap, lr=1e-3, fused=True)
+            for _ in range(4):
+                loss = sharded(torch.ones(2, 8)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses[:4] == losses[4:], losses
+    assert losses[0] != losses[3]
+    dist.destroy_process_group()
+    print("the pool was enough", flush=True)
+
+
+def _failing(kind: type[Exception]) -> Any:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise kind("EIO", 5) if kind is infinity.IoError else kind(5, "EIO")
+
+    return fail
+
+
+def _failing_for(file: Path) -> Any:
+    write = checkpoint._write_durably
+
+    def write_or_fail(path: Path, content: bytes) -> None:
+        if path == file:
+            raise OSError(5, "EIO", str(path))
+        write(path, content)
+
+    return write_or_fail
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,208 @@
+"""A step that failed half-way is never repeated or stored as if nothing had happened: only a load makes the values whole."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import infinity
+from infinity.aio import IoEngine
+from infinity.swap.stager import Stager
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def engine(nvme_path: Path) -> Iterator[infinity.Engine]:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": place,
+            "offload_optimizer": place,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 4096,
+        },
+        "infinity": {"pinned_bytes_max": "16MiB"},
+    }
+    made, *_ = infinity.initialize(model=model(), config=config)
+    yield made
+    made.close()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))))
+
+
+def step(engine: infinity.Engine) -> float:
+    loss = engine(torch.ones(2, 8)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def failing_at(number: int) -> Any:
+    """An acquire of sub-groups of which the one with this number fails."""
+    acquire, seen = Stager.acquire, iter(range(1000))
+
+    def acquire_or_fail(self: Stager, chunk: Any) -> Any:
+        if chunk.name.startswith("sub-group") and next(seen) == number:
+            raise infinity.IoError("read of rank0.arena: EIO", errno.EIO, "read")
+        return acquire(self, chunk)
+
+    return acquire_or_fail
+
+
+def test_a_step_that_failed_half_way_is_not_repeated(
+    engine: infinity.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    expected = [step(engine) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "acquire", failing_at(2))
+        with pytest.raises(infinity.IoError):
+            step(engine)
+    for use in (
+        engine.optimizer.step,
+        engine.step,
+        lambda: engine(torch.ones(2, 8)),
+        lambda: engine.save_checkpoint(tmp_path, tag="torn"),
+        lambda: engine.save_16bit_model(tmp_path / "model"),
+        lambda: torch.save(engine.optimizer.state_dict(), io.BytesIO()),
+        lambda: torch.save(engine.module.state_dict(), io.BytesIO()),
+    ):
+        with pytest.raises(infinity.InfinityError, match=r"torn.*EIO.*load a checkpoint"):
+            use()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["global_step1", "latest"]
+    engine.load_checkpoint(tmp_path)
+    assert [step(engine) for _ in range(2)] == expected
+
+
+def test_a_write_that_failed_in_the_background_is_not_forgotten(
+    engine: infinity.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    expected = step(engine)
+    assert engine.swap is not None
+    engine.swap.flush()
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    wait = IoEngine.wait
+
+    def wait_and_fail_once(self: IoEngine, transfers: Any) -> None:
+        wait(self, transfers)
+        if any(chunk.transfers is transfers for chunk in engine.swap.stager._writing):  # type: ignore[union-attr]
+            monkeypatch.setattr(IoEngine, "wait", wait)
+            raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
+
+    monkeypatch.setattr(IoEngine, "wait", wait_and_fail_once)
+
+    def step_and_flush() -> None:
+        engine.step()
+        engine.swap.flush()  # type: ignore[union-attr]
+
+    with pytest.raises(infinity.IoError, match="EIO"):
+        step_and_flush()
+    with pytest.raises(infinity.InfinityError, match=r"torn.*EIO.*load a checkpoint"):
+        engine(torch.ones(2, 8))
+    engine.load_checkpoint(tmp_path)
+    assert step(engine) == expected
+
+
+def test_a_load_that_failed_half_way_leaves_nothing_to_go_on_from(
+    engine: infinity.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    data = max((tmp_path / "global_step1").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BaseException):  # noqa: B017
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(infinity.InfinityError, match=r"torn.*loading a checkpoint"):
+        step(engine)
+    data.write_bytes(whole)
+    engine.load_checkpoint(tmp_path)
+    step(engine)
+
+
+def test_state_dicts_make_the_values_whole_in_a_loop_of_ones_own(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharded = model()
+    for module in sharded[1]:  # type: ignore[index]
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        swap.page(sharded, sub_group_size=4096)
+        optimizer = infinity.PagedAdamW(sharded.parameters(), swap=swap)
+
+        def own_step() -> float:
+            loss = sharded(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        own_step()
+        for module in sharded.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        weights, moments = get_state_dict(sharded, optimizer)
+        weights = {name: value.full_tensor() + 0 for name, value in weights.items()}
+        moments["state"] = {
+            name: {key: value.full_tensor() + 0 if key != "step" else value.clone() for key, value in state.items()}
+            for name, state in moments["state"].items()
+        }
+        expected = own_step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Stager, "acquire", failing_at(1))
+            with pytest.raises(infinity.IoError):
+                own_step()
+        with pytest.raises(infinity.InfinityError, match="torn"):
+            own_step()
+        set_state_dict(
+            sharded,
+            optimizer,
+            model_state_dict=weights,
+            optim_state_dict=moments,
+            options=StateDictOptions(full_state_dict=True),
+        )
+        optimizer.zero_grad()
+        assert own_step() == expected
+
+
+def test_a_plain_tensor_whose_write_failed_is_not_read(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        swap.register("mine", torch.ones(4096))
+        swap.flush()
+        with swap.update("mine") as mine:
+            mine.add_(1)
+
+        def fail(self: IoEngine, transfers: Any) -> None:
+            raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(IoEngine, "wait", fail)
+            with pytest.raises(infinity.IoError):
+                swap.flush()
+        with pytest.raises(infinity.InfinityError, match=r"mine.*lost.*EIO"), swap.use("mine"):
+            pass
