@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from infinity.errors import IoError, StoreError
@@ -21,6 +21,10 @@ NAME = "fio"
 """Stands where a backend would in `Settings`; `rings` are fio's jobs then."""
 
 IN_FLIGHT_BYTES_MAX = 512 * MIB
+
+# A job's clock starts when its buffers are ready. Unless they wait for each other, the first is done before the last has
+# begun, each has the drive to itself, and the sum of their rates is more than the drive gives.
+_START_TOGETHER = "printf x >> ready; until [ $(stat -c %s ready) -ge {jobs} ]; do sleep 0.005; done"
 
 _READWRITE = {Workload.READ: "read", Workload.WRITE: "write", Workload.MIXED: "rw"}
 
@@ -95,6 +99,8 @@ class Fio:
             "allow_file_create": 0,
             "output-format": "json",
         }
+        if settings.rings > 1:
+            options |= {"exec_prerun": f"sh -c '{_START_TOGETHER.format(jobs=settings.rings)}'"}
         if self.io_engine == "io_uring":
             options |= {"registerfiles": 1, "fixedbufs": int(self.registers_buffers)}
         return [self._program, *(f"--{name}={value}" for name, value in options.items())]
@@ -103,16 +109,19 @@ class Fio:
         # glibc then asks for huge pages for large blocks of memory, as our pinned pool does.
         environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         command = self.command(workload, settings, seconds)
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=Path("/"),
-            start_new_session=True,  # Ctrl-C is ours to handle
-        ) as process:
+        with (
+            TemporaryDirectory(prefix="infinity-fio-") as folder,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd=folder,
+                start_new_session=True,  # Ctrl-C is ours to handle
+            ) as process,
+        ):
             try:
                 output, errors = process.communicate()
             except BaseException:

@@ -144,7 +144,7 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
 
 def print_found(swept: Swept, console: Console) -> None:
     """The table: for every backend the fastest settings under each load."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("backend", "load"):
         table.add_column(name, no_wrap=True)
     for name in ("GiB/s", "range", "block", "depth", "rings", "CPU s/GiB"):
@@ -214,7 +214,7 @@ def ratios_to_rival(swept: Swept) -> dict[str, float]:
 
 def print_endurance(swept: Swept, choice: Choice, console: Console, params: list[int]) -> None:
     """What training writes, and how long a drive lasts under it."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("parameters", "on the drive", "read a step", "written a step", "step at least"):
         table.add_column(name, justify="right")
     for count in params:
@@ -272,7 +272,7 @@ def print_together(swept: list[Swept], together: Together | None, console: Conso
         )
     if together is None:
         return
-    table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("load", "GiB/s", "sum of each alone", "ratio"):
         table.add_column(name, justify="right")
     for workload, rate in together.bytes_per_s.items():

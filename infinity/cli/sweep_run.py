@@ -41,6 +41,8 @@ _QUEUE_SECONDS_MAX = 0.1
 _QUEUE_BYTES_MIN = 64 * MIB
 """More in flight than the drive moves in this time (but at least this much) only makes it slow to answer: not tried."""
 
+_PIPED_WIDTH = 100
+
 _MEMORY_SHARE = 4
 """The pinned pool takes at most one part in this many of the memory that is available."""
 
@@ -55,6 +57,8 @@ class Sweep:
         if asked.rounds is not None:
             self._effort = replace(self._effort, rounds=asked.rounds)
         self._console = Console(stderr=asked.json == "-")
+        if not self._console.is_terminal:
+            self._console.width = _PIPED_WIDTH
         self._began = time.monotonic()
         self._trial_seconds, self._wall_seconds = 4.0, 6.0  # a guess, until there are more trials than it weighs
         self._swept: list[Swept] = []

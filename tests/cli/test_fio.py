@@ -125,6 +125,17 @@ def test_each_trial_goes_on_where_the_last_one_stopped(drive_test: DriveTest, pr
     assert len(offsets) == 3
 
 
+def test_jobs_start_together(drive_test: DriveTest, program: str) -> None:
+    """Otherwise each has the drive to itself for a while, and their sum is more than the drive gives."""
+    runner = Fio(program, drive_test, "libaio")
+    assert not any("prerun" in option for option in runner.command(Workload.READ, Settings(fio.NAME, rings=1), 0.1))
+    (barrier,) = [
+        option for option in runner.command(Workload.READ, Settings(fio.NAME, rings=3), 0.1) if "prerun" in option
+    ]
+    assert "-ge 3" in barrier
+    assert runner.run(Workload.READ, Settings(fio.NAME, 256 * KIB, 4, 3), 0.05).nbytes > 0  # none waits for ever
+
+
 def test_goes_on_without_registered_buffers_where_the_limit_forbids_them(
     drive_test: DriveTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
