@@ -87,7 +87,7 @@ def share_a_disk(one: Drive, other: Drive) -> bool:
     return bool(disks) or one.source == other.source
 
 
-def configblock_in_words(choice: Choice) -> dict[str, Any]:
+def config_block(choice: Choice) -> dict[str, Any]:
     """What belongs into the training config, and is accepted there as it stands."""
     settings = choice.settings
     return {
@@ -139,7 +139,7 @@ def print_report(swept: Swept, console: Console, *, params: list[int] | None) ->
         console.print(line)
     print_endurance(swept, choice, console, params or list(_PARAMS))
     console.print("For the training config:")
-    console.print(json.dumps(configblock_in_words(choice), indent=2), soft_wrap=True, highlight=False, markup=False)
+    console.print(json.dumps(config_block(choice), indent=2), soft_wrap=True, highlight=False, markup=False)
 
 
 def print_found(swept: Swept, console: Console) -> None:
@@ -335,7 +335,7 @@ def _path_as_json(swept: Swept, asked: argparse.Namespace) -> dict[str, Any]:
         result["ratio"] = ratios_to_rival(swept)
     choice = search.recommended()
     if choice is not None:
-        result |= configblock_in_words(choice)
+        result |= config_block(choice)
         result["recommended"] = _choice_as_json(choice)
         usual = search.choice_of(default_settings(choice.settings.backend))
         result["default"] = _choice_as_json(usual) if usual is not None else None
