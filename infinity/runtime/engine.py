@@ -21,6 +21,7 @@ from infinity.runtime import checkpoint
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats
 from infinity.swap.names import parameter_names
+from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
 
@@ -209,12 +210,9 @@ class Engine:
         tag = tag or f"global_step{self.global_steps}"
         if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
             raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
-        self._check_whole()
-        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
-            raise CheckpointError(
-                "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
-                f"that ends it (every {self.gradient_accumulation_steps()} of them), or call zero_grad() to give them up"
-            )
+        with together():
+            self._check_whole()
+            self._check_between_steps()
         self._make_optimizer_state()
         rest = {
             "global_steps": self.global_steps,
@@ -233,7 +231,7 @@ class Engine:
         Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model.
         """
         self._make_optimizer_state()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
@@ -245,7 +243,8 @@ class Engine:
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
         """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0."""
-        self._check_whole()
+        with together():
+            self._check_whole()
         checkpoint.save_16bit(save_dir, self.module, self._compute_dtype)
         return True
 
@@ -275,6 +274,13 @@ class Engine:
                     f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
                     "trained: unfreeze it before initialize, or set requires_grad to False again"
                 )
+
+    def _check_between_steps(self) -> None:
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            raise CheckpointError(
+                "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
+                f"that ends it, after every {self.gradient_accumulation_steps()} of them"
+            )
 
     def _check_whole(self) -> None:
         if self.swap is not None:

@@ -19,6 +19,7 @@ class Trace:
         self._used: set[int] = set()
         self._place = 0
         self._surprised = False
+        self._excused = 0
         self.surprises = 0
         """Uses that came when another was expected (or none), since the first cycle was complete."""
 
@@ -47,17 +48,22 @@ class Trace:
         except ValueError:
             return  # not expected in the rest of this cycle: stay, the next use may fit again
 
+    def interrupt(self) -> None:
+        """Something else came in between: this cycle may differ for that reason, and the next one from this."""
+        self._excused = 2
+
     def end_cycle(self) -> bool:
         """The cycle is over (an optimizer step; the end of an evaluation pass). An empty one changes nothing.
 
-        Returns whether it went another way than the one before it.
+        Returns whether it went another way than the one before it, for no reason that `interrupt` told.
         """
         if not self._recorded:
             return False
         if self._followed and self._place < len(self._followed):
             self._surprised = True
             self.surprises += 1
-        surprised, self._surprised = self._surprised, False
+        surprised, self._surprised = self._surprised and not self._excused, False
+        self._excused = max(0, self._excused - 1)
         self._followed = tuple(self._recorded)
         self._recorded, self._used, self._place = [], set(), 0
         return surprised

@@ -43,12 +43,6 @@ class PinnedBudget:
         """The sum."""
         return max(self.gather_bytes, self.pipeline_bytes) + self.access_bytes
 
-    def __str__(self) -> str:
-        return (
-            f"{format_bytes(self.nbytes)} = max({format_bytes(self.gather_bytes)} for {GROUPS_HELD} groups, "
-            f"{format_bytes(self.pipeline_bytes)} for {PIPELINE_DEPTH} sub-groups) + {format_bytes(self.access_bytes)}"
-        )
-
 
 def gather_bytes(group_bytes_max: int) -> int:
     """Bytes that gathering needs when the largest group has `group_bytes_max`."""

@@ -155,7 +155,6 @@ class SwapManager:
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
         self._told_surprise = False
-        self._evaluated = (False, False)  # since the last step, and between the two before it
         self._closed = False
 
     # Plain tensors.
@@ -394,10 +393,8 @@ class SwapManager:
     def end_step(self) -> None:
         """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
         trace = self._traces[True]
-        surprised = trace.end_cycle()
-        if surprised and not any(self._evaluated):  # an evaluation leaves the root group gathered: no other path
+        if trace.end_cycle():
             self._tell_surprise()
-        self._evaluated = (False, self._evaluated[0])
         self._look_ahead(trace)
 
     # What it took.
@@ -581,7 +578,7 @@ class SwapManager:
     def _use(self, group: PagedGroup, training: bool) -> None:
         trace = self._traces[training]
         if not training:
-            self._evaluated = (True, self._evaluated[1])
+            self._traces[True].interrupt()  # an evaluation leaves the root group gathered: no other path
         if not training and trace.used(group.index):
             trace.end_cycle()  # nothing marks the end of an evaluation pass but the beginning of the next
         trace.use(group.index)

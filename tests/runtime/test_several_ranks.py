@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("several_ranks.py")
 
 @pytest.mark.slow
 def test_an_engine_after_an_engine_in_one_process(torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, "again_and_again", str(nvme_path), timeout_seconds=90)
+    done = torchrun(SCRIPT, "again_and_again", str(nvme_path))
     assert done.stdout.count("made three engines") == 2
     assert not list(nvme_path.iterdir())
 
@@ -23,11 +23,11 @@ def test_an_engine_after_an_engine_in_one_process(torchrun: Any, nvme_path: Path
     [("failing_alone", "all were told"), ("writing_rank_fails", "told of the writer's failure")],
 )
 def test_a_failure_on_one_rank_is_told_to_all(scene: str, words: str, torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, scene, str(nvme_path), timeout_seconds=120)
+    done = torchrun(SCRIPT, scene, str(nvme_path))
     assert done.stdout.count(words) == 2, done.stdout
 
 
 @pytest.mark.slow
 def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, "long_prefetch_lists", str(nvme_path), timeout_seconds=120)
+    done = torchrun(SCRIPT, "long_prefetch_lists", str(nvme_path))
     assert done.stdout.count("the pool was enough") == 2, done.stdout

@@ -104,6 +104,19 @@ def test_an_empty_cycle_changes_nothing() -> None:
     assert trace.surprises == 0
 
 
+def test_an_interruption_excuses_the_cycle_it_falls_in_and_the_next() -> None:
+    trace = Trace()
+    told = []
+    for path, interrupted in (([0, 1], False), ([1, 0], False), ([0, 1], True), ([1, 0], False), ([0, 1], False)):
+        if interrupted:
+            trace.interrupt()
+        for group in path:
+            trace.use(group)
+        told.append(trace.end_cycle())
+    assert told == [False, True, False, False, True]
+    assert trace.surprises > 0
+
+
 def test_used_is_about_the_cycle_that_goes_on() -> None:
     trace = Trace()
     trace.use(3)
