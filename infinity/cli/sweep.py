@@ -10,9 +10,9 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+from infinity.cli.arguments import number
 from infinity.errors import InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
 
@@ -40,12 +40,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--quick", action="store_true", help="less exact, in about a minute")
     parser.add_argument(
         "--size",
-        type=_value(parse_bytes, at_least=_SIZE_MIN),
+        type=number(parse_bytes, at_least=_SIZE_MIN),
         metavar="BYTES",
         help='size of the test file, such as "4GiB" (default: 8 GiB, with --quick 2 GiB, at most a tenth of the free space)',
     )
     parser.add_argument(
-        "--rounds", type=_value(int, at_least=1), metavar="N", help="final rounds (default: 5, with --quick 3)"
+        "--rounds", type=number(int, at_least=1), metavar="N", help="final rounds (default: 5, with --quick 3)"
     )
     parser.add_argument(
         "--backend", action="append", metavar="NAME", help="only this I/O backend; may be given several times"
@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--params",
         action="append",
-        type=_value(parse_count, at_least=1),
+        type=number(parse_count, at_least=1),
         metavar="COUNT",
         help='size of the model for the words on endurance, such as "7B"; may be given several times (default: 1B, 7B, 70B)',
     )
@@ -149,18 +149,3 @@ def _why_not_written(asked: argparse.Namespace) -> str | None:
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             return f"{file} can't be written: name a file in a folder that exists and is writable"
     return None
-
-
-def _value(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], int]:
-    """A type for argparse: `parse` and a bound, refused in words."""
-
-    def checked(text: str) -> int:
-        try:
-            value = parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        if value < at_least:
-            raise argparse.ArgumentTypeError(f"expected at least {at_least}, got {text}")
-        return value
-
-    return checked

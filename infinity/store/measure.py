@@ -27,7 +27,7 @@ from infinity.units import GIB, MIB, format_bytes
 
 POOL_BYTES = 512 * MIB
 FILE_BYTES_MIN = 16 * MIB
-_LEASES = 16
+_LEASES = 8
 """Leases that the pool is cut into; a transfer moves one at most. Large, so that Python has little to do, and yet small
 enough that a slow drive ends in time."""
 

@@ -1,0 +1,194 @@
+"""Floor 7. `infinity-bench step`: real training steps of a synthetic transformer from a drive, beside their floor.
+
+Checks what it was asked, then trains, then tells. What it puts on the drive has no name and is gone when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.cli.arguments import number
+from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    import infinity
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `step` to the commands of `infinity-bench`."""
+    parser = subparsers.add_parser(
+        "step",
+        help="time real training steps from a drive",
+        description="Train a synthetic transformer from a drive for a few steps, and print the time of a step, the bytes it "
+        "moved and how long it waited, beside the floor: the longer of compute and of what the bytes take at the bandwidth "
+        "that the drive gave in the same run.",
+    )
+    parser.add_argument(
+        "--params", type=number(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
+    )
+    parser.add_argument("--nvme-path", type=Path, default=Path(), help="folder on the drive (default: the current one)")
+    parser.add_argument("--steps", type=number(int, at_least=1), default=5, help="steps to time (default: 5)")
+    parser.add_argument("--warmup", type=number(int, at_least=1), default=2, help="steps before them (default: 2)")
+    parser.add_argument("--batch-size", type=number(int, at_least=1), default=4, help="sequences per step (default: 4)")
+    parser.add_argument("--seq", type=number(int, at_least=2), default=256, help="tokens per sequence (default: 256)")
+    parser.add_argument("--pinned-bytes-max", default="auto", help='pinned memory, such as "512MiB" (default: auto)')
+    parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+    parser.set_defaults(func=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Train and tell: 0 when done, 2 when it can't be done as asked. Raises InfinityError."""
+    try:
+        if asked.pinned_bytes_max != "auto":
+            parse_bytes(asked.pinned_bytes_max)
+        if asked.json not in (None, "-") and not Path(asked.json).absolute().parent.is_dir():
+            raise ValueError(f"--json {asked.json}: no such folder")
+    except ValueError as error:
+        print(f"infinity-bench step: error: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    result = measure(asked)
+    text = json.dumps(result, indent=2) + "\n"
+    if asked.json == "-":
+        print(text, end="")
+        return 0
+    _print(result)
+    if asked.json:
+        Path(asked.json).write_text(text)
+    return 0
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """Train for `warmup` and `steps` steps and return what they took, as the JSON of this command has it."""
+    import torch
+
+    from infinity.cli.synthetic import VOCABULARY, shape_for
+    from infinity.store.probe import measure_drive
+
+    shape = shape_for(asked.params)
+    asked.nvme_path.mkdir(parents=True, exist_ok=True)
+    with _engine(asked, shape) as engine:
+        _tell(asked, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
+        steps = []
+        for number in range(asked.warmup + asked.steps):
+            tokens = torch.randint(VOCABULARY, (asked.batch_size, asked.seq + 1))
+            steps.append(_step(engine, tokens))
+            _tell(asked, f"step {number + 1} of {asked.warmup + asked.steps}: {steps[-1]['seconds']:.2f} s")
+        steps = steps[asked.warmup :]
+        rates = measure_drive(asked.nvme_path, nbytes=128 * MIB, rounds=3)
+        compute = statistics.median(step["seconds"] - step["stall_seconds"] for step in steps)
+        floor = engine.step_floor_seconds(
+            compute_seconds=compute,
+            read_bytes_per_s=rates.read_bytes_per_s,
+            write_bytes_per_s=rates.write_bytes_per_s,
+        )
+        stats = engine.swap_stats()
+        assert stats is not None
+        numel = engine.shard_numel
+    return {
+        "params": numel,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "batch_size": asked.batch_size,
+        "seq": asked.seq,
+        "steps": steps,
+        "seconds": statistics.median(step["seconds"] for step in steps),
+        "compute_seconds": compute,
+        "floor_seconds": floor,
+        "read_bytes_per_param": statistics.median(step["read_bytes"] for step in steps) / numel,
+        "written_bytes_per_param": statistics.median(step["written_bytes"] for step in steps) / numel,
+        "drive": {
+            "backend": rates.backend,
+            "read_bytes_per_s": rates.read_bytes_per_s,
+            "write_bytes_per_s": rates.write_bytes_per_s,
+        },
+        "pinned_bytes": stats.pinned_bytes,
+        "arena_bytes": stats.arena_bytes,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+@contextmanager
+def _engine(asked: argparse.Namespace, shape: Any) -> Iterator[infinity.Engine]:
+    import torch
+
+    import infinity
+    from infinity.cli.synthetic import Transformer
+
+    drive = {"device": "nvme", "nvme_path": str(asked.nvme_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": asked.batch_size,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
+        "infinity": {"pinned_bytes_max": asked.pinned_bytes_max},
+    }
+    torch.manual_seed(0)
+    with infinity.init_empty():
+        model = Transformer(shape)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
+    """One step, its last writes included."""
+    before = engine.swap_stats()
+    began = time.perf_counter()
+    engine.backward(engine(tokens))
+    engine.step()
+    assert engine.swap is not None and before is not None
+    engine.swap.stager.settle_all()
+    seconds = time.perf_counter() - began
+    after = engine.swap_stats()
+    assert after is not None
+    return {
+        "seconds": seconds,
+        "read_bytes": after.read_bytes - before.read_bytes,
+        "written_bytes": after.written_bytes - before.written_bytes,
+        "stall_seconds": after.stall_seconds - before.stall_seconds,
+    }
+
+
+def _tell(asked: argparse.Namespace, line: str) -> None:
+    """Progress, where it doesn't mix with the JSON."""
+    print(line, file=sys.stderr if asked.json == "-" else sys.stdout, flush=True)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    seconds = [step["seconds"] for step in result["steps"]]
+    stall = statistics.median(step["stall_seconds"] for step in result["steps"])
+    drive = result["drive"]
+    rows = {
+        "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
+        "of it waiting": f"{stall:.3f} s",
+        "floor": f"{result['floor_seconds']:.3f} s; a step takes {result['seconds'] / result['floor_seconds']:.2f} times it",
+        "compute": f"{result['compute_seconds']:.3f} s (the step less its waiting)",
+        "moved per parameter": f"{result['read_bytes_per_param']:.2f} B read, "
+        f"{result['written_bytes_per_param']:.2f} B written",
+        "drive": f"{drive['read_bytes_per_s'] / 1e9:.2f} GB/s read, {drive['write_bytes_per_s'] / 1e9:.2f} GB/s written, "
+        f"through {drive['backend']}",
+        "pinned memory": format_bytes(result["pinned_bytes"]),
+        "on the drive": format_bytes(result["arena_bytes"]),
+        "peak resident memory": format_bytes(result["peak_rss_bytes"]),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)

@@ -1,0 +1,68 @@
+"""Floor 7. A transformer of any size to time steps with: the shapes and the arithmetic of a GPT, random tokens, no meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY = 256
+_HEAD = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers and hidden size; the hidden size is a multiple of 64, the width of a head."""
+
+    layers: int
+    hidden: int
+
+    @property
+    def numel(self) -> int:
+        """Parameters: 12 h² a layer (attention 4 h², MLP 8 h²), and the embedding."""
+        return 12 * self.layers * self.hidden**2 + VOCABULARY * self.hidden
+
+
+def shape_for(numel: int) -> Shape:
+    """The shape nearest to `numel` parameters among those about 64 times as wide as deep, as GPTs are."""
+    shapes = [Shape(layers, _HEAD * width) for layers in range(2, 129) for width in range(1, 257)]
+    return min(shapes, key=lambda s: 20 * abs(s.numel / numel - 1) + abs(s.hidden / (64 * s.layers) - 1))
+
+
+class Block(nn.Module):
+    """Attention and MLP, pre-norm, without biases."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.attention_in = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.attention_out = nn.Linear(hidden, hidden, bias=False)
+        self.mlp_in = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.mlp_out = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        normed = F.rms_norm(x, (hidden,))
+        heads = self.attention_in(normed).view(batch, length, 3, hidden // _HEAD, _HEAD).transpose(1, 3)
+        q, k, v = heads.unbind(2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        inner: torch.Tensor = self.mlp_out(F.gelu(self.mlp_in(F.rms_norm(x, (hidden,)))))
+        return x + inner
+
+
+class Transformer(nn.Module):
+    """(batch, length) token numbers to the mean cross entropy of the next token."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(F.rms_norm(x, (x.shape[-1],)), self.embedding.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

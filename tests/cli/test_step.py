@@ -1,0 +1,94 @@
+"""What `infinity-bench step` promises: real steps, their bytes counted, a floor beside them, and nothing left on the drive."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.cli.synthetic import Block, Shape, Transformer, shape_for
+
+KEYS = {
+    "params", "layers", "hidden", "batch_size", "seq", "steps", "seconds", "compute_seconds", "floor_seconds",
+    "read_bytes_per_param", "written_bytes_per_param", "drive", "pinned_bytes", "arena_bytes", "peak_rss_bytes",
+}  # fmt: skip
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infinity.cli.bench", "step", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def small(nvme_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    sizes = ("--params", "1M", "--batch-size", 1, "--seq", 32, "--steps", 2, "--warmup", 1)
+    return run("--nvme-path", nvme_path, *sizes, *arguments)
+
+
+def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
+    done = small(nvme_path, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert KEYS <= result.keys()
+    assert len(result["steps"]) == 2
+    assert result["steps"][0].keys() == {"seconds", "read_bytes", "written_bytes", "stall_seconds"}
+    assert 0 < result["floor_seconds"] and result["compute_seconds"] <= result["seconds"]
+    assert 13 < result["written_bytes_per_param"] < 16
+    assert result["peak_rss_bytes"] > result["pinned_bytes"]
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_path: Path) -> None:
+    done = small(nvme_path, "--json", tmp_path / "step.json")
+    assert done.returncode == 0, done.stderr
+    assert "times it" in done.stdout and "\x1b" not in done.stdout
+    assert json.loads((tmp_path / "step.json").read_text())["params"] > 500_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--params", "ten"), "ten"),
+        (("--params", "5"), "at least 10000"),
+        (("--steps", "0"), "at least 1"),
+        (("--pinned-bytes-max", "banana"), "banana"),
+        (("--json", "/no/such/folder/x.json"), "no such folder"),
+    ],
+)
+def test_wrong_usage_is_refused_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_too_small_a_pool_is_told_in_a_line(nvme_path: Path) -> None:
+    done = small(nvme_path, "--pinned-bytes-max", "1MiB")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "MiB" in done.stderr
+
+
+@pytest.mark.parametrize("numel", [10_000, 1_000_000, 40_000_000, 1_000_000_000, 70_000_000_000])
+def test_shapes_are_near_what_was_asked(numel: int) -> None:
+    shape = shape_for(numel)
+    assert shape.hidden % 64 == 0
+    if numel >= 1_000_000:
+        assert 0.9 < shape.numel / numel < 1.1
+
+
+def test_a_shape_has_as_many_parameters_as_it_says() -> None:
+    model = Transformer(Shape(2, 128))
+    assert sum(parameter.numel() for parameter in model.parameters()) == Shape(2, 128).numel
+
+
+def test_attention_looks_back_only() -> None:
+    torch.manual_seed(0)
+    block = Block(64)
+    x = torch.randn(1, 8, 64)
+    changed = x.clone()
+    changed[:, 5:] += 1
+    assert torch.equal(block(x)[:, :5], block(changed)[:, :5])
+    assert not torch.equal(block(x)[:, 5:], block(changed)[:, 5:])
