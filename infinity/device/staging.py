@@ -31,6 +31,9 @@ class Device(Protocol):
     def register(self, slab: PinnedSlab) -> str | None:
         """Make the slab known to the device's copy engine; in words why that was refused, or None."""
 
+    def unregister(self, slab: PinnedSlab) -> None:
+        """Undo `register`, before the slab is unmapped. Every copy from it has landed."""
+
     def take(self, staged: torch.Tensor) -> torch.Tensor:
         """`staged` on the device, ordered before whatever the current stream does next."""
 
@@ -53,6 +56,9 @@ class CpuDevice:
 
     def register(self, slab: PinnedSlab) -> str | None:
         return None
+
+    def unregister(self, slab: PinnedSlab) -> None:
+        pass
 
     def take(self, staged: torch.Tensor) -> torch.Tensor:
         return staged
@@ -77,12 +83,19 @@ class CudaDevice:
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self._registered: set[int] = set()  # addresses
 
     def register(self, slab: PinnedSlab) -> str | None:
         status = torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 1)
         if int(status) != 0:
             return f"cudaHostRegister refused the pinned pool ({status}): copies to the GPU are synchronous"
+        self._registered.add(slab.address)
         return None
+
+    def unregister(self, slab: PinnedSlab) -> None:
+        if slab.address in self._registered:
+            self._registered.remove(slab.address)
+            torch.cuda.cudart().cudaHostUnregister(slab.address)
 
     def take(self, staged: torch.Tensor) -> torch.Tensor:
         return staged.to(self.torch_device, non_blocking=True)

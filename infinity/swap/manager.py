@@ -640,6 +640,7 @@ class _Machinery:
             try:
                 self.engine.close()
             finally:
+                self.stager.device.unregister(self.pool.slab)
                 self.arena.close()
 
 

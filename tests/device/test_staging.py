@@ -74,10 +74,15 @@ class FakeRuntime:
     def __init__(self, status: int) -> None:
         self.status = status
         self.calls: list[tuple[int, int, int]] = []
+        self.undone: list[int] = []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append((address, nbytes, flags))
         return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.undone.append(address)
+        return 0
 
 
 def test_cuda_registers_the_whole_slab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +91,18 @@ def test_cuda_registers_the_whole_slab(monkeypatch: pytest.MonkeyPatch) -> None:
     slab = PinnedPool(8192).slab
     assert CudaDevice(torch.device("cuda", 0)).register(slab) is None
     assert [(address, nbytes) for address, nbytes, _ in runtime.calls] == [(slab.address, slab.nbytes)]
+
+
+def test_cuda_forgets_a_slab_once_and_only_one_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime(0)
+    monkeypatch.setattr(module.torch.cuda, "cudart", lambda: runtime)
+    device, slab = CudaDevice(torch.device("cuda", 0)), PinnedPool(8192).slab
+    device.unregister(slab)
+    assert runtime.undone == []
+    device.register(slab)
+    device.unregister(slab)
+    device.unregister(slab)
+    assert runtime.undone == [slab.address]
 
 
 def test_refused_registration_is_a_sentence_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,4 +126,4 @@ def test_cuda_takes_bytes_over_and_frees_them_when_landed() -> None:
     staged.zero_()
     assert taken.device.type == "cuda"
     assert torch.equal(taken.cpu(), torch.arange(taken.numel(), dtype=torch.int32))
-    torch.cuda.cudart().cudaHostUnregister(pool.slab.address)
+    device.unregister(pool.slab)
