@@ -326,8 +326,10 @@ class ZeroConfig(_Block):
     )
     stage3_prefetch_bucket_size: _AutoCount = Field(
         default="auto",
-        description="Elements of this rank's shards that may be read ahead of their use, the next group always. auto is as "
-        "far as the pinned budget allows. DeepSpeed's default is 5e7, its auto 0.9 · hidden size²: less than a group here.",
+        description="How far reading and gathering run ahead of use. Read: so many elements of this rank's shards, the next "
+        "group always; auto is as far as the pinned budget allows. Gathered: so many elements, in backward the next group "
+        "unless it is 0; auto is that one alone. DeepSpeed's default is 5e7, its auto 0.9 · hidden size²: less than a group "
+        "here.",
     )
     stage3_param_persistence_threshold: _Count = Field(
         default=100_000, description="Parameters of fewer elements stay gathered. auto is 10 · hidden size."
@@ -335,12 +337,17 @@ class ZeroConfig(_Block):
     stage3_model_persistence_threshold: _Count = Field(
         default=sys.maxsize, description="Upper bound on the elements that stay gathered because they are small."
     )
-    stage3_max_live_parameters: _Count = Field(
-        default=1_000_000_000, description="Elements that may be gathered at one time on one rank."
+    stage3_max_live_parameters: _AutoCount = Field(
+        default="auto",
+        description="Elements that may be gathered at one time on one rank: a bound that always holds. auto is what the root, "
+        "a group, the one gathered ahead of it and those kept by stage3_max_reuse_distance come to. DeepSpeed's default is "
+        "1e9.",
     )
-    stage3_max_reuse_distance: _Count = Field(
-        default=1_000_000_000,
-        description="A parameter that is used again within this many elements is not released in between.",
+    stage3_max_reuse_distance: _AutoCount = Field(
+        default="auto",
+        description="A group that is used again within this many elements stays gathered in between, as long as the bound on "
+        "live parameters has room: fewer bytes to read, more memory. auto is 0: none does, beyond the root from forward to "
+        "backward. DeepSpeed's default is 1e9.",
     )
     stage3_gather_16bit_weights_on_model_save: _Flag = Field(
         default=False, description="Whether saving the model gathers its 16-bit weights on rank 0."

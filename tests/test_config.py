@@ -111,7 +111,7 @@ def test_defaults() -> None:
     config = load_config({})
     zero = config.zero_optimization
     assert (zero.stage, zero.reduce_bucket_size, zero.stage3_param_persistence_threshold) == (0, 500_000_000, 100_000)
-    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (10**9, 10**9)
+    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == ("auto", "auto")
     assert zero.stage3_model_persistence_threshold == sys.maxsize
     assert (zero.sub_group_size, zero.stage3_prefetch_bucket_size) == ("auto", "auto")
     assert (zero.mics_shard_size, zero.zero_hpz_partition_size) == (-1, 1)

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.runtime import checkpoint
+from infinity.runtime.live import LiveParameters
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats
 from infinity.swap.names import parameter_names
@@ -55,6 +57,7 @@ class Engine:
         training_dataloader: Any,
         config: Config,
         swap: SwapManager | None,
+        live: LiveParameters | None,
         compute_dtype: torch.dtype,
         on_close: Callable[[], None],
     ) -> None:
@@ -64,6 +67,8 @@ class Engine:
         self.training_dataloader = training_dataloader
         self.config = config
         self.swap = swap
+        self.live = live
+        """What stays gathered between uses, and what is gathered ahead; None below stage 3."""
         self.numel = sum(p.numel() for p in module.parameters())
         """Parameters of the whole model."""
         self.shard_numel = sum(_local(p).numel() for p in module.parameters())
@@ -94,6 +99,8 @@ class Engine:
         """
         if loss.numel() != 1:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+        if self.live is not None:
+            self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
         scaled = loss / self.gradient_accumulation_steps()
         scaled.backward()
         self.micro_steps += 1
@@ -108,6 +115,7 @@ class Engine:
         if not self.is_gradient_accumulation_boundary():
             return
         self._check_none_unfrozen()
+        self._release_gathered()
         self._grad_norm = self._clip()
         self.optimizer.step()
         self.zero_grad()
@@ -150,9 +158,7 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` will step: the last micro-batch of a step has had its backward pass."""
-        if self._boundary is not None:
-            return self._boundary
-        return self.micro_steps > 0 and self.micro_steps % self.gradient_accumulation_steps() == 0
+        return self._ends_a_step(self.micro_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say so yourself, until the next step."""
@@ -266,6 +272,18 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _ends_a_step(self, micro_steps: int) -> bool:
+        """Whether a step is due after so many micro-batches."""
+        if self._boundary is not None:
+            return self._boundary
+        return micro_steps > 0 and micro_steps % self.gradient_accumulation_steps() == 0
+
+    def _release_gathered(self) -> None:
+        """What an evaluation since the last backward left gathered would be stale after the step, and hides the gradients."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _check_none_unfrozen(self) -> None:
         for parameter, names in parameter_names(self.module).items() if self._frozen else ():

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from infinity.config import Config, OptimizerConfig, load_config
 from infinity.errors import ConfigError
 from infinity.runtime.engine import Engine
+from infinity.runtime.live import LiveParameters, choose_wrap
 from infinity.runtime.lr_schedules import make_lr_scheduler
 from infinity.runtime.materialize import (
     InitFn,
@@ -30,7 +31,6 @@ from infinity.runtime.materialize import (
 )
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
-from infinity.runtime.wrap import modules_to_wrap
 from infinity.swap import PagedAdam, SwapManager
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names, parameters_by_name
@@ -92,7 +92,7 @@ def initialize(
             _check_supported(settled, model, init_fn, weights)
             groups = _trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
-        swap = _shard_and_page(model, settled, undo)
+        swap, live = _shard_and_page(model, settled, undo)
         with together():
             _give_values(model, swap, weights, init_fn)
             made = _make_optimizer(model, settled, optimizer, groups, swap)
@@ -106,6 +106,7 @@ def initialize(
             training_dataloader=loader,
             config=settled,
             swap=swap,
+            live=live,
             compute_dtype=_compute_dtype(settled),
             on_close=close_group,
         )
@@ -160,8 +161,6 @@ def _report_ignored(config: Config) -> None:
 
 _NOT_YET = {
     "wall_clock_breakdown",
-    "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
     "zero_optimization.stage3_model_persistence_threshold",
     "zero_optimization.stage3_module_granularity_threshold",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
@@ -208,19 +207,44 @@ def _trained_names(
     return found
 
 
-def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapManager | None:
-    """fully_shard each group and the root; then hand what rests on NVMe to a swap manager.
+def _shard_and_page(
+    model: nn.Module, config: Config, undo: ExitStack
+) -> tuple[SwapManager | None, LiveParameters | None]:
+    """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
     What can be known to be too small is refused before the model is sharded, which can't be undone.
     """
     zero = config.zero_optimization
-    nvme_parameters, nvme_state = _mixed_residency(config)
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
     with together():
-        wrap = modules_to_wrap(model, None if config.infinity.wrap == "auto" else config.infinity.wrap)
-    if not (nvme_parameters or nvme_state):
+        classes = None if config.infinity.wrap == "auto" else config.infinity.wrap
+        wrap, outline, notes = choose_wrap(model, classes, zero)
+    swap = None
+    if any(_mixed_residency(config)):
+        swap = _page(model, config, mesh, wrap, notes, undo)
+    else:
         _shard(model, config, mesh, wrap)
-        return None
+    live = None
+    if zero.stage >= 3:
+        live = LiveParameters(outline, zero, micro_batches=config.batch.accumulation, ranks=mesh.size())
+        notes += live.notes
+    if dist.get_rank() == 0:
+        for note in notes:
+            log.info(note)
+    return swap, live
+
+
+def _page(
+    model: nn.Module,
+    config: Config,
+    mesh: DeviceMesh,
+    wrap: Sequence[nn.Module],
+    notes: list[str],
+    undo: ExitStack,
+) -> SwapManager:
+    """A swap manager that holds the model, which it shards; what the machine refused is added to `notes`."""
+    zero, own = config.zero_optimization, config.infinity
+    nvme_parameters, nvme_state = _mixed_residency(config)
     dtype = _compute_dtype(config)
     placing: dict[str, Any] = {
         "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
@@ -231,7 +255,6 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
     }
     with together():
         storage = choose_storage(config)
-        own = config.infinity
         swap = SwapManager(
             config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
         )
@@ -240,9 +263,7 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
     _shard(model, config, mesh, wrap)
     prefetch = zero.stage3_prefetch_bucket_size
     swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
-    if dist.get_rank() == 0:
-        for note in (*storage.notes, *swap.notes):
-            log.info(note)
+    notes += [*storage.notes, *swap.notes]
     return swap
 
 

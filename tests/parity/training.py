@@ -22,6 +22,7 @@ import infinity
 
 VOCABULARY = 53  # uneven over 2 and 3 ranks
 HIDDEN = 64
+BLOCK_NUMEL = 8 * HIDDEN * HIDDEN + 14 * HIDDEN + 7
 STEPS = 10
 
 
@@ -46,6 +47,9 @@ class Case:
     max_in_cpu: int = 0
     parameters_on: str = "nvme"
     state_on: str = "nvme"
+    live: int | str = "auto"
+    reuse: int | str = "auto"
+    prefetch: int | str = "auto"
 
 
 CASES = {
@@ -66,6 +70,17 @@ CASES = {
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
     "only the optimizer on NVMe": Case(parameters_on="none", sub_group_size=8192),
     "the smallest pool": Case(pinned_bytes_max="8MiB"),
+    "few live parameters": Case(live=2 * BLOCK_NUMEL, prefetch=0, accumulation=2, clipping=1.0, evaluate=True),
+    "groups that stay gathered": Case(reuse=10**9, accumulation=2, evaluate=True, persistence_threshold=0),
+    "some that stay, some ahead": Case(
+        live=4 * BLOCK_NUMEL,
+        reuse=2 * BLOCK_NUMEL,
+        prefetch=BLOCK_NUMEL,
+        checkpointing=True,
+        evaluate=True,
+        accumulation=2,
+    ),
+    "finer groups": Case(live=BLOCK_NUMEL, reuse=10**9, prefetch=10**9, evaluate=True, clipping=1.0),
 }
 
 
@@ -136,6 +151,11 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
     def offload(device: str) -> dict[str, Any]:
         return {"device": device, "nvme_path": nvme_path} if nvme_path and device == "nvme" else {"device": "none"}
 
+    bounds = {
+        "stage3_max_live_parameters": case.live,
+        "stage3_max_reuse_distance": case.reuse,
+        "stage3_prefetch_bucket_size": case.prefetch,
+    }
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
@@ -150,6 +170,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "stage": 3,
             "sub_group_size": case.sub_group_size,
             "stage3_param_persistence_threshold": case.persistence_threshold,
+            **(bounds if nvme_path else {}),
             "offload_param": {**offload(case.parameters_on), "max_in_cpu": case.max_in_cpu},
             "offload_optimizer": offload(case.state_on),
         },
