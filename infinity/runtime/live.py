@@ -25,7 +25,7 @@ from infinity.config import ZeroConfig
 from infinity.errors import ConfigError
 from infinity.runtime.wrap import largest_part, modules_to_wrap
 from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live
-from infinity.swap.fsdp2 import outlined_groups
+from infinity.swap.fsdp2 import in_backward, outlined_groups
 from infinity.swap.names import clean_name
 from infinity.units import format_count
 
@@ -182,7 +182,7 @@ class LiveParameters:
         return any(lists) or not all(self.plan.reshard_after_forward[1:] + self.plan.reshard_after_backward)
 
     def _before_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _in_backward():  # activation checkpointing runs a forward again
+        if in_backward():  # activation checkpointing runs a forward again
             return
         if group == ROOT:
             self._path = []
@@ -193,7 +193,7 @@ class LiveParameters:
             self._ahead = set(window)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if _in_backward():
+        if in_backward():
             return
         self._release_ahead(self._ahead)
         self._ahead = set()
@@ -230,10 +230,6 @@ class LiveParameters:
         for module in self._of(sorted(groups)):
             module.unshard()  # is on its way already: waits for it
             module.reshard()
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _outer(name: str, places: dict[str, int]) -> int | None:

@@ -10,12 +10,14 @@ class Trace:
 
     A cycle is recorded while the one before it is followed. A use that was not expected moves the place in the followed
     cycle to the next such use where there is one, and is otherwise only recorded: prediction is an accelerator, never a
-    condition. The recorded cycle becomes the followed one at its end, so the trace heals itself within one cycle.
+    condition. The recorded cycle becomes the followed one at its end, so the trace heals itself within one cycle. Only a cycle
+    that `interrupt` excuses is taken for an exception, until a second one is like it.
     """
 
     def __init__(self) -> None:
         self._followed: tuple[int, ...] = ()
         self._recorded: list[int] = []
+        self._before: tuple[int, ...] = ()
         self._used: set[int] = set()
         self._place = 0
         self._surprised = False
@@ -55,17 +57,20 @@ class Trace:
     def end_cycle(self) -> bool:
         """The cycle is over (an optimizer step; the end of an evaluation pass). An empty one changes nothing.
 
-        Returns whether it went another way than the one before it, for no reason that `interrupt` told.
+        Returns whether it went another way than the ones before it, for no reason that `interrupt` told.
         """
         if not self._recorded:
             return False
         if self._followed and self._place < len(self._followed):
             self._surprised = True
             self.surprises += 1
-        surprised, self._surprised = self._surprised and not self._excused, False
-        self._excused = max(0, self._excused - 1)
-        self._followed = tuple(self._recorded)
-        self._recorded, self._used, self._place = [], set(), 0
+        recorded, excused = tuple(self._recorded), self._excused > 0
+        new = recorded != self._before
+        surprised = self._surprised and new and not excused
+        if not (self._followed and new and excused):
+            self._followed = recorded
+        self._before, self._excused = recorded, max(0, self._excused - 1)
+        self._recorded, self._used, self._place, self._surprised = [], set(), 0, False
         return surprised
 
     def upcoming(self, *, into_next: bool = False) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Floor 4. What we need to know of an FSDP2 model. The only file that looks past FSDP2's public interface, once."""
+"""Floor 4. What we need to know of an FSDP2 model and of autograd. The only file that looks past their public interfaces."""
 
 from __future__ import annotations
 
@@ -68,6 +68,11 @@ class GroupOutline:
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to the model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work: a gather, or a forward that activation checkpointing runs again, belongs to a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:

@@ -9,6 +9,13 @@ does it turn to another group. So when a shard of another group is asked for, th
 back: not only when FSDP2 reports it gathered, which it does when the group is used. However many groups are prefetched
 (`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
 uses, one group at a time, and reports at once.
+
+[Note: Phases]
+Training and evaluation have a trace each. A gather is training's when it happens in a backward, or in a forward of the whole
+model in training mode with gradients; anything else, generation included, is evaluation's, whatever mode one submodule is in.
+The optimizer step ends a cycle of training, the end of a forward one of evaluation; where parts of the model are called without
+the whole, an evaluation begins anew when a group comes again. Reads are each rank's own affair: no collective depends on a
+trace, so where the traces of two ranks differ, no more than their reads on demand do.
 """
 
 from __future__ import annotations
@@ -42,6 +49,7 @@ from infinity.swap.fsdp2 import (
     GroupOutline,
     ShardedGroup,
     gathered_dtype,
+    in_backward,
     install,
     outlined_groups,
     padded_shape,
@@ -149,6 +157,8 @@ class SwapManager:
         self._tensors: dict[str, _Tensor] = {}
         self._paged: PagedModel | None = None
         self._traces = {True: Trace(), False: Trace()}
+        self._pass_trains: bool | None = None
+        """Whether the forward of the whole model that is going on is training's; None where none is going on."""
         self._look_ahead_bytes = 0
         self._group_bytes: list[int] = []
         self._device: Device = device_for(torch.device("cpu"))
@@ -296,6 +306,8 @@ class SwapManager:
         room = machinery.pool.nbytes - budget.ACCESS_BYTES - budget.GATHERS_IN_USE * max(self._group_bytes)
         self._look_ahead_bytes = max(0, room if look_ahead_bytes is None else min(room, look_ahead_bytes))
         install(model, replacements)
+        model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
+        model.register_forward_hook(self._end_pass)
 
     def check_fits(
         self,
@@ -364,7 +376,7 @@ class SwapManager:
                 self._give_back_copied()
                 self._copying = shard.group
             if chunk.state is not ChunkState.IN_USE:
-                self._use(shard.group, training)
+                self._use(shard.group, self._is_training(training))
             shard.group.gathering.add(shard.index)
         taken = self._device.take(model.gathered_view(shard))
         if shard.group.gathering and shard.group.handed_over:
@@ -575,12 +587,32 @@ class SwapManager:
         )
         return self._device
 
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not in_backward():
+            self._pass_trains = module.training and torch.is_grad_enabled()
+
+    def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not in_backward():
+            self._end_evaluation()
+            self._pass_trains = None
+
+    def _end_evaluation(self) -> None:
+        if self._traces[False].end_cycle():
+            self._tell_surprise()
+
+    def _is_training(self, module_trains: bool) -> bool:
+        """Whose gather it is: see [Note: Phases]."""
+        if in_backward():
+            return True
+        return module_trains if self._pass_trains is None else self._pass_trains
+
     def _use(self, group: PagedGroup, training: bool) -> None:
         trace = self._traces[training]
-        if not training:
-            self._traces[True].interrupt()  # an evaluation leaves the root group gathered: no other path
-        if not training and trace.used(group.index):
-            trace.end_cycle()  # nothing marks the end of an evaluation pass but the beginning of the next
+        self._traces[
+            not training
+        ].interrupt()  # what one phase leaves gathered, the other doesn't ask for: no other path
+        if not training and self._pass_trains is None and trace.used(group.index):
+            self._end_evaluation()
         trace.use(group.index)
         assert group.chunk is not None
         self._open().stager.acquire(group.chunk)
@@ -612,7 +644,7 @@ class SwapManager:
     def _tell_surprise(self) -> None:
         if not self._told_surprise:
             self._told_surprise = True
-            log.info("the model took another path than in the step before; reads follow the new one from now on")
+            log.info("the model took another path than in the pass before; reads follow the new one from now on")
 
 
 class _Machinery:

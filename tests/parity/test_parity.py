@@ -12,6 +12,7 @@ import torch.distributed as dist
 import training
 
 import infinity
+import infinity.aio
 
 
 @pytest.fixture(autouse=True)

@@ -117,6 +117,33 @@ def test_an_interruption_excuses_the_cycle_it_falls_in_and_the_next() -> None:
     assert trace.surprises > 0
 
 
+def interrupted(trace: Trace, path: list[int]) -> None:
+    trace.interrupt()
+    for group in path:
+        trace.use(group)
+    assert not trace.end_cycle()
+
+
+def test_an_interrupted_cycle_is_an_exception_until_it_comes_again() -> None:
+    trace = Trace()
+    follow(trace, [0, 1, 2])
+    interrupted(trace, [1, 2])
+    assert list(trace.upcoming()) == [0, 1, 2]
+    assert follow(trace, [0, 1, 2]) == [True] * 3
+    interrupted(trace, [1, 2])
+    interrupted(trace, [1, 2])
+    assert list(trace.upcoming()) == [1, 2]
+
+
+@given(before=cycles, after=cycles)
+def test_an_interrupted_trace_heals_within_two_cycles(before: list[int], after: list[int]) -> None:
+    trace = Trace()
+    follow(trace, before)
+    interrupted(trace, after)
+    interrupted(trace, after)
+    assert follow(trace, after) == [True] * len(after)
+
+
 def test_used_is_about_the_cycle_that_goes_on() -> None:
     trace = Trace()
     trace.use(3)
