@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 import infinity
-from infinity.cli import doctor, sweep
+from infinity.cli import doctor, plan, sweep
 from infinity.errors import InfinityError
 
-_COMMANDS = (doctor, sweep)
+_COMMANDS = (doctor, sweep, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
