@@ -1,12 +1,17 @@
-"""Floor 7. What the commands ask of their arguments, beyond what argparse knows."""
+"""Floor 7. What the subcommands ask of their arguments alike: bounds, and files that can be written."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 from collections.abc import Callable
+from pathlib import Path
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def number(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], int]:
+def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], int]:
     """A type for argparse: `parse` and a bound, refused in words."""
 
     def checked(text: str) -> int:
@@ -19,3 +24,22 @@ def number(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], int
         return value
 
     return checked
+
+
+def why_not_written(asked: argparse.Namespace) -> str | None:
+    """What stands against writing the files of --json and --plot; None where nothing does."""
+    if asked.plot is not None:
+        if asked.plot.suffix not in PLOT_SUFFIXES:
+            return f"--plot {asked.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}"
+        if importlib.util.find_spec("matplotlib") is None:
+            return "--plot needs matplotlib: install infinity-offload[plot], or leave --plot out"
+    files = [asked.plot] if asked.plot is not None else []
+    files += [Path(asked.json)] if asked.json not in (None, "-") else []
+    return next((reason for file in files if (reason := why_no_file(file)) is not None), None)
+
+
+def why_no_file(file: Path) -> str | None:
+    """What stands against writing `file`."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        return f"{file} can't be written: name a file in a folder that exists and is writable"
+    return None

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 import infinity
-from infinity.cli import doctor, step, sweep
+from infinity.cli import doctor, plan, step, sweep
 from infinity.errors import InfinityError
 
-_COMMANDS = (doctor, sweep, step)
+_COMMANDS = (doctor, sweep, plan, step)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

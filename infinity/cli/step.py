@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import number
+from infinity.cli.arguments import checked_value, why_no_file
 from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -34,13 +34,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "that the drive gave in the same run.",
     )
     parser.add_argument(
-        "--params", type=number(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
+        "--params", type=checked_value(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
     )
     parser.add_argument("--nvme-path", type=Path, default=Path(), help="folder on the drive (default: the current one)")
-    parser.add_argument("--steps", type=number(int, at_least=1), default=5, help="steps to time (default: 5)")
-    parser.add_argument("--warmup", type=number(int, at_least=1), default=2, help="steps before them (default: 2)")
-    parser.add_argument("--batch-size", type=number(int, at_least=1), default=4, help="sequences per step (default: 4)")
-    parser.add_argument("--seq", type=number(int, at_least=2), default=256, help="tokens per sequence (default: 256)")
+    parser.add_argument("--steps", type=checked_value(int, at_least=1), default=5, help="steps to time (default: 5)")
+    parser.add_argument(
+        "--warmup", type=checked_value(int, at_least=1), default=2, help="steps before them (default: 2)"
+    )
+    parser.add_argument(
+        "--batch-size", type=checked_value(int, at_least=1), default=4, help="sequences per step (default: 4)"
+    )
+    parser.add_argument(
+        "--seq", type=checked_value(int, at_least=2), default=256, help="tokens per sequence (default: 256)"
+    )
     parser.add_argument("--pinned-bytes-max", default="auto", help='pinned memory, such as "512MiB" (default: auto)')
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
     parser.set_defaults(func=run)
@@ -51,8 +57,9 @@ def run(asked: argparse.Namespace) -> int:
     try:
         if asked.pinned_bytes_max != "auto":
             parse_bytes(asked.pinned_bytes_max)
-        if asked.json not in (None, "-") and not Path(asked.json).absolute().parent.is_dir():
-            raise ValueError(f"--json {asked.json}: no such folder")
+        reason = None if asked.json in (None, "-") else why_no_file(Path(asked.json))
+        if reason is not None:
+            raise ValueError(f"--json: {reason}")
     except ValueError as error:
         print(f"infinity-bench step: error: {error}", file=sys.stderr)
         return 2

@@ -7,12 +7,11 @@ however it ends; only the drive's profile stays.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
 
-from infinity.cli.arguments import number
+from infinity.cli.arguments import checked_value, why_not_written
 from infinity.errors import InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
 
@@ -21,8 +20,6 @@ _QUICK_SIZE_MAX = 2 * GIB
 _SIZE_MIN = 64 * MIB
 _FREE_SHARE = 10
 """Without --size the test file takes at most one part in this many of the free space."""
-
-_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,12 +37,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--quick", action="store_true", help="less exact, in about a minute")
     parser.add_argument(
         "--size",
-        type=number(parse_bytes, at_least=_SIZE_MIN),
+        type=checked_value(parse_bytes, at_least=_SIZE_MIN),
         metavar="BYTES",
         help='size of the test file, such as "4GiB" (default: 8 GiB, with --quick 2 GiB, at most a tenth of the free space)',
     )
     parser.add_argument(
-        "--rounds", type=number(int, at_least=1), metavar="N", help="final rounds (default: 5, with --quick 3)"
+        "--rounds", type=checked_value(int, at_least=1), metavar="N", help="final rounds (default: 5, with --quick 3)"
     )
     parser.add_argument(
         "--backend", action="append", metavar="NAME", help="only this I/O backend; may be given several times"
@@ -54,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--params",
         action="append",
-        type=number(parse_count, at_least=1),
+        type=checked_value(parse_count, at_least=1),
         metavar="COUNT",
         help='size of the model for the words on endurance, such as "7B"; may be given several times (default: 1B, 7B, 70B)',
     )
@@ -95,7 +92,7 @@ def _why_not(asked: argparse.Namespace) -> str | None:
     for path in asked.paths:
         if (reason := _why_not_on(path, asked)) is not None:
             return reason
-    return _why_not_backends(asked.backend) or _why_not_fio(asked.fio) or _why_not_written(asked)
+    return _why_not_backends(asked.backend) or _why_not_fio(asked.fio) or why_not_written(asked)
 
 
 def _why_not_on(path: Path, asked: argparse.Namespace) -> str | None:
@@ -133,19 +130,4 @@ def _why_not_fio(wanted: bool) -> str | None:
             find_fio()
     except InfinityError as error:
         return str(error)
-    return None
-
-
-def _why_not_written(asked: argparse.Namespace) -> str | None:
-    """Whether the output files can be written."""
-    if asked.plot is not None:
-        if asked.plot.suffix not in _PLOT_SUFFIXES:
-            return f"--plot {asked.plot}: the name must end in one of {', '.join(_PLOT_SUFFIXES)}"
-        if importlib.util.find_spec("matplotlib") is None:
-            return "--plot needs matplotlib: install infinity-offload[plot], or leave --plot out"
-    files = [asked.plot] if asked.plot is not None else []
-    files += [Path(asked.json)] if asked.json not in (None, "-") else []
-    for file in files:
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            return f"{file} can't be written: name a file in a folder that exists and is writable"
     return None

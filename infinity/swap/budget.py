@@ -1,58 +1,46 @@
-"""Floor 4. The pinned budget as one visible sum, a line per user, and what follows from it for the sub-groups.
+"""Floor 4. Whether the pinned budget holds what must be in it, and whether the machine does; what follows for the sub-groups.
 
-The gathers of forward and backward and the optimizer's pipeline take turns, so the pool must hold the larger of the two,
-and beside either the buffer through which single tensors are read and written.
+The sum itself is in infinity/schedule/pinned.py, where the planner finds it too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import BudgetError
+from infinity.schedule.pinned import (
+    ACCESS_BYTES,
+    GATHERS_IN_USE,
+    GROUPS_HELD,
+    PIPELINE_DEPTH,
+    SUB_GROUP_NUMEL_DEFAULT,
+    PinnedBudget,
+    comfortable_bytes,
+    gather_bytes,
+    look_ahead_room,
+    sub_groups_ahead,
+)
 from infinity.store.layout import SPACE_ALIGN
-from infinity.units import MIB, align_up, format_bytes
+from infinity.units import MIB, format_bytes
 
-ACCESS_BYTES = 4 * MIB
-"""The buffer through which single tensors are read and written (state_dict, initialisation), with the pages at its ends."""
-
-GATHERS_IN_USE = 2
-"""Groups in use at once: the one that FSDP2 copies now and the one it copied before; see [Note: When a group has been copied]
-in infinity/swap/manager.py."""
-
-GROUPS_HELD = 2 * GATHERS_IN_USE + 1
-"""Room in groups: GATHERS_IN_USE leases, anywhere in the slab, leave GATHERS_IN_USE + 1 holes; with room for this many
-groups the largest hole holds the next group."""
-
-PIPELINE_DEPTH = 3
-"""Sub-groups in memory during the step: one being read, one updated, one written."""
+__all__ = [
+    "ACCESS_BYTES",
+    "GATHERS_IN_USE",
+    "GROUPS_HELD",
+    "PINNED_BYTES_DEFAULT",
+    "PIPELINE_DEPTH",
+    "SUB_GROUP_NUMEL_DEFAULT",
+    "PinnedBudget",
+    "check_available",
+    "check_budget",
+    "comfortable_bytes",
+    "gather_bytes",
+    "look_ahead_room",
+    "sub_group_numel_for",
+    "sub_groups_ahead",
+]
 
 PINNED_BYTES_DEFAULT = 512 * MIB
-
-
-@dataclass(frozen=True)
-class PinnedBudget:
-    """What the pool holds (bytes): `gather_bytes` or `pipeline_bytes`, whichever is larger, and `access_bytes`."""
-
-    gather_bytes: int
-    pipeline_bytes: int
-    access_bytes: int = ACCESS_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        """The sum."""
-        return max(self.gather_bytes, self.pipeline_bytes) + self.access_bytes
-
-
-def gather_bytes(group_bytes_max: int) -> int:
-    """Bytes that gathering needs when the largest group has `group_bytes_max`."""
-    return GROUPS_HELD * align_up(group_bytes_max)
-
-
-def comfortable_bytes(gather: int, sub_group_bytes: int) -> int:
-    """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight."""
-    gather_room = gather + gather // GROUPS_HELD * GATHERS_IN_USE
-    return align_up(max(gather_room, (PIPELINE_DEPTH + 1) * sub_group_bytes) + ACCESS_BYTES, MIB)
 
 
 def sub_group_numel_for(pinned_bytes: int, bytes_per_element: int) -> int:

@@ -63,9 +63,6 @@ from infinity.units import align_up, format_bytes, parse_bytes
 
 log = logging.getLogger("infinity")
 
-SUB_GROUP_NUMEL_DEFAULT = 4 << 20
-"""Elements: 56 MiB of state with a 16-bit copy, long past the size where a drive is at its limit."""
-
 _MEASURE_BYTES = 64 << 20
 """Written and read, twice, to weigh one drive against another."""
 
@@ -261,7 +258,7 @@ class SwapManager:
 
         Args:
             sub_group_size: at most this many elements are stepped together: as many as the pinned budget holds three of
-                where None, never more than SUB_GROUP_NUMEL_DEFAULT unless the budget is given too.
+                where None, never more than the default unless the budget is given too.
             resident_numel_below: parameters with fewer elements keep their copy in host memory.
             resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
             look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows
@@ -303,8 +300,8 @@ class SwapManager:
             replacements = self._take_over(groups, paged)
         self._paged = paged
         self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in paged.groups]
-        room = machinery.pool.nbytes - budget.ACCESS_BYTES - budget.GATHERS_IN_USE * max(self._group_bytes)
-        self._look_ahead_bytes = max(0, room if look_ahead_bytes is None else min(room, look_ahead_bytes))
+        room = budget.look_ahead_room(machinery.pool.nbytes, max(self._group_bytes))
+        self._look_ahead_bytes = room if look_ahead_bytes is None else min(room, look_ahead_bytes)
         install(model, replacements)
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
         model.register_forward_hook(self._end_pass)
@@ -358,8 +355,7 @@ class SwapManager:
     def sub_groups_ahead(self) -> int:
         """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
         held = any(sub.held is not None for sub in self.paged.sub_groups)
-        depth = self._open().pool.nbytes // max(1, _stepped_bytes_max(self.paged.layout, held))
-        return max(1, (depth - 1) // 2)
+        return budget.sub_groups_ahead(self._open().pool.nbytes, _stepped_bytes_max(self.paged.layout, held))
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
@@ -544,11 +540,11 @@ class SwapManager:
                 group_bytes[shard.group] += align_up(shard.numel, SPACE_ALIGN) * (copy_itemsize or 4)
         largest = max(range(len(groups)), key=group_bytes.__getitem__)
         gather = budget.gather_bytes(group_bytes[largest])
-        numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
+        numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, budget.SUB_GROUP_NUMEL_DEFAULT)
         explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
         if explicit is not None:
             fitting = budget.sub_group_numel_for(explicit, copy_itemsize + (0 if hold_state else 12))
-            numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
+            numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = plan_layout(shards, groups=len(groups), sub_group_numel_max=numel, copy_itemsize=copy_itemsize)
         stepped = _stepped_bytes_max(layout, hold_state)
         pinned = explicit or budget.comfortable_bytes(gather, stepped)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.floor import step_bytes, step_floor_seconds
+from infinity.schedule.floor import DriveSpeed, step_bytes, step_floor_seconds
 
 B = 10**9
 
@@ -23,8 +23,10 @@ def test_seventy_billion_parameters() -> None:
     rates = {"read_bytes_per_s": 48 * B, "write_bytes_per_s": 26 * B}
     seconds = step_floor_seconds(read_bytes=read, written_bytes=written, compute_seconds=0, **rates)
     assert seconds == pytest.approx(61.0, abs=0.05)
-    writes_alone = step_floor_seconds(read_bytes=0, written_bytes=written, compute_seconds=0, **rates)
-    assert writes_alone == pytest.approx(37.7, abs=0.05)
+    assert DriveSpeed(48 * B, 26 * B).floor_seconds(read, written) == pytest.approx(61.0, abs=0.05)
+    assert DriveSpeed(48 * B, 26 * B, together=(48 * B, 26 * B)).floor_seconds(read, written) == pytest.approx(
+        37.7, abs=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,16 @@ def test_compute_hides_transfers_that_are_shorter() -> None:
     numbers = {"read_bytes": 10.0, "written_bytes": 6.0, "read_bytes_per_s": 5.0, "write_bytes_per_s": 3.0}
     assert step_floor_seconds(compute_seconds=3.0, **numbers) == pytest.approx(4.0)
     assert step_floor_seconds(compute_seconds=5.0, **numbers) == 5.0
+
+
+def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:
+    drive = DriveSpeed(10.0, 10.0, together=(4.0, 4.0))
+    assert not drive.overlaps
+    assert drive.floor_seconds(100, 100) == pytest.approx(20)
+
+
+def test_a_drive_that_gains_by_doing_both_does_the_rest_alone() -> None:
+    drive = DriveSpeed(10.0, 10.0, together=(8.0, 8.0))
+    assert drive.overlaps
+    assert drive.floor_seconds(80, 160) == pytest.approx(10 + 8)
+    assert drive.floor_seconds(0, 160) == pytest.approx(16)

@@ -7,7 +7,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.lookahead import groups_to_stage
+from infinity.schedule.lookahead import groups_to_stage, plan_look_ahead
 
 group_bytes = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -43,3 +43,16 @@ def test_the_next_group_is_chosen_even_where_nothing_fits() -> None:
 
 def test_without_a_prediction_nothing_is_chosen() -> None:
     assert groups_to_stage([], [1], 100) == []
+
+
+@given(data=st.data(), sizes=group_bytes, look_ahead_bytes=st.integers(0, 200))
+def test_a_planned_step_chooses_at_every_place_what_would_be_chosen_there(
+    data: st.DataObject, sizes: list[int], look_ahead_bytes: int
+) -> None:
+    uses = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20))
+    ends = plan_look_ahead(uses, sizes, look_ahead_bytes)
+    assert len(ends) == len(uses) + 1
+    assert ends == sorted(ends)
+    for place, end in enumerate(ends):
+        ahead = list(dict.fromkeys(uses[place:end]))
+        assert ahead == groups_to_stage(uses[place:], sizes, look_ahead_bytes)

@@ -1,0 +1,63 @@
+"""Floor 3. The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
+
+The gathers of forward and backward and the optimizer's pipeline take turns, so the pool must hold the larger of the two,
+and beside either the buffer through which single tensors are read and written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity.units import MIB, align_up
+
+ACCESS_BYTES = 4 * MIB
+"""The buffer through which single tensors are read and written (state_dict, initialisation), with the pages at its ends."""
+
+GATHERS_IN_USE = 2
+"""Groups in use at once: the one that FSDP2 copies now and the one it copied before; see [Note: When a group has been copied]
+in infinity/swap/manager.py."""
+
+GROUPS_HELD = 2 * GATHERS_IN_USE + 1
+"""Room in groups: GATHERS_IN_USE leases, anywhere in the slab, leave GATHERS_IN_USE + 1 holes; with room for this many
+groups the largest hole holds the next group."""
+
+PIPELINE_DEPTH = 3
+"""Sub-groups in memory during the step: one being read, one updated, one written."""
+
+SUB_GROUP_NUMEL_DEFAULT = 4 << 20
+"""Elements: 56 MiB of state with a 16-bit copy, long past the size where a drive is at its limit."""
+
+
+@dataclass(frozen=True)
+class PinnedBudget:
+    """What the pool holds (bytes): `gather_bytes` or `pipeline_bytes`, whichever is larger, and `access_bytes`."""
+
+    gather_bytes: int
+    pipeline_bytes: int
+    access_bytes: int = ACCESS_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """The sum."""
+        return max(self.gather_bytes, self.pipeline_bytes) + self.access_bytes
+
+
+def gather_bytes(group_bytes_max: int) -> int:
+    """Bytes that gathering needs when the largest group has `group_bytes_max`."""
+    return GROUPS_HELD * align_up(group_bytes_max)
+
+
+def comfortable_bytes(gather: int, sub_group_bytes: int) -> int:
+    """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight."""
+    gather_room = gather + gather // GROUPS_HELD * GATHERS_IN_USE
+    return align_up(max(gather_room, (PIPELINE_DEPTH + 1) * sub_group_bytes) + ACCESS_BYTES, MIB)
+
+
+def look_ahead_room(pinned_bytes: int, group_bytes_max: int) -> int:
+    """Bytes of the pool that may hold groups read ahead: what the groups in use and the access buffer leave."""
+    return max(0, pinned_bytes - ACCESS_BYTES - GATHERS_IN_USE * group_bytes_max)
+
+
+def sub_groups_ahead(pinned_bytes: int, sub_group_bytes: int) -> int:
+    """How many sub-groups the step reads ahead, so that as many can still be on their way back."""
+    return max(1, (pinned_bytes // max(1, sub_group_bytes) - 1) // 2)

@@ -1,0 +1,329 @@
+"""What `infinity-bench plan` promises: one answer per strategy, figures one can change, a config that loads, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli import bench
+from infinity.cli.plan_machines import PRESETS
+from infinity.cli.plan_model import read_hf_config
+from infinity.config import load_config
+from infinity.errors import ConfigError
+from infinity.schedule.estimate import STRATEGIES
+from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.planner import plans_for
+from infinity.store.profile import DriveProfile, save_profile
+
+FIGURES = [
+    *("--tflops", "400", "--gpu-memory", "80GB", "--gpu-bandwidth", "3000", "--link", "50"),
+    *("--host-memory", "2TB", "--host-bandwidth", "400"),
+]
+
+
+def plan(*arguments: str) -> int:
+    return bench.main(["plan", *arguments])
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    plan(*arguments, "--json", "-")
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_table_tells_of_every_strategy_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--params", "70B", "--preset", "dgx-h100") == 0
+    out = capsys.readouterr().out
+    for strategy in STRATEGIES:
+        assert strategy.name in out
+    assert "choose: stage 3, all on CPU" in out
+    assert "pinned pool" not in out  # of the chosen one, which has none
+    assert "not yet" in out
+    assert "limited by" in out
+
+
+def test_json_holds_the_published_example(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--params", "70B", "--preset", "dgx-h100")
+    last = found["strategies"][-1]
+    assert last["name"] == "stage 3, all on NVMe"
+    assert 8 * last["plain_read_bytes_per_rank"] == 1120 * 10**9
+    assert 8 * last["plain_written_bytes_per_rank"] == 980 * 10**9
+    assert last["floor_seconds"] == pytest.approx(61, rel=0.01)
+    assert last["step_seconds"] >= last["floor_seconds"]
+    assert found["model"]["params"] == 70 * 10**9
+    assert found["tokens_per_step"] == 8 * 2048
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_plans_a_small_model(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    found = planned(capsys, "--params", "200M", "--seq", "512", "--preset", name)
+    assert found["chosen"] is not None
+    assert all(each["step_seconds"] > 0 for each in found["strategies"])
+
+
+def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--preset", "list") == 0
+    assert all(name in capsys.readouterr().out for name in ["dgx-h100"])
+
+
+def test_figures_make_a_machine_and_change_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    given = planned(capsys, "--params", "1B", *FIGURES)
+    assert given["machine"]["flops_per_s"] == 400e12
+    assert given["machine"]["read_bytes_per_s"] is None
+    assert [each["fits"] for each in given["strategies"] if "nvme" in each["offload_optimizer"]] == [False, False]
+    changed = planned(
+        capsys, "--params", "1B", "--preset", "dgx-h100", "--gpus", "4", "--read", "10", "--write", "5", "--mixed", "8"
+    )
+    assert changed["machine"]["ranks_per_node"] == 4
+    assert changed["machine"]["mixed_bytes_per_s"] == 8e9
+    assert changed["machine"]["host_bytes"] == PRESETS["dgx-h100"].host_bytes
+
+
+def test_nodes_shard_further(capsys: pytest.CaptureFixture[str]) -> None:
+    one, four = (planned(capsys, "--params", "70B", "--preset", "dgx-h100", "--nodes", count) for count in ("1", "4"))
+    assert four["tokens_per_step"] == 4 * one["tokens_per_step"]
+    parts = [found["strategies"][-1]["memory_bytes_per_rank"]["nvme"]["16-bit copies"] for found in (one, four)]
+    assert parts[0] == 4 * parts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "strategy"),
+    [
+        (["--params", "1B", "--preset", "dgx-h100"], "stage 2"),
+        (["--params", "70B", "--preset", "dgx-h100"], "stage 3, all on CPU"),
+        (["--params", "7B", "--preset", "rtx4090-gen4"], "stage 3, optimizer on NVMe"),
+        (["--params", "13B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
+        (["--params", "30B", "--preset", "rtx4090-gen4"], None),
+        (["--params", "200M", "--seq", "256", "--preset", "laptop"], "stage 2"),
+    ],
+)
+def test_the_config_that_is_written_loads_and_says_what_was_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], strategy: str | None
+) -> None:
+    file = tmp_path / "config.json"
+    code = plan(*arguments, "--batch", "2", "--accumulation", "3", "--write-config", str(file), "--nvme-path", "/nvme0")
+    if strategy is None:
+        assert code == 1
+        assert "nothing that infinity can run fits" in capsys.readouterr().out
+        assert not file.exists()
+        return
+    assert code == 0
+    assert f"choose: {strategy}" in capsys.readouterr().out
+    config = load_config(file)
+    assert config.ignored == ()
+    chosen = next(each for each in STRATEGIES if each.name == strategy)
+    zero = config.zero_optimization
+    assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (
+        chosen.stage,
+        chosen.parameters,
+        chosen.optimizer,
+    )
+    assert config.nvme_paths == (("/nvme0",) if chosen.uses_nvme else ())
+    ranks = 8 if "dgx" in arguments[-1] else 1
+    resolved = config.resolve(world_size=ranks)
+    assert resolved.batch == (6 * ranks, 2, 3)
+    if chosen.uses_nvme:
+        assert isinstance(config.infinity.pinned_bytes_max, int)
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    result, chart = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ["--params", "1B", "--preset", "rtx4090-gen4", "--json", str(result), "--plot", str(chart)]
+    assert plan(*arguments) == 0
+    assert json.loads(result.read_text())["format"] == 1
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert "choose:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--preset", "dgx-h100"], "describe the model once"),
+        (["--params", "1B", "--layers", "2", "--hidden", "64", "--preset", "laptop"], "describe the model once"),
+        (["--layers", "2", "--preset", "laptop"], "--layers and --hidden go together"),
+        (["--layers", "2", "--hidden", "100", "--heads", "3", "--preset", "laptop"], "--heads 3 does not divide"),
+        (["--params", "5", "--preset", "laptop"], "make no transformer"),
+        (["--params", "1B"], "--tflops, --host-memory, --host-bandwidth, --gpu-memory"),
+        (["--params", "1B", "--cpu", "--tflops", "1"], "--host-memory, --host-bandwidth lack"),
+        (["--params", "1B", "--preset", "cray"], "there is no such preset, but dgx-h100"),
+        (["--params", "1B", "--preset", "laptop", "--here", "."], "choose one"),
+        (["--params", "1B", "--here", "not-there"], "name an existing folder"),
+        (["--params", "1B", "--preset", "laptop", "--read", "1"], "--read and --write go together"),
+        (["--params", "1B", "--preset", "laptop", "--mixed", "1"], "--mixed goes with"),
+        (["--params", "1B", "--preset", "laptop", "--plot", "x.exe"], "must end in one of"),
+        (["--params", "1B", "--preset", "laptop", "--write-config", "not-there/x.json"], "can't be written"),
+        (["--params", "1B", *FIGURES, "--gpus", "2"], "say --node-link"),
+        (["--params", "1B", *FIGURES, "--nodes", "2"], "say --network"),
+        (["--hf-config", "not-there.json", "--preset", "laptop"], "can't be read"),
+    ],
+)
+def test_what_can_not_be_planned_is_refused_in_words(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert plan(*arguments) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("infinity-bench plan: error: ")
+    assert said in told.err
+    assert told.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--params", "many"],
+        ["--params", "0"],
+        ["--tflops", "0"],
+        ["--link", "nan"],
+        ["--batch", "0"],
+        ["--pinned", "-1"],
+    ],
+)
+def test_values_out_of_range_are_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(*arguments)
+    assert ended.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+# Models of Hugging Face, by the parameter counts that transformers itself gives for them
+
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+LLAMA_3_70B = LLAMA_2_7B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+GPT_2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+QWEN_2_7B = LLAMA_2_7B | {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "numel"),
+    [
+        (LLAMA_2_7B, 6_738_415_616),
+        (LLAMA_3_70B, 70_553_706_496),
+        (GPT_2, 124_439_808),
+        (QWEN_2_7B, 7_615_616_512),
+        ({"text_config": LLAMA_2_7B, "model_type": "llava"}, 6_738_415_616),
+    ],
+)
+def test_models_of_hugging_face_have_the_parameters_they_have(
+    tmp_path: Path, values: dict[str, Any], numel: int
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    model = read_hf_config(file, seq=None)
+    assert model.numel == numel
+    assert model.seq == min(2048, values.get("n_positions", 2048))
+    assert read_hf_config(file, seq=128).seq == 128
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"hidden_size": 64}', "num_hidden_layers or n_layer or num_layers is missing"),
+        (json.dumps(LLAMA_2_7B | {"hidden_size": "wide"}), "hidden_size: got 'wide', expected a count"),
+        (json.dumps(LLAMA_2_7B | {"hidden_size": 0}), "hidden_size: got 0, expected at least 1"),
+        (json.dumps(LLAMA_2_7B | {"num_local_experts": 8}), "a mixture of experts is not planned for"),
+    ],
+)
+def test_a_config_that_describes_no_such_model_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(file, seq=None)
+    assert said in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+# This machine
+
+
+def test_here_measures_and_leaves_nothing_behind(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--layers", "2", "--hidden", "64", "--vocab", "256", "--seq", "32", "--here", str(nvme_path)]
+    found = planned(capsys, *arguments)
+    machine = found["machine"]
+    for name in (
+        "flops_per_s",
+        "host_bytes",
+        "host_bytes_per_s",
+        "read_bytes_per_s",
+        "write_bytes_per_s",
+        "mixed_bytes_per_s",
+    ):
+        assert 0 < machine[name] < math.inf
+    assert found["config"]["zero_optimization"]["stage"] in (2, 3)
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_here_takes_the_drive_from_its_profile(nvme_path: Path) -> None:
+    from infinity.cli.plan_here import _drive_speed
+
+    profile = DriveProfile(
+        written="2026-01-01T00:00:00",
+        path=str(nvme_path),
+        drive="a drive",
+        backend="threads",
+        block_bytes=1 << 20,
+        queue_depth=8,
+        rings=1,
+        mix="bursts",
+        read_bytes_per_s=3e9,
+        write_bytes_per_s=2e9,
+        mixed_bytes_per_s=2.2e9,
+        cpu_seconds_per_gib=0.1,
+    )
+    save_profile(profile, nvme_path)
+    assert _drive_speed(nvme_path) == (DriveSpeed(3e9, 2e9, (1.1e9, 1.1e9)), "its profile")
+
+
+def test_memory_that_a_control_group_takes_away_is_not_planned_with() -> None:
+    from infinity.cli.plan_here import _usable_host_bytes
+
+    assert _usable_host_bytes(100, None, None) == 100
+    assert _usable_host_bytes(100, 80, 30) == 50
+    assert _usable_host_bytes(None, 80, None) == 80
+    assert _usable_host_bytes(None, None, None) == 0
+
+
+def test_processes_on_a_cpu_share_its_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (planned(capsys, "--params", "200M", "--preset", "laptop", "--gpus", count) for count in ("1", "2"))
+    assert two["machine"]["flops_per_s"] == one["machine"]["flops_per_s"] / 2
+
+
+def test_plans_do_not_depend_on_what_was_planned_before() -> None:
+    from infinity.schedule.estimate import Work
+    from infinity.schedule.transformer import transformer_of
+
+    work = Work(transformer_of(10**9, seq=512, vocab=1000), ranks=8)
+    assert plans_for(work, PRESETS["dgx-h100"]) == plans_for(work, PRESETS["dgx-h100"])
