@@ -6,6 +6,7 @@ Checks what it was asked, then trains, then tells. What it puts on the drive has
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import resource
@@ -22,6 +23,9 @@ from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_c
 
 if TYPE_CHECKING:
     import infinity
+    from infinity.cli import synthetic
+    from infinity.schedule.planner import Machine
+    from infinity.schedule.transformer import Transformer as Shape
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -84,6 +88,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 
     shape = shape_for(asked.params)
     asked.nvme_path.mkdir(parents=True, exist_ok=True)
+    machine, model = _machine(asked, shape)
     with _engine(asked, shape) as engine:
         _tell(asked, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
         steps = []
@@ -112,6 +117,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "seconds": statistics.median(step["seconds"] for step in steps),
         "compute_seconds": compute,
         "floor_seconds": floor,
+        "predicted_seconds": predict(machine, model, samples=asked.batch_size, pinned_bytes=stats.pinned_bytes),
         "read_bytes_per_param": statistics.median(step["read_bytes"] for step in steps) / numel,
         "written_bytes_per_param": statistics.median(step["written_bytes"] for step in steps) / numel,
         "drive": {
@@ -125,8 +131,39 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def predict(machine: Machine, model: Shape, *, samples: int, pinned_bytes: int) -> float | None:
+    """What the planner says a step takes on `machine` with everything on NVMe; None where it says that it can't be done."""
+    from infinity.schedule.estimate import STRATEGIES, Work
+    from infinity.schedule.planner import plan_step
+
+    everything = next(s for s in STRATEGIES if (s.parameters, s.optimizer) == ("nvme", "nvme"))
+    work = Work(model, samples=samples, checkpointing=False)
+    plan = plan_step(work, machine, everything, pinned_bytes=pinned_bytes)
+    return plan.simulated.seconds if plan.simulated is not None else None
+
+
+def _machine(asked: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine, Shape]:
+    """This machine and the model, in the planner's terms. Measured before the steps, so that it is a prediction."""
+    from infinity.cli.plan_here import measure_machine
+    from infinity.cli.synthetic import HEAD, VOCABULARY
+    from infinity.schedule.transformer import Transformer
+
+    block = 12 * shape.hidden**2
+    model = Transformer(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.hidden // HEAD,
+        seq=asked.seq,
+        vocab=VOCABULARY,
+        block_numel=block,
+        root_numel=shape.numel - shape.layers * block,
+    )
+    report = functools.partial(_tell, asked)
+    return measure_machine(asked.nvme_path, model, samples=asked.batch_size, report=report), model
+
+
 @contextmanager
-def _engine(asked: argparse.Namespace, shape: Any) -> Iterator[infinity.Engine]:
+def _engine(asked: argparse.Namespace, shape: synthetic.Shape) -> Iterator[infinity.Engine]:
     import torch
 
     import infinity
@@ -170,6 +207,13 @@ def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
     }
 
 
+def _predicted(result: dict[str, Any]) -> str:
+    seconds = result["predicted_seconds"]
+    if seconds is None:
+        return "the planner says that this model can't run here"
+    return f"{seconds:.3f} s by the planner; the measured step is {result['seconds'] / seconds - 1:+.0%} from it"
+
+
 def _tell(asked: argparse.Namespace, line: str) -> None:
     """Progress, where it doesn't mix with the JSON."""
     print(line, file=sys.stderr if asked.json == "-" else sys.stdout, flush=True)
@@ -187,6 +231,7 @@ def _print(result: dict[str, Any]) -> None:
         "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
         "of it waiting": f"{stall:.3f} s",
         "floor": f"{result['floor_seconds']:.3f} s; a step takes {result['seconds'] / result['floor_seconds']:.2f} times it",
+        "predicted": _predicted(result),
         "compute": f"{result['compute_seconds']:.3f} s (the step less its waiting)",
         "moved per parameter": f"{result['read_bytes_per_param']:.2f} B read, "
         f"{result['written_bytes_per_param']:.2f} B written",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 VOCABULARY = 256
-_HEAD = 64
+HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Shape:
 
 def shape_for(numel: int) -> Shape:
     """The shape nearest to `numel` parameters among those about 64 times as wide as deep, as GPTs are."""
-    shapes = [Shape(layers, _HEAD * width) for layers in range(2, 129) for width in range(1, 257)]
+    shapes = [Shape(layers, HEAD * width) for layers in range(2, 129) for width in range(1, 257)]
     return min(shapes, key=lambda s: 20 * abs(s.numel / numel - 1) + abs(s.hidden / (64 * s.layers) - 1))
 
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, hidden = x.shape
         normed = F.rms_norm(x, (hidden,))
-        heads = self.attention_in(normed).view(batch, length, 3, hidden // _HEAD, _HEAD).transpose(1, 3)
+        heads = self.attention_in(normed).view(batch, length, 3, hidden // HEAD, HEAD).transpose(1, 3)
         q, k, v = heads.unbind(2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
