@@ -17,11 +17,15 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from infinity.aio import IoEngine, PinnedPool, Priority, Request
 from infinity.aio.pool import FreeRanges
+from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.lookahead import plan_look_ahead
+from infinity.schedule.simulator import Resources, Step, SubGroup, Use, simulate
 from infinity.store import Arena, RunFolder, Shard, plan_layout
 from infinity.units import KIB, MIB
 
 BATCH = 64
 PIECE_BYTES = 4 * KIB
+GROUPS = 10_000
 
 
 class Machine:
@@ -104,3 +108,21 @@ def test_planning_the_layout_of_a_large_model(benchmark: BenchmarkFixture) -> No
     numbers = itertools.cycle([12_582_912, 4_194_304, 4096, 16_777_216])
     shards = [Shard(f"p{i}", i // 4, next(numbers)) for i in range(400)]
     benchmark(lambda: plan_layout(shards, groups=100, sub_group_numel_max=4 << 20, copy_itemsize=2))
+
+
+def test_planning_the_reads_of_a_step_of_many_groups(benchmark: BenchmarkFixture) -> None:
+    order = [*range(GROUPS), *reversed(range(GROUPS))]
+    benchmark(lambda: plan_look_ahead(order, [MIB] * GROUPS, 5 * MIB))
+
+
+def test_simulating_a_step_of_many_groups(benchmark: BenchmarkFixture) -> None:
+    order = [*range(GROUPS), *reversed(range(GROUPS))]
+    step = Step(
+        uses=[Use(group, MIB, MIB, 1e-4, 1e-3, 1e-4, MIB, MIB) for group in order],
+        group_bytes=[MIB] * GROUPS,
+        ends=plan_look_ahead(order, [MIB] * GROUPS, 5 * MIB),
+        sub_groups=[SubGroup(6 * MIB, 7 * MIB, 7 * MIB, 1e-3)] * GROUPS,
+        pool_bytes=40 * MIB,
+    )
+    resources = Resources(DriveSpeed(5e9, 2e9), 25e9, 25e9)
+    benchmark.pedantic(lambda: simulate(step, resources), rounds=3)

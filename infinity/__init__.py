@@ -16,6 +16,12 @@ if TYPE_CHECKING:
         IoError,
         StoreError,
     )
+    from infinity.memory_needs import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
     from infinity.runtime import Engine, init_empty
     from infinity.runtime.initialize import initialize
     from infinity.store.probe import DriveRates, measure_drive
@@ -36,6 +42,10 @@ __all__ = [
     "StoreError",
     "SwapManager",
     "__version__",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "init_empty",
     "initialize",
     "measure_drive",
@@ -43,6 +53,12 @@ __all__ = [
 
 _NAMES_OF = {
     "infinity.errors": ("BudgetError", "CheckpointError", "ConfigError", "InfinityError", "IoError", "StoreError"),
+    "infinity.memory_needs": (
+        "estimate_zero2_model_states_mem_needs_all_cold",
+        "estimate_zero2_model_states_mem_needs_all_live",
+        "estimate_zero3_model_states_mem_needs_all_cold",
+        "estimate_zero3_model_states_mem_needs_all_live",
+    ),
     "infinity.runtime": ("Engine", "init_empty", "initialize"),
     "infinity.store.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),

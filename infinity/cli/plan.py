@@ -18,6 +18,7 @@ from infinity.units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from infinity.schedule.estimate import Work
+    from infinity.schedule.floor import DriveSpeed
     from infinity.schedule.planner import Machine, Plan
     from infinity.schedule.transformer import Transformer
 
@@ -81,6 +82,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
     output.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw step time over parameters (needs matplotlib)"
+    )
+    output.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write what the chosen strategy does when, for chrome://tracing"
     )
     parser.set_defaults(func=run)
 
@@ -147,11 +151,8 @@ def run(asked: argparse.Namespace) -> int:
     plans = plans_for(work, machine, pinned_bytes=asked.pinned)
     chosen = fastest_that_fits(plans)
     _tell(asked, plans, chosen)
-    if asked.write_config is not None and chosen is not None:
-        from infinity.cli.plan_report import config_for
-
-        text = json.dumps(config_for(chosen, _nvme_path(asked)), indent=2) + "\n"
-        asked.write_config.write_text(text)
+    if chosen is not None:
+        _write(asked, chosen)
     if asked.plot is not None:
         from infinity.cli.plan_plot import draw
 
@@ -170,6 +171,16 @@ def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> 
             sys.stdout.write(text)
         else:
             Path(asked.json).write_text(text)
+
+
+def _write(asked: argparse.Namespace, chosen: Plan) -> None:
+    """The files about the chosen strategy."""
+    from infinity.cli.plan_report import config_for, trace_events
+
+    if asked.write_config is not None:
+        asked.write_config.write_text(json.dumps(config_for(chosen, _nvme_path(asked)), indent=2) + "\n")
+    if asked.timeline is not None:
+        asked.timeline.write_text(json.dumps({"traceEvents": trace_events(chosen)}) + "\n")
 
 
 def _nvme_path(asked: argparse.Namespace) -> str:
@@ -218,11 +229,9 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(f"--here {asked.here}: name an existing folder on the drive to plan with")
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
-    if asked.mixed is not None and asked.read is None:
-        raise ConfigError("--mixed goes with --read and --write: give all three")
     reason = why_not_written(asked)
-    if asked.write_config is not None:
-        reason = reason or why_no_file(asked.write_config)
+    for file in (asked.write_config, asked.timeline):
+        reason = reason or (why_no_file(file) if file is not None else None)
     if reason is not None:
         raise ConfigError(reason)
 
@@ -262,11 +271,8 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
             given[attribute] = value * factor if factor != 1 else value
     if asked.drive_size is not None:
         given["drive_free_bytes"] = None
-    if asked.read is not None:
-        from infinity.schedule.floor import DriveSpeed
-
-        both = None if asked.mixed is None else (asked.mixed * 5e8, asked.mixed * 5e8)
-        given["drive"] = DriveSpeed(asked.read * 1e9, asked.write * 1e9, both)
+    if asked.read is not None or asked.mixed is not None:
+        given["drive"] = _drive(machine, asked)
     if machine.device_is_host and asked.gpus is not None and asked.tflops is None:
         given["flops_per_s"] = machine.flops_per_s / asked.gpus * machine.ranks_per_node  # they share its cores
     changed: Machine = dataclasses.replace(machine, **given)  # type: ignore[arg-type]
@@ -275,6 +281,17 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
     if changed.nodes > 1 and changed.network_bytes_per_s == float("inf"):
         raise ConfigError("several nodes: say --network, the GB/s from a node to the others")
     return changed
+
+
+def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
+    """The drives with the rates that were given. Raises ConfigError for a mixed rate alone."""
+    from infinity.schedule.floor import DriveSpeed
+
+    drive = machine.drive if asked.read is None else DriveSpeed(asked.read * 1e9, asked.write * 1e9)
+    if drive is None:
+        raise ConfigError("--mixed goes with --read and --write: give all three")
+    half = None if asked.mixed is None else asked.mixed * 1e9 / 2
+    return drive if half is None else dataclasses.replace(drive, together=(half, half))
 
 
 _FIGURES = (

@@ -145,41 +145,47 @@ class Memory:
 
 def memory_of(work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool) -> Memory:
     """What one rank holds. `device_is_host`: computing on the CPU, so that what the device holds is in host memory too."""
-    shard, model = work.shard_numel, work.model
-    device = _working_memory(work, strategy)
+    states = states_of(work.model.numel, work.ranks, strategy)
+    device = {**_working_memory(work, strategy), **states.device}
+    host = dict(states.host)
+    if strategy.uses_nvme:
+        host["pinned pool"] = pinned_bytes
+    if device_is_host:
+        return Memory({}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}, states.nvme)
+    return Memory(
+        {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device},
+        {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **host},
+        states.nvme,
+    )
+
+
+def states_of(numel: int, ranks: int, strategy: Strategy) -> Memory:
+    """One rank's part of the states of a model of `numel` parameters, wherever they rest: what lasts from step to step, and
+    the parameters that stage 2 keeps gathered."""
+    shard = -(-numel // ranks)
+    device: dict[str, int] = {}
     host: dict[str, int] = {}
     nvme: dict[str, int] = {}
-    if device_is_host:
-        host["Python and torch"] = HOST_PROCESS_BYTES
-    else:
-        device = {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device}
-        host["Python, torch and CUDA"] = HOST_PROCESS_WITH_DEVICE_BYTES
-    resting = {"none": device, "cpu": host, "nvme": nvme}
-    home = resting[strategy.optimizer]
+    if strategy.stage < 3:
+        device["gathered parameters"] = COPY_BYTES * numel
+    elif strategy.optimizer == "cpu" and strategy.parameters == "none":
+        device["16-bit copies"] = COPY_BYTES * shard
+    home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
     home["optimizer state: masters and moments"] = STATE_BYTES * shard
     (host if strategy.on_host else device)["gradients"] = GRADIENT_BYTES * shard
     if strategy.uses_nvme:
-        host["pinned pool"] = pinned_bytes
         nvme["16-bit copies"] = COPY_BYTES * shard
         if strategy.parameters != "nvme":
             host["16-bit copies"] = COPY_BYTES * shard
-    elif strategy.on_host and strategy.parameters == "none":
-        device["16-bit copies"] = COPY_BYTES * (model.numel if strategy.stage < 3 else shard)
-    if device_is_host:
-        host, device = {**host, **device}, {}
     return Memory(device, host, nvme)
 
 
 def _working_memory(work: Work, strategy: Strategy) -> dict[str, int]:
     """Of the device, while it computes."""
     model = work.model
-    group = work.group_numels[0]
     lines = {}
-    if strategy.stage < 3:
-        if strategy.optimizer == "none":
-            lines["gathered parameters"] = COPY_BYTES * model.numel
-    else:
-        lines["gathered groups"] = COPY_BYTES * (GATHERED_GROUPS * group + model.root_numel)
+    if strategy.stage >= 3:
+        lines["gathered groups"] = COPY_BYTES * (GATHERED_GROUPS * work.group_numels[0] + model.root_numel)
     lines["gradients of a group, to be reduced"] = (COPY_BYTES + GRADIENT_BYTES) * work.group_numel
     if work.checkpointing:
         lines["activation checkpoints"] = model.checkpoint_bytes(work.samples)

@@ -27,6 +27,7 @@ from infinity.schedule.estimate import (
 from infinity.schedule.floor import MASTER_BYTES, DriveSpeed
 from infinity.schedule.lookahead import plan_look_ahead
 from infinity.schedule.simulator import Interval, Resources, Simulated, Step, SubGroup, Use, simulate
+from infinity.units import format_bytes
 
 USABLE = 0.95
 """The share of a memory that can be planned with; the rest goes to fragmentation and to what else lives there."""
@@ -230,12 +231,12 @@ def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipelin
     reasons = []
     for tier, need, have, where in tiers:
         if need > have:
-            reasons.append(f"{tier}: {need / 1e9:.1f} GB needed of the {have / 1e9:.1f} GB that {where} can give")
+            reasons.append(f"{tier}: {format_bytes(need)} needed of the {format_bytes(have)} that {where} can give")
     if strategy.uses_nvme and machine.drive is None:
         reasons.append("NVMe: the machine has no drive")
     least = pinned_bytes_min(work, strategy)
     if strategy.uses_nvme and pipeline.pinned_bytes < least:
-        reasons.append(f"pinned pool: {pipeline.pinned_bytes / 1e9:.2f} GB, and the groups need {least / 1e9:.2f} GB")
+        reasons.append(f"pinned pool: {format_bytes(pipeline.pinned_bytes)}, and the groups need {format_bytes(least)}")
     return reasons
 
 

@@ -297,21 +297,22 @@ class _Drive:
     def _go_on(self, time: float) -> None:
         """Account for what was moved up to now, and decide what is moved from now on."""
         self._account(time)
-        busy = [bool(queue) for queue in self._queues]
-        if all(busy) and self._together is not None:
-            self._rates[:] = self._together
-        else:
-            if all(busy):
-                self._turn = _READ if self.demanded else self._turn
-            elif any(busy):
-                self._turn = _READ if busy[_READ] else _WRITE
-            for way in (_READ, _WRITE):
-                self._rates[way] = self._alone[way] if busy[way] and way == self._turn else 0.0
+        reads, writes = self._queues
+        read_rate = write_rate = 0.0
+        if reads and writes and self._together is not None:
+            read_rate, write_rate = self._together
+        elif reads and (self.demanded or self._turn == _READ or not writes):
+            read_rate, self._turn = self._alone[_READ], _READ
+        elif writes:
+            write_rate, self._turn = self._alone[_WRITE], _WRITE
         self._since = time
+        self._rates = [read_rate, write_rate]
+        self._ends = [
+            time + reads[0].left / read_rate if read_rate else math.inf,
+            time + writes[0].left / write_rate if write_rate else math.inf,
+        ]
         self._version += 1
-        for way, rate in enumerate(self._rates):
-            self._ends[way] = time + self._queues[way][0].left / rate if rate else math.inf
-        if any(busy):
+        if reads or writes:
             self._clock.at(min(self._ends), self._moved, self._version)
 
     def _account(self, time: float) -> None:

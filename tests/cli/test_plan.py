@@ -141,6 +141,18 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "choose:" in capsys.readouterr().out
 
 
+def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Path) -> None:
+    result, trace = tmp_path / "plan.json", tmp_path / "trace.json"
+    plan("--params", "13B", "--preset", "rtx4090-gen4", "--json", str(result), "--timeline", str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    rows = {each["args"]["name"] for each in events if each["ph"] == "M"}
+    assert rows == {"read", "write", "to_device", "to_host", "compute", "update"}
+    found = json.loads(result.read_text())
+    chosen = next(each for each in found["strategies"] if each["name"] == found["chosen"])
+    end = max(each["ts"] + each["dur"] for each in events if each["ph"] == "X")
+    assert end == pytest.approx(1e6 * chosen["step_seconds"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -155,7 +167,7 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--params", "1B", "--preset", "laptop", "--here", "."], "choose one"),
         (["--params", "1B", "--here", "not-there"], "name an existing folder"),
         (["--params", "1B", "--preset", "laptop", "--read", "1"], "--read and --write go together"),
-        (["--params", "1B", "--preset", "laptop", "--mixed", "1"], "--mixed goes with"),
+        (["--params", "1B", *FIGURES, "--mixed", "1"], "--mixed goes with"),
         (["--params", "1B", "--preset", "laptop", "--plot", "x.exe"], "must end in one of"),
         (["--params", "1B", "--preset", "laptop", "--write-config", "not-there/x.json"], "can't be written"),
         (["--params", "1B", *FIGURES, "--gpus", "2"], "say --node-link"),

@@ -174,13 +174,13 @@ def test_on_a_cpu_there_is_no_offload_to_the_cpu() -> None:
 def test_what_does_not_fit_says_which_memory_and_by_how_much() -> None:
     plan = plan_step(work_of(7 * B), CPU, STRATEGIES[0])
     assert plan.reasons[0].startswith("host memory: ")
-    assert "of the 15.2 GB that a node can give" in plan.reasons[0]
+    assert "of the 14.16 GiB that a node can give" in plan.reasons[0]
 
 
 def test_free_space_counts_and_capacity_wears() -> None:
     crowded = replace(CPU, drive_free_bytes=B)
     plan = plan_step(work_of(B), crowded, ALL_NVME)
-    assert any(reason.startswith("NVMe: 14.0 GB needed of the 1.0 GB") for reason in plan.reasons)
+    assert any(reason.startswith("NVMe: 13.04 GiB needed of the 953.67 MiB") for reason in plan.reasons)
     daily = plan.drive_writes_per_day
     assert daily is not None
     assert daily == pytest.approx(14 * B * 86_400 / plan.step_seconds / (1000 * B), rel=1e-3)

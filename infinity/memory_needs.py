@@ -1,0 +1,148 @@
+"""Floor 5.2, above the runtime. What the states of a model need, under the names that DeepSpeed gave these questions.
+
+Parameters, gradients and optimizer state as infinity holds them, on the GPUs, in the host and on NVMe; activations come on
+top (`infinity-bench plan` counts them too). Pure arithmetic that prints a table.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from infinity.schedule.estimate import COPY_BYTES, GATHERED_GROUPS, STATE_BYTES, STRATEGIES, Memory, Strategy, states_of
+from infinity.schedule.pinned import SUB_GROUP_NUMEL_DEFAULT, comfortable_bytes, gather_bytes
+from infinity.units import GIB, format_count
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ADDITIONAL_BUFFER_FACTOR = 1.5
+"""Host memory is multiplied by it, as there: for what is in flight, and for the allocator."""
+
+
+class Needs(NamedTuple):
+    """Bytes that one strategy needs: of one GPU, and of the host memory and the drives of one node."""
+
+    strategy: Strategy
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
+) -> None:
+    """Print what stage 2 needs for the states of `model`, which may be on the meta device; see the `_all_cold` form."""
+    total_params, _ = count(model)
+    estimate_zero2_model_states_mem_needs_all_cold(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int | float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
+) -> None:
+    """Print what stage 2 needs for the states of a model of `total_params` parameters, for each placement.
+
+    Raises ValueError for counts below 1.
+    """
+    needs = needs_of(2, int(total_params), int(total_params), num_gpus_per_node, num_nodes, additional_buffer_factor)
+    head = f"Stage 2, {format_count(total_params)} parameters, {_where(num_gpus_per_node, num_nodes)}"
+    _print(head, needs)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
+) -> None:
+    """Print what stage 3 needs for the states of `model`, which may be on the meta device; see the `_all_cold` form."""
+    total_params, largest = count(model)
+    estimate_zero3_model_states_mem_needs_all_cold(
+        total_params, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int | float,
+    largest_layer_params: int | float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = ADDITIONAL_BUFFER_FACTOR,
+) -> None:
+    """Print what stage 3 needs for the states of a model of `total_params` parameters, for each placement, NVMe included.
+
+    Args:
+        total_params: of the whole model.
+        largest_layer_params: of the largest group, which is what is gathered at one time: a block, as models are wrapped.
+        num_gpus_per_node, num_nodes: the ranks that it is sharded over.
+        additional_buffer_factor: on host memory.
+
+    Raises ValueError for counts below 1.
+    """
+    largest = int(largest_layer_params)
+    needs = needs_of(3, int(total_params), largest, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    head = (
+        f"Stage 3, {format_count(total_params)} parameters, {format_count(largest)} in the largest group, "
+        f"{_where(num_gpus_per_node, num_nodes)}"
+    )
+    _print(head, needs)
+
+
+def needs_of(
+    stage: int, total_params: int, largest: int, gpus_per_node: int, nodes: int, additional_buffer_factor: float
+) -> list[Needs]:
+    """What each strategy of `stage` needs, from the fastest to the most frugal. Raises ValueError for counts below 1."""
+    if min(total_params, largest, gpus_per_node, nodes) < 1:
+        raise ValueError("parameters, GPUs and nodes must each be at least 1")
+    ranks = gpus_per_node * nodes
+    found = []
+    for strategy in STRATEGIES:
+        if strategy.stage != stage:
+            continue
+        states: Memory = states_of(total_params, ranks, strategy)
+        gathered = GATHERED_GROUPS * COPY_BYTES * largest if stage == 3 else 0
+        host = gpus_per_node * (additional_buffer_factor * states.host_bytes + _pool_bytes(strategy, largest, ranks))
+        found.append(Needs(strategy, states.device_bytes + gathered, int(host), gpus_per_node * states.nvme_bytes))
+    return found
+
+
+def count(model: nn.Module) -> tuple[int, int]:
+    """Parameters of `model`, shared ones once, and of its largest group as `infinity.initialize` wraps it."""
+    from infinity.runtime.wrap import modules_to_wrap
+
+    groups = [{id(each): each.numel() for each in module.parameters()} for module in modules_to_wrap(model, None)]
+    everything = {id(each): each.numel() for each in model.parameters()}
+    inside = {number for group in groups for number in group}
+    root = sum(numel for number, numel in everything.items() if number not in inside)
+    return sum(everything.values()), max([root, *(sum(group.values()) for group in groups)])
+
+
+def _pool_bytes(strategy: Strategy, largest: int, ranks: int) -> int:
+    """The pinned pool of one rank at its comfortable size."""
+    if not strategy.uses_nvme:
+        return 0
+    shard = -(-largest // ranks)
+    group = COPY_BYTES * shard if strategy.parameters == "nvme" else 0
+    return comfortable_bytes(gather_bytes(group), (COPY_BYTES + STATE_BYTES) * min(shard, SUB_GROUP_NUMEL_DEFAULT))
+
+
+def _where(gpus_per_node: int, nodes: int) -> str:
+    return f"{nodes} node{'s' * (nodes > 1)} with {gpus_per_node} GPU{'s' * (gpus_per_node > 1)} each"
+
+
+def _print(head: str, needs: list[Needs]) -> None:
+    print(f"{head}: parameters, gradients and optimizer state need")
+    print(f"{'host, a node':>14} | {'a GPU':>12} | {'NVMe, a node':>14} | placement")
+    for strategy, device, host, nvme in needs:
+        placement = f"offload_param={strategy.parameters}, offload_optimizer={strategy.optimizer}"
+        note = "" if strategy.runs else " (not carried out by infinity yet)"
+        print(f"{_gib(host):>14} | {_gib(device):>12} | {_gib(nvme):>14} | {placement}{note}")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
