@@ -98,7 +98,7 @@ def test_trial_before_the_file_is_written_is_refused(nvme_path: Path) -> None:
 @pytest.mark.parametrize("nbytes", [MIB, 2 * MIB])
 def test_turns_go_through_the_whole_file_and_never_meet(drive_test: DriveTest, nbytes: int) -> None:
     count = NBYTES // nbytes
-    for slots in (1, 3, 8):
+    for slots in (1, 3, measure._LEASES // 2):
         turns = [drive_test._requests(Workload.MIXED, nbytes, slot % slots) for slot in range(count)]
         assert {read.offset for read, _ in turns} == {turn * nbytes for turn in range(count)}
         assert {write.offset for _, write in turns} == {turn * nbytes for turn in range(count)}
@@ -133,8 +133,8 @@ def test_what_is_queued_covers_what_is_in_flight_as_far_as_there_are_leases(
     leases = slots * (2 if workload is Workload.MIXED else 1)
     assert drive_test.chunk_bytes % nbytes == 0
     assert nbytes % settings.block_bytes == 0
-    assert leases <= 16
-    assert leases == 16 or leases * nbytes > settings.in_flight_bytes
+    assert leases <= measure._LEASES
+    assert leases == measure._LEASES or leases * nbytes > settings.in_flight_bytes
 
 
 @pytest.mark.parametrize("mix", MIX_MODES)
