@@ -109,6 +109,9 @@ class LiveParameters:
         self._ahead: set[int] = set()
         self._told = False
         self._keeps = False
+        bounded = zero.stage3_max_live_parameters != "auto" and zero.stage3_max_live_parameters < outline.numel
+        self._some_may_not_come = bounded and not all(p.requires_grad for p in outline.modules[ROOT].parameters())
+        """Groups of frozen parameters that no gradient reaches: FSDP2 would gather them for a backward that is never theirs."""
         self._follows_lists = True
         self.plan = self._make_plan()
         self._carry_out()
@@ -168,10 +171,14 @@ class LiveParameters:
             module.set_reshard_after_backward(reshard or not self._keeps, recurse=False)
 
     def _set_backward_lists(self) -> None:
-        for module, ahead in zip(self._modules, self.plan.backward_prefetch, strict=True):
-            listed = self._of(ahead) if ahead and self._follows_lists else [module]
-            # With an empty list FSDP2 takes the next group; a list of the group itself, which is there, takes none.
-            module.set_modules_to_backward_prefetch([] if ahead is None else listed)
+        for group, module in enumerate(self._modules):
+            ahead = self.plan.backward_prefetch[group]
+            if not self._follows_lists:
+                ahead = None if self.plan.next_fits[group] else ()
+            if self._some_may_not_come:
+                ahead = ()
+            # With an empty list FSDP2 finds the next group itself; a list of the group itself, which is there, takes none.
+            module.set_modules_to_backward_prefetch([] if ahead is None else self._of(ahead) or [module])
 
     def _of(self, groups: Sequence[int]) -> list[FSDPModule]:
         return [self._modules[group] for group in groups]
