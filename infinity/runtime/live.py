@@ -109,8 +109,11 @@ class LiveParameters:
         self._ahead: set[int] = set()
         self._told = False
         self._keeps = False
-        bounded = zero.stage3_max_live_parameters != "auto" and zero.stage3_max_live_parameters < outline.numel
-        self._some_may_not_come = bounded and not all(p.requires_grad for p in outline.modules[ROOT].parameters())
+        bound = zero.stage3_max_live_parameters
+        self._live_numel_max = outline.numel if bound == "auto" else bound
+        self._some_may_not_come = self._live_numel_max < outline.numel and not all(
+            p.requires_grad for p in outline.modules[ROOT].parameters()
+        )
         """Groups of frozen parameters that no gradient reaches: FSDP2 would gather them for a backward that is never theirs."""
         self._follows_lists = True
         self.plan = self._make_plan()
@@ -139,22 +142,15 @@ class LiveParameters:
             self._set_after_backward()
 
     def _make_plan(self) -> LivePlan:
-        bound, reuse, prefetch = (
-            None if value == "auto" else value
-            for value in (
-                self._zero.stage3_max_live_parameters,
-                self._zero.stage3_max_reuse_distance,
-                self._zero.stage3_prefetch_bucket_size,
-            )
-        )
+        reuse, prefetch = self._zero.stage3_max_reuse_distance, self._zero.stage3_prefetch_bucket_size
         if len(set(self._expected)) < len(self._expected):
-            prefetch = None  # a list would name a group of which only one use follows
+            prefetch = "auto"  # a list would name a group of which only one use follows
         return plan_live(
             self.outline.groups,
             self._order,
-            live_numel_max=self.outline.numel if bound is None else bound,
-            reuse_numel_max=reuse or 0,
-            prefetch_numel=prefetch,
+            live_numel_max=self._live_numel_max,
+            reuse_numel_max=0 if reuse == "auto" else reuse,
+            prefetch_numel=None if prefetch == "auto" else prefetch,
             micro_batches=self._micro_batches,
         )
 
@@ -192,8 +188,9 @@ class LiveParameters:
         if in_backward():  # activation checkpointing runs a forward again
             return
         if group == ROOT:
-            self._path = []
-        self._path.append(group)
+            self._path = [ROOT]
+        elif self._path:  # a part of the model that is called on its own makes no path
+            self._path.append(group)
         window = self.plan.forward_prefetch[group]
         self._release_ahead(self._ahead.difference(window, {group}))
         if self._holds_ahead:
@@ -204,15 +201,15 @@ class LiveParameters:
             return
         self._release_ahead(self._ahead)
         self._ahead = set()
+        path, self._path = self._path, []
         if torch.is_grad_enabled():
-            self._follow(self._path)
+            self._follow(path)
 
     def _follow(self, path: list[int]) -> None:
         """A forward that a backward follows went along `path`."""
         expected = path == self._expected
         if not expected and path == self._path_before:
-            self._expect(path)
-            expected = True
+            expected = self._expect(path)
         elif not expected and self._path_before and not self._told:
             self._told = True
             log.info(
@@ -223,15 +220,18 @@ class LiveParameters:
             self._follows_lists = expected
             self._set_backward_lists()
 
-    def _expect(self, path: list[int]) -> None:
-        """Plan for passes along `path` from now on."""
-        self._expected = path
-        self._order = tuple(dict.fromkeys(path[1:]))
+    def _expect(self, path: list[int]) -> bool:
+        """Plan for passes along `path` from now on, if such a plan keeps within the bound. Whether it does."""
+        order = tuple(dict.fromkeys(path[1:]))
+        if least_live(self.outline.groups, order)[0] > self._live_numel_max:
+            return False
+        self._expected, self._order = path, order
         self.plan = self._make_plan()
         for module, passing in zip(self._modules, self.plan.reshard_after_forward, strict=True):
             if passing:  # it may have been kept by the plan before
                 module.reshard()
         self._carry_out()
+        return True
 
     def _release_ahead(self, groups: set[int]) -> None:
         for module in self._of(sorted(groups)):

@@ -110,6 +110,7 @@ class _Model:
     def __init__(self, groups: Sequence[LiveGroup], order: Sequence[int], staying: set[int]) -> None:
         self.groups, self.order, self.staying = groups, order, staying
         self.staying_numel = sum(groups[group].numel for group in staying)
+        self._coming = sum(self.ahead(group) for group in range(len(groups)))
         self._stacks = [_stack(groups, group) for group in range(len(groups))]
         self._in_forward = [sum(map(self.ahead, stack)) for stack in self._stacks]
         self._lingering_after = self._sum_lingering()
@@ -119,10 +120,9 @@ class _Model:
     def in_compute(self, group: int, *, backward: bool) -> int:
         """Elements gathered while `group` computes, beside those that stay and those gathered ahead.
 
-        In backward: with what lingers from groups that ran forward after it. A group around it that lingers counts twice where
-        both sums hold it, which is more than there is and never less.
+        In backward: with what lingers from groups that ran forward after it.
         """
-        return self._in_forward[group] + (self._lingering_after[group] if backward else 0)
+        return min(self._coming, self._in_forward[group] + (self._lingering_after[group] if backward else 0))
 
     def ahead(self, group: int) -> int:
         """Elements that gathering `group` ahead adds."""
