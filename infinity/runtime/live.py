@@ -109,6 +109,12 @@ class LiveParameters:
         self._ahead: set[int] = set()
         self._told = False
         self._keeps = False
+        bound = zero.stage3_max_live_parameters
+        self._live_numel_max = outline.numel if bound == "auto" else bound
+        self._some_may_not_come = self._live_numel_max < outline.numel and not all(
+            p.requires_grad for p in outline.modules[ROOT].parameters()
+        )
+        """Groups of frozen parameters that no gradient reaches: FSDP2 would gather them for a backward that is never theirs."""
         self._follows_lists = True
         self.plan = self._make_plan()
         self._carry_out()
@@ -136,22 +142,15 @@ class LiveParameters:
             self._set_after_backward()
 
     def _make_plan(self) -> LivePlan:
-        bound, reuse, prefetch = (
-            None if value == "auto" else value
-            for value in (
-                self._zero.stage3_max_live_parameters,
-                self._zero.stage3_max_reuse_distance,
-                self._zero.stage3_prefetch_bucket_size,
-            )
-        )
+        reuse, prefetch = self._zero.stage3_max_reuse_distance, self._zero.stage3_prefetch_bucket_size
         if len(set(self._expected)) < len(self._expected):
-            prefetch = None  # a list would name a group of which only one use follows
+            prefetch = "auto"  # a list would name a group of which only one use follows
         return plan_live(
             self.outline.groups,
             self._order,
-            live_numel_max=self.outline.numel if bound is None else bound,
-            reuse_numel_max=reuse or 0,
-            prefetch_numel=prefetch,
+            live_numel_max=self._live_numel_max,
+            reuse_numel_max=0 if reuse == "auto" else reuse,
+            prefetch_numel=None if prefetch == "auto" else prefetch,
             micro_batches=self._micro_batches,
         )
 
@@ -168,10 +167,14 @@ class LiveParameters:
             module.set_reshard_after_backward(reshard or not self._keeps, recurse=False)
 
     def _set_backward_lists(self) -> None:
-        for module, ahead in zip(self._modules, self.plan.backward_prefetch, strict=True):
-            listed = self._of(ahead) if ahead and self._follows_lists else [module]
-            # With an empty list FSDP2 takes the next group; a list of the group itself, which is there, takes none.
-            module.set_modules_to_backward_prefetch([] if ahead is None else listed)
+        for group, module in enumerate(self._modules):
+            ahead = self.plan.backward_prefetch[group]
+            if not self._follows_lists:
+                ahead = None if self.plan.next_fits[group] else ()
+            if self._some_may_not_come:
+                ahead = ()
+            # With an empty list FSDP2 finds the next group itself; a list of the group itself, which is there, takes none.
+            module.set_modules_to_backward_prefetch([] if ahead is None else self._of(ahead) or [module])
 
     def _of(self, groups: Sequence[int]) -> list[FSDPModule]:
         return [self._modules[group] for group in groups]
@@ -185,8 +188,9 @@ class LiveParameters:
         if in_backward():  # activation checkpointing runs a forward again
             return
         if group == ROOT:
-            self._path = []
-        self._path.append(group)
+            self._path = [ROOT]
+        elif self._path:  # a part of the model that is called on its own makes no path
+            self._path.append(group)
         window = self.plan.forward_prefetch[group]
         self._release_ahead(self._ahead.difference(window, {group}))
         if self._holds_ahead:
@@ -197,15 +201,15 @@ class LiveParameters:
             return
         self._release_ahead(self._ahead)
         self._ahead = set()
+        path, self._path = self._path, []
         if torch.is_grad_enabled():
-            self._follow(self._path)
+            self._follow(path)
 
     def _follow(self, path: list[int]) -> None:
         """A forward that a backward follows went along `path`."""
         expected = path == self._expected
         if not expected and path == self._path_before:
-            self._expect(path)
-            expected = True
+            expected = self._expect(path)
         elif not expected and self._path_before and not self._told:
             self._told = True
             log.info(
@@ -216,15 +220,18 @@ class LiveParameters:
             self._follows_lists = expected
             self._set_backward_lists()
 
-    def _expect(self, path: list[int]) -> None:
-        """Plan for passes along `path` from now on."""
-        self._expected = path
-        self._order = tuple(dict.fromkeys(path[1:]))
+    def _expect(self, path: list[int]) -> bool:
+        """Plan for passes along `path` from now on, if such a plan keeps within the bound. Whether it does."""
+        order = tuple(dict.fromkeys(path[1:]))
+        if least_live(self.outline.groups, order)[0] > self._live_numel_max:
+            return False
+        self._expected, self._order = path, order
         self.plan = self._make_plan()
         for module, passing in zip(self._modules, self.plan.reshard_after_forward, strict=True):
             if passing:  # it may have been kept by the plan before
                 module.reshard()
         self._carry_out()
+        return True
 
     def _release_ahead(self, groups: set[int]) -> None:
         for module in self._of(sorted(groups)):

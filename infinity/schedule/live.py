@@ -43,7 +43,9 @@ class LivePlan:
     """Between micro-batches; after the last one of a step everything is released."""
     forward_prefetch: tuple[tuple[int, ...], ...]
     backward_prefetch: tuple[tuple[int, ...] | None, ...]
-    """None: the one that FSDP2 finds itself, whichever that is. Empty: none."""
+    """None: the one that FSDP2 finds itself. Empty: none."""
+    next_fits: tuple[bool, ...]
+    """Whether FSDP2 may find one itself, whichever that is: for a backward whose order is not the expected one."""
     peak_numel: int
 
     def gathers(self, group: int, *, micro_batches: int = 1) -> int:
@@ -91,15 +93,13 @@ def plan_live(
     sequence = (ROOT, *reversed(_completed(groups, order)))
     nearest = 0 if prefetch_numel == 0 else 1
     explicit = _windows(model, sequence, live_numel_max, prefetch_numel or 0, least_groups=nearest, backward=True)
-    backward: list[tuple[int, ...] | None] = list(explicit)
-    for group in sequence if nearest else ():
-        if len(explicit[group]) <= 1 and model.any_fits_beside(group, live_numel_max):
-            backward[group] = None
+    next_fits = [nearest > 0 and model.any_fits_beside(group, live_numel_max) for group in range(len(groups))]
     return LivePlan(
         tuple(group not in after_forward and group != ROOT for group in range(len(groups))),
         tuple(group not in after_backward for group in range(len(groups))),
         forward,
-        tuple(backward),
+        tuple(None if fits and len(ahead) <= 1 else ahead for fits, ahead in zip(next_fits, explicit, strict=True)),
+        tuple(next_fits),
         max(_peak(model, (ROOT, *order), forward, backward=False), _peak(model, sequence, explicit, backward=True)),
     )
 
@@ -110,6 +110,7 @@ class _Model:
     def __init__(self, groups: Sequence[LiveGroup], order: Sequence[int], staying: set[int]) -> None:
         self.groups, self.order, self.staying = groups, order, staying
         self.staying_numel = sum(groups[group].numel for group in staying)
+        self._coming = sum(self.ahead(group) for group in range(len(groups)))
         self._stacks = [_stack(groups, group) for group in range(len(groups))]
         self._in_forward = [sum(map(self.ahead, stack)) for stack in self._stacks]
         self._lingering_after = self._sum_lingering()
@@ -119,10 +120,9 @@ class _Model:
     def in_compute(self, group: int, *, backward: bool) -> int:
         """Elements gathered while `group` computes, beside those that stay and those gathered ahead.
 
-        In backward: with what lingers from groups that ran forward after it. A group around it that lingers counts twice where
-        both sums hold it, which is more than there is and never less.
+        In backward: with what lingers from groups that ran forward after it.
         """
-        return self._in_forward[group] + (self._lingering_after[group] if backward else 0)
+        return min(self._coming, self._in_forward[group] + (self._lingering_after[group] if backward else 0))
 
     def ahead(self, group: int) -> int:
         """Elements that gathering `group` ahead adds."""

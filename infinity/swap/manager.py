@@ -372,7 +372,7 @@ class SwapManager:
                 self._give_back_copied()
                 self._copying = shard.group
             if chunk.state is not ChunkState.IN_USE:
-                self._use(shard.group, self._is_training(training))
+                self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
         taken = self._device.take(model.gathered_view(shard))
         if shard.group.gathering and shard.group.handed_over:
@@ -603,6 +603,7 @@ class SwapManager:
         return module_trains if self._pass_trains is None else self._pass_trains
 
     def _use(self, group: PagedGroup, training: bool) -> None:
+        training = self._is_training(training)
         trace = self._traces[training]
         self._traces[
             not training

@@ -92,20 +92,26 @@ class Mlp(nn.Module):
 class Model(nn.Module):
     """A tied embedding in the root group, and blocks; each may be left out of a pass, and checkpointed as a whole."""
 
-    def __init__(self, checkpointing: bool) -> None:
+    def __init__(self, checkpointing: bool = False, aside: Collection[int] = ()) -> None:
         super().__init__()
         self.checkpointing = checkpointing
+        self.aside = aside
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Mlp() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
+        for number in aside:
+            self.blocks[number].requires_grad_(False)
 
     def forward(self, x: torch.Tensor, without: Collection[int] = ()) -> torch.Tensor:
         h = self.embedding(x)
         for number, block in enumerate(self.blocks):
             if number in without:
                 continue
-            h = checkpoint(block, h, use_reentrant=False) if self.checkpointing and self.training else block(h)
+            if number in self.aside:
+                h = h + block(h.detach())
+            else:
+                h = checkpoint(block, h, use_reentrant=False) if self.checkpointing and self.training else block(h)
         return self.head(h)
 
 
@@ -122,6 +128,8 @@ class Case:
     offload: str = "nvme"
     wrap: tuple[str, ...] | str = "auto"
     without: tuple[tuple[int, ...], ...] = ((),)
+    aside: tuple[int, ...] = ()
+    """Blocks that are frozen and stand beside the others: they run forward, and take no part in the backward."""
 
 
 LEAST = ROOT_NUMEL + BLOCK_NUMEL
@@ -146,6 +154,8 @@ CASES = {
     "another path twice": Case(
         LEAST + 2 * BLOCK_NUMEL, 4 * BLOCK_NUMEL, 2 * BLOCK_NUMEL, evaluate=True, without=((), (), (1,), (1,), (1,))
     ),
+    "a frozen tower": Case(LEAST + BLOCK_NUMEL, evaluate=True, aside=(2, 3)),
+    "a frozen tower, far ahead": Case(LEAST + 2 * BLOCK_NUMEL, 0, 2 * BLOCK_NUMEL, accumulation=2, aside=(1, 2)),
 }
 
 
@@ -172,7 +182,8 @@ def settings(case: Case, nvme_path: str) -> dict[str, Any]:
 def train(case: Case, nvme_path: str) -> tuple[list[float], Sampler, list[int]]:
     """Losses and weights of a training; what was gathered; bytes read in each step, a value that is only so with NVMe."""
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=Model(case.checkpointing), config=settings(case, nvme_path))
+    model = Model(case.checkpointing, case.aside)
+    engine, *_ = infinity.initialize(model=model, config=settings(case, nvme_path))
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
     seen: list[float] = []
     reads = [0]
@@ -229,6 +240,7 @@ def reference(case: Case) -> Case:
         evaluate=case.evaluate,
         offload="none",
         without=case.without,
+        aside=case.aside,
     )
 
 

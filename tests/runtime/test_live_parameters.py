@@ -44,7 +44,7 @@ def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, 
     reuse = max(0, 2 * (kept - 1) * scene.BLOCK_NUMEL) if kept else 0
     case = scene.Case("auto", reuse or (1 if kept else 0), 0, accumulation=accumulation)
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=scene.Model(False), config=scene.settings(case, str(nvme_path)))
+    engine, *_ = infinity.initialize(model=scene.Model(), config=scene.settings(case, str(nvme_path)))
     with engine:
         assert engine.live is not None
         plan, groups = engine.live.plan, engine.live.outline.groups
@@ -69,7 +69,7 @@ def test_an_evaluation_between_backward_and_step_leaves_nothing_stale(stage: int
         settings = scene.settings(scene.Case(offload="none"), str(nvme_path))
         settings["zero_optimization"]["stage"] = stage
         torch.manual_seed(0)
-        engine, *_ = infinity.initialize(model=scene.Model(False), config=settings)
+        engine, *_ = infinity.initialize(model=scene.Model(), config=settings)
         x = torch.arange(8)[None]
         with engine:
             for _ in range(3):
@@ -84,7 +84,7 @@ def test_an_evaluation_between_backward_and_step_leaves_nothing_stale(stage: int
 
 def refused(settings: dict[str, Any]) -> str:
     with pytest.raises(infinity.ConfigError) as caught:
-        infinity.initialize(model=scene.Model(False), config=settings)
+        infinity.initialize(model=scene.Model(), config=settings)
     return str(caught.value)
 
 
@@ -97,23 +97,19 @@ def test_a_bound_too_small_for_one_group_names_the_group_and_the_wrap_that_does(
     assert f"or a bound of {scene.LEAST}" in text
     assert '"infinity": {"wrap": ["Mlp", "Linear"]} would do' in text
     settings["infinity"]["wrap"] = ["Mlp", "Linear"]
-    infinity.initialize(model=scene.Model(False), config=settings)[0].close()
+    infinity.initialize(model=scene.Model(), config=settings)[0].close()
 
 
 def test_a_bound_that_no_wrap_satisfies_names_the_one_that_would_do(nvme_path: Path) -> None:
     text = refused(scene.settings(scene.Case(scene.ROOT_NUMEL - 1), str(nvme_path)))
     assert f"no finer wrap would do, or a bound of {scene.LEAST}" in text
-    infinity.initialize(model=scene.Model(False), config=scene.settings(scene.Case(scene.LEAST), str(nvme_path)))[
-        0
-    ].close()
+    infinity.initialize(model=scene.Model(), config=scene.settings(scene.Case(scene.LEAST), str(nvme_path)))[0].close()
 
 
 def test_finer_wrapping_is_said(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bound = scene.ROOT_NUMEL + scene.BLOCK_NUMEL // 2
     with caplog.at_level(logging.INFO, "infinity"):
-        engine, *_ = infinity.initialize(
-            model=scene.Model(False), config=scene.settings(scene.Case(bound), str(nvme_path))
-        )
+        engine, *_ = infinity.initialize(model=scene.Model(), config=scene.settings(scene.Case(bound), str(nvme_path)))
     with engine:
         assert engine.live is not None
         assert len(engine.live.outline.groups) == 1 + 2 * scene.BLOCKS
@@ -123,7 +119,7 @@ def test_finer_wrapping_is_said(nvme_path: Path, caplog: pytest.LogCaptureFixtur
 def test_groups_that_stay_gathered_are_said(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "infinity"):
         settings = scene.settings(scene.Case(10**9, 10**9), str(nvme_path))
-        infinity.initialize(model=scene.Model(False), config=settings)[0].close()
+        infinity.initialize(model=scene.Model(), config=settings)[0].close()
     assert "6 of 6 groups, 196.6k elements, stay gathered from forward to backward" in caplog.text
     assert "not acted on" not in caplog.text
 
