@@ -25,7 +25,7 @@ def step_bytes(
         trained_numel: elements this rank steps.
         paged_numel: elements of its shards that are read for each gather (all but the resident ones).
         copy_itemsize: bytes of one element of what is gathered (2 for bf16).
-        writes_copy: whether that is a copy of its own (not where the fp32 master is gathered).
+        writes_copy: whether that is a copy of its own (not where the fp32 master is gathered); resident ones aren't written.
         state_on_nvme: whether master and moments are read and written too.
         gathers: gathers per micro-batch: forward and backward.
         micro_batches: micro-batches per step.
@@ -34,7 +34,7 @@ def step_bytes(
     """
     state = MASTER_BYTES + 2 * MOMENT_BYTES if state_on_nvme else 0
     read = gathers * micro_batches * copy_itemsize * paged_numel + state * trained_numel
-    return read, (state + copy_itemsize * writes_copy) * trained_numel
+    return read, state * trained_numel + copy_itemsize * writes_copy * min(trained_numel, paged_numel)
 
 
 def step_floor_seconds(

@@ -13,7 +13,11 @@ A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-
 Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
 a sub-group's state with one read and writes it and the new copy with one write, and the copies of a group's sub-groups,
 read one behind the other, give back the group's flat space without a gap: a shard cut by a sub-group boundary is whole
-again. Where compute runs in fp32 there is no copy field: the master is what gets gathered.
+again. Where compute runs in fp32 there is no copy field: the master is what gets gathered. Nor is there one in the space of
+resident shards, whose copies nobody would ever read.
+
+Fields that a sub-group holds in host memory are left out of its extent; the others move up. One that holds all of its fields
+has an extent of no bytes.
 """
 
 from __future__ import annotations
@@ -40,6 +44,9 @@ class Field(enum.Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+
+
+_STATE = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
 
 
 @dataclass(frozen=True)
@@ -78,13 +85,20 @@ class SubGroup:
     trained: bool
     copy_itemsize: int
     pieces: tuple[Piece, ...]
+    held: tuple[Field, ...] = ()
+    """The fields that stay in host memory."""
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The fields of the extent, in order."""
+        """What is kept of its elements, in order."""
         copy = (Field.COPY,) if self.copy_itemsize else ()
         state = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ) if self.trained else (Field.MASTER,)
         return copy + state
+
+    @property
+    def resting(self) -> tuple[Field, ...]:
+        """The fields of the extent, in order."""
+        return tuple(each for each in self.fields if each not in self.held)
 
     def itemsize(self, which: Field) -> int:
         """Bytes per element of a field."""
@@ -93,16 +107,16 @@ class SubGroup:
     def field_offset(self, which: Field) -> int:
         """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
         offset = 0
-        for each in self.fields:
+        for each in self.resting:
             if each is which:
                 return offset
             offset += self.numel * self.itemsize(each)
-        raise KeyError(f"sub-group {self.index} has no field {which.value}")
+        raise KeyError(f"the extent of sub-group {self.index} has no field {which.value}")
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole extent."""
-        return sum(self.numel * self.itemsize(each) for each in self.fields)
+        return sum(self.numel * self.itemsize(each) for each in self.resting)
 
 
 @dataclass(frozen=True)
@@ -134,14 +148,17 @@ class Layout:
         return max((each.nbytes for each in self.sub_groups if each.trained), default=0)
 
 
-def plan_layout(shards: Sequence[Shard], *, groups: int, sub_group_numel_max: int, copy_itemsize: int) -> Layout:
+def plan_layout(
+    shards: Sequence[Shard], *, groups: int, sub_group_numel_max: int, copy_itemsize: int, hold_state: bool = False
+) -> Layout:
     """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
 
     Args:
         shards: in the order of use; those of one group need not be neighbours.
         groups: how many groups there are.
         sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN).
-        copy_itemsize: bytes per element of the gathered copy: 2, or 0 where the fp32 master itself is gathered.
+        copy_itemsize: bytes per element of the gathered copy (2), or 0 where the fp32 master itself is gathered.
+        hold_state: masters and moments stay in host memory, and the extents hold copies only.
     """
     if sub_group_numel_max < SPACE_ALIGN:
         raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
@@ -165,7 +182,9 @@ def plan_layout(shards: Sequence[Shard], *, groups: int, sub_group_numel_max: in
             end = align_up(end, SPACE_ALIGN)
             for start, numel in _cut(part_start, end, sub_group_numel_max):
                 pieces = _pieces(part, shards, place, start, numel)
-                cuts.append(SubGroup(count, space, start, numel, trained, copy_itemsize, pieces))
+                own_copy = copy_itemsize if space < groups else 0
+                held = _STATE if hold_state else ()
+                cuts.append(SubGroup(count, space, start, numel, trained, own_copy, pieces, held))
                 count += 1
         space_numel.append(end)
         by_space.append(tuple(cuts))

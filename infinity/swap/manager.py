@@ -285,7 +285,6 @@ class SwapManager:
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 copy_dtype=dtype,
-                hold_state=hold_state,
                 stager=machinery.stager,
                 arena=machinery.arena,
                 what=_what_is_stored(hold_state),
@@ -327,8 +326,7 @@ class SwapManager:
             resident_numel_max,
             hold_state,
         )
-        nbytes = sum(s.numel * s.copy_itemsize for s in layout.sub_groups) if hold_state else layout.nbytes
-        check_free(self._folders, self._bandwidths, nbytes, _what_is_stored(hold_state))
+        check_free(self._folders, self._bandwidths, layout.nbytes, _what_is_stored(hold_state))
 
     @property
     def paged(self) -> PagedModel:
@@ -345,8 +343,7 @@ class SwapManager:
     @property
     def sub_groups_ahead(self) -> int:
         """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
-        held = any(sub.held is not None for sub in self.paged.sub_groups)
-        depth = self._open().pool.nbytes // max(1, _stepped_bytes_max(self.paged.layout, held))
+        depth = self._open().pool.nbytes // max(1, self.paged.layout.sub_group_bytes_max)
         return max(1, (depth - 1) // 2)
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -428,7 +425,7 @@ class SwapManager:
     def step_bytes(self, *, micro_batches: int = 1) -> tuple[int, int]:
         """Bytes (read, written) that a step of the paged model moves with nothing cached: the sum of the design."""
         layout = self.paged.layout
-        held = any(sub.held is not None for sub in self.paged.sub_groups)
+        held = any(Field.MASTER in sub.held for sub in self.paged.sub_groups)
         return step_bytes(
             trained_numel=sum(shard.numel for shard in layout.shards if shard.trained),
             paged_numel=sum(shard.numel for shard in layout.shards if not shard.resident),
@@ -537,8 +534,10 @@ class SwapManager:
         if explicit is not None:
             fitting = budget.sub_group_numel_for(explicit, copy_itemsize + (0 if hold_state else 12))
             numel = min(sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
-        layout = plan_layout(shards, groups=len(groups), sub_group_numel_max=numel, copy_itemsize=copy_itemsize)
-        stepped = _stepped_bytes_max(layout, hold_state)
+        layout = plan_layout(
+            shards, groups=len(groups), sub_group_numel_max=numel, copy_itemsize=copy_itemsize, hold_state=hold_state
+        )
+        stepped = layout.sub_group_bytes_max
         pinned = explicit or budget.comfortable_bytes(gather, stepped)
         budget.check_available(pinned)
         need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * stepped)
@@ -669,13 +668,6 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, resident_below: float, r
                 left -= numel
             shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
     return shards
-
-
-def _stepped_bytes_max(layout: Layout, hold_state: bool) -> int:
-    """Bytes of the pool for the largest sub-group that is stepped: all its fields, or its copy alone."""
-    if not hold_state:
-        return layout.sub_group_bytes_max
-    return max((sub.numel * sub.copy_itemsize for sub in layout.sub_groups if sub.trained), default=0)
 
 
 def _what_is_stored(hold_state: bool) -> str:

@@ -26,23 +26,30 @@ _RANGE_BYTES = ACCESS_BYTES - 2 * PAGE_BYTES
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
-    `held` is where master and moments are when they stay in host memory (1-D, uint8); None when they rest in the arena.
+    `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
     """
 
     layout: SubGroup
     extent: Extent
     chunk: Chunk
-    held: torch.Tensor | None
+    held: dict[Field, torch.Tensor]
     copy_dtype: torch.dtype
 
-    def view(self, which: Field, lease: Lease) -> torch.Tensor:
-        """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease`."""
-        dtype = self.copy_dtype if which is Field.COPY else torch.float32
-        offset = self.layout.field_offset(which)
-        if self.held is None or which is Field.COPY:
-            return lease.view(dtype, offset, self.layout.numel)
-        offset -= self.layout.field_offset(Field.MASTER)
-        return self.held[offset : offset + self.layout.numel * dtype.itemsize].view(dtype)
+    @property
+    def moves(self) -> bool:
+        """Whether stepping it takes bytes from the arena."""
+        return self.layout.nbytes > 0
+
+    def dtype(self, which: Field) -> torch.dtype:
+        """Of the field's elements."""
+        return self.copy_dtype if which is Field.COPY else torch.float32
+
+    def view(self, which: Field, lease: Lease | None) -> torch.Tensor:
+        """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease` (None where nothing moves)."""
+        if which in self.held:
+            return self.held[which]
+        assert lease is not None
+        return lease.view(self.dtype(which), self.layout.field_offset(which), self.layout.numel)
 
 
 @dataclass(eq=False)
@@ -90,10 +97,10 @@ class PagedShard:
         if which in (Field.EXP_AVG, Field.EXP_AVG_SQ):
             self.stepped = True
         if which is Field.MASTER:
-            if self.model.layout.sub_groups and self.model.has_copy:
-                self.model._access(self, Field.COPY, start, numel, give, write=True)
             if self.resident is not None:
                 self.resident[start : start + numel].copy_(values)
+            elif self.model.has_copy:
+                self.model._access(self, Field.COPY, start, numel, give, write=True)
             self.filled = True
 
 
@@ -121,7 +128,6 @@ class PagedModel:
 
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
-        hold_state: keep master and moments in host memory (only the copies rest in the arena).
         what: names the bytes in an error about missing space.
 
     Raises StoreError when the arena can't hold them; nothing is reserved then.
@@ -134,7 +140,6 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         copy_dtype: torch.dtype,
-        hold_state: bool,
         stager: Stager,
         arena: Arena,
         what: str,
@@ -144,10 +149,10 @@ class PagedModel:
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
-        sizes = [s.numel * s.copy_itemsize if hold_state else s.nbytes for s in layout.sub_groups]
-        extents = arena.reserve(sizes, what)
+        extents = arena.reserve([s.nbytes for s in layout.sub_groups], what) if layout.nbytes else []
+        nowhere = [Extent(0, 0)] * len(layout.sub_groups)
         self.sub_groups = [
-            self._sub_group(s, extent, hold_state) for s, extent in zip(layout.sub_groups, extents, strict=True)
+            self._sub_group(s, extent) for s, extent in zip(layout.sub_groups, extents or nowhere, strict=True)
         ]
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
@@ -173,7 +178,7 @@ class PagedModel:
         for shard in self.shards:
             shard.resident = None
         for sub in self.sub_groups:
-            sub.held = None
+            sub.held.clear()
         self._open_stager = None
 
     @property
@@ -215,17 +220,17 @@ class PagedModel:
             self._stager.release(group.chunk, keep=False)
         self._stager.drop(group.chunk)
 
-    def _sub_group(self, layout: SubGroup, extent: Extent, hold_state: bool) -> PagedSubGroup:
-        copy_bytes = layout.numel * layout.copy_itemsize
-        state = layout.field_offset(Field.MASTER)
-        reads: tuple[Span, ...] = (Span(extent.offset + state, state, layout.nbytes - state),)
-        nbytes, held = layout.nbytes, None
-        if hold_state:
-            reads, nbytes = (), copy_bytes
-            held = torch.zeros(layout.nbytes - copy_bytes, dtype=torch.uint8)
-        writes = (Span(extent.offset, 0, nbytes),)
-        chunk = Chunk(f"sub-group {layout.index}", nbytes, reads, writes, on_lost=self.tear)
-        return PagedSubGroup(layout, extent, chunk, held, self.copy_dtype)
+    def _sub_group(self, layout: SubGroup, extent: Extent) -> PagedSubGroup:
+        state = [each for each in layout.resting if each is not Field.COPY]
+        first = layout.field_offset(state[0]) if state else layout.nbytes
+        reads = (Span(extent.offset + first, first, layout.nbytes - first),) if state else ()
+        writes = (Span(extent.offset, 0, layout.nbytes),) if layout.nbytes else ()
+        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, reads, writes, on_lost=self.tear)
+        sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype)
+        for which in layout.held:
+            if which in layout.fields:
+                sub.held[which] = torch.zeros(layout.numel, dtype=sub.dtype(which))
+        return sub
 
     def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
@@ -270,11 +275,10 @@ class PagedModel:
         if write and which in (Field.MASTER, Field.COPY):
             self.forget(shard.group)
         for sub, at, low, count in self._ranges(shard, which, start, numel):
-            dtype = self.copy_dtype if which is Field.COPY else torch.float32
-            if sub.held is not None and which is not Field.COPY:
-                offset = sub.layout.field_offset(which) - sub.layout.field_offset(Field.MASTER) + low * 4
-                move(sub.held[offset : offset + count * 4].view(dtype), at)
+            if which in sub.held:
+                move(sub.held[which][low : low + count], at)
                 continue
+            dtype = sub.dtype(which)
             offset = sub.extent.offset + sub.layout.field_offset(which) + low * dtype.itemsize
             nbytes = count * dtype.itemsize
             first = offset // PAGE_BYTES * PAGE_BYTES

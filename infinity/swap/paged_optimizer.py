@@ -7,6 +7,8 @@ Sub-group k+1 is being read while k is updated and k-1 is being written; the poo
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -143,11 +145,16 @@ class PagedAdam(torch.optim.Adam):
         """Send the sub-groups through the pool."""
         stager = self._swap.stager
         ahead = self._swap.sub_groups_ahead
-        for k, sub in enumerate(todo):
-            stager.wanted = [each.chunk for each in todo[k : k + 1 + ahead]]
+        moving = deque(sub.chunk for sub in todo if sub.moves)
+        for sub in todo:
+            stager.wanted = list(itertools.islice(moving, 1 + ahead))
             for chunk in stager.wanted:
                 if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
                     break
+            if not sub.moves:
+                self._update(sub, None, stepping)
+                continue
+            moving.popleft()
             lease = stager.acquire(sub.chunk)
             try:
                 self._update(sub, lease, stepping)
@@ -156,7 +163,7 @@ class PagedAdam(torch.optim.Adam):
                 raise
             stager.write_back(sub.chunk)
 
-    def _update(self, sub: PagedSubGroup, lease: Lease, stepping: dict[int, _Stepping]) -> None:
+    def _update(self, sub: PagedSubGroup, lease: Lease | None, stepping: dict[int, _Stepping]) -> None:
         """Step the pieces of one sub-group in place and refresh its copy."""
         master, exp_avg, exp_avg_sq = (
             sub.view(each, lease) for each in (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)

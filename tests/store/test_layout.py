@@ -98,7 +98,7 @@ def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
         assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
         assert (Field.EXP_AVG in sub.fields) == (Field.EXP_AVG_SQ in sub.fields) == sub.trained
         assert Field.MASTER in sub.fields
-        assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0)
+        assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0 and sub.space != plan.groups)
 
 
 @given(plans())
@@ -188,3 +188,10 @@ def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
 def test_sub_group_below_the_least_is_refused_with_the_number() -> None:
     with pytest.raises(ValueError, match="at least 2048 elements, got 2047"):
         plan_layout([], groups=1, sub_group_numel_max=SPACE_ALIGN - 1, copy_itemsize=2)
+
+
+def test_state_that_is_held_leaves_the_extent_to_the_copies() -> None:
+    shards = [Shard("p", 0, SPACE_ALIGN), Shard("kept", 0, SPACE_ALIGN, resident=True)]
+    layout = plan_layout(shards, groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2, hold_state=True)
+    assert [sub.resting for sub in layout.sub_groups] == [(Field.COPY,), ()]
+    assert (layout.nbytes, layout.sub_group_bytes_max) == (2 * SPACE_ALIGN, 2 * SPACE_ALIGN)
