@@ -226,6 +226,7 @@ def _shard_and_page(model: nn.Module, config: Config, undo: ExitStack) -> SwapMa
         "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
         "resident_numel_below": zero.stage3_param_persistence_threshold,
         "resident_numel_max": zero.offload_param.max_in_cpu,
+        "cache_bytes": config.infinity.host_cache_bytes,
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
     }

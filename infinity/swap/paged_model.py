@@ -106,12 +106,14 @@ class PagedShard:
 
 @dataclass(eq=False)
 class PagedGroup:
-    """The shards that FSDP2 gathers together. `chunk` fetches the copies of all of them that are not resident."""
+    """The shards that FSDP2 gathers together. `chunk` fetches the copies of all of them that are not resident; where these are
+    cached there is none, and `cached` holds them (1-D, the group's flat space)."""
 
     index: int
     name: str
     shards: list[PagedShard] = field(default_factory=list)
     chunk: Chunk | None = None
+    cached: torch.Tensor | None = field(default=None, repr=False)
     gathering: set[int] = field(default_factory=set)
     """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
     landing: Landing | None = None
@@ -130,7 +132,8 @@ class PagedModel:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
         what: names the bytes in an error about missing space.
 
-    Raises StoreError when the arena can't hold them; nothing is reserved then.
+    Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
+    is reserved then.
     """
 
     def __init__(
@@ -157,6 +160,9 @@ class PagedModel:
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         self._by_space = [[self.sub_groups[s.index] for s in cuts] for cuts in layout.by_space]
+        self._cache = stager.make_room(layout.cached_bytes, "the host cache") if layout.cached_bytes else None
+        if self._cache is not None:
+            self._place_cached(self._cache)
         for space, group in enumerate(self.groups):
             group.chunk = self._group_chunk(group, self._by_space[space])
         self._add_shards(shapes)
@@ -175,10 +181,15 @@ class PagedModel:
             return
         for group in self.groups:
             self.forget(group)
+            group.cached = None
+            if group.chunk is not None:
+                group.chunk.fills = ()
         for shard in self.shards:
             shard.resident = None
         for sub in self.sub_groups:
             sub.held.clear()
+        if self._cache is not None:
+            self._cache.give_back()
         self._open_stager = None
 
     @property
@@ -199,20 +210,25 @@ class PagedModel:
             )
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
-        """The shard's copy (1-D, padded) in its group's lease, or where it is resident. The chunk must be in use."""
+        """The shard's copy (1-D, padded) in its group's lease, or where it is resident or cached. A chunk must be in use."""
         if shard.resident is not None:
             return shard.resident
-        assert shard.group.chunk is not None and shard.group.chunk.lease is not None
         _, start = self.layout.place[shard.index]
-        itemsize = self.copy_dtype.itemsize
-        return shard.group.chunk.lease.view(self.copy_dtype, start * itemsize, self.layout.shards[shard.index].numel)
+        numel = self.layout.shards[shard.index].numel
+        if shard.group.cached is not None:
+            return shard.group.cached[start : start + numel]
+        assert shard.group.chunk is not None and shard.group.chunk.lease is not None
+        return shard.group.chunk.lease.view(self.copy_dtype, start * self.copy_dtype.itemsize, numel)
 
     def forget(self, group: PagedGroup) -> None:
-        """Drop the group's staged copies, which are about to be stale, whoever was to gather them.
+        """Drop the group's staged copies, which are about to be stale, whoever was to gather them. Cached ones, which are about
+        to be changed, the device has copied after this.
 
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
         group.gathering.clear()
+        if group.cached is not None and group.landing is not None:
+            group.landing.wait()
         group.landing = None
         if group.chunk is None:
             return
@@ -232,6 +248,22 @@ class PagedModel:
                 sub.held[which] = torch.zeros(layout.numel, dtype=sub.dtype(which))
         return sub
 
+    def _place_cached(self, cache: Lease) -> None:
+        """Give the cached fields their places: group by group what is gathered, so that it lies in one piece, then the rest."""
+        cache.view(torch.uint8).zero_()  # like bytes of the arena that were never written
+        at = 0
+        for group, members in zip([*self.groups, None], self._by_space, strict=True):
+            first = at
+            for sub in members:
+                if group is not None and sub.layout.gathered in sub.layout.cached:
+                    at = _place(sub, sub.layout.gathered, cache, at)
+            if group is not None and members and all(sub.layout.gathered in sub.held for sub in members):
+                group.cached = cache.view(self.copy_dtype, first, sum(sub.layout.numel for sub in members))
+        for sub in self.sub_groups:
+            for which in sub.layout.cached:
+                if which not in sub.held:
+                    at = _place(sub, which, cache, at)
+
     def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
             group = self.groups[spec.group]
@@ -242,21 +274,20 @@ class PagedModel:
             self.shards.append(shard)
 
     def _group_chunk(self, group: PagedGroup, members: Sequence[PagedSubGroup]) -> Chunk | None:
-        if not members:
+        if not members or group.cached is not None:
             return None
-        which = Field.COPY if self.has_copy else Field.MASTER
-        spans = []
+        spans, fills, total = [], [], 0
         for member in members:
+            which = member.layout.gathered
             itemsize = member.layout.itemsize(which)
-            spans.append(
-                Span(
-                    member.extent.offset + member.layout.field_offset(which),
-                    member.layout.start * itemsize,
-                    member.layout.numel * itemsize,
-                )
-            )
-        total = sum(span.nbytes for span in spans)
-        return Chunk(f"group {group.name}", total, tuple(spans), (), after=tuple(m.chunk for m in members))
+            start, nbytes = member.layout.start * itemsize, member.layout.numel * itemsize
+            if which in member.held:
+                fills.append((start, member.held[which]))
+            else:
+                spans.append(Span(member.extent.offset + member.layout.field_offset(which), start, nbytes))
+            total += nbytes
+        after = tuple(member.chunk for member in members)
+        return Chunk(f"group {group.name}", total, tuple(spans), (), after=after, fills=tuple(fills))
 
     def _access(
         self,
@@ -312,6 +343,12 @@ class PagedModel:
                 low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
                 for at in range(low, high, step):
                     yield sub, at, piece.offset + at - piece.start, min(step, high - at)
+
+
+def _place(sub: PagedSubGroup, which: Field, cache: Lease, at: int) -> int:
+    """The cached field lies at byte `at` of the lease; where the next one may."""
+    sub.held[which] = cache.view(sub.dtype(which), at, sub.layout.numel)
+    return at + sub.layout.numel * sub.layout.itemsize(which)
 
 
 def _edges(whole: Span, start: int, end: int) -> tuple[Span, ...]:

@@ -46,6 +46,7 @@ class Case:
     max_in_cpu: int = 0
     parameters_on: str = "nvme"
     state_on: str = "nvme"
+    cached: float = 0.0  # this part of the state stays in host memory
 
 
 CASES = {
@@ -66,6 +67,15 @@ CASES = {
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
     "only the optimizer on NVMe": Case(parameters_on="none", sub_group_size=8192),
     "the smallest pool": Case(pinned_bytes_max="8MiB"),
+    "a tenth cached": Case(cached=0.1, persistence_threshold=0, sub_group_size=8192),
+    "a quarter cached": Case(cached=0.25, accumulation=2, clipping=0.5),
+    "half cached": Case(cached=0.5, persistence_threshold=0, sub_group_size=4096, evaluate=True),
+    "nine tenths cached": Case(cached=0.9, persistence_threshold=0, checkpointing=True),
+    "everything cached": Case(cached=1.1, clipping=1.0),
+    "a quarter cached, frozen parameters": Case(cached=0.25, frozen=True, persistence_threshold=0),
+    "a quarter cached, fp32": Case(cached=0.25, bf16=False, sub_group_size=4096, persistence_threshold=0),
+    "a tenth cached, only parameters on NVMe": Case(cached=0.1, state_on="none", persistence_threshold=0),
+    "half cached, only the optimizer on NVMe": Case(cached=0.5, parameters_on="none", sub_group_size=8192),
 }
 
 
@@ -136,6 +146,9 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
     def offload(device: str) -> dict[str, Any]:
         return {"device": device, "nvme_path": nvme_path} if nvme_path and device == "nvme" else {"device": "none"}
 
+    torch.manual_seed(0)
+    model = Model(case)
+    state_bytes = 14 * sum(p.numel() for p in model.parameters()) // dist.get_world_size()
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
@@ -155,13 +168,13 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         },
         "infinity": {
             "pinned_bytes_max": case.pinned_bytes_max,
+            "host_cache_bytes": int(case.cached * state_bytes),
             "backend": case.backend,
             "fused": case.fused,
             "reduce_dtype": case.reduce_dtype,
         },
     }
-    torch.manual_seed(0)
-    engine, _, _, _ = infinity.initialize(model=Model(case), config=config)
+    engine, _, _, _ = infinity.initialize(model=model, config=config)
     losses = []
     with engine:
         for step in range(STEPS):
