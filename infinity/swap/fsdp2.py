@@ -156,7 +156,10 @@ def _apply_unless_it_converts(
 def _gathers(module: FSDPModule, root: bool) -> int:
     """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
     stays = all(group.post_forward_mesh_info is None for group in _parameter_groups(module))
-    return 1 if stays or (root and module._get_fsdp_state()._auto_reshard_after_forward) else 2
+    kept = root and getattr(
+        module._get_fsdp_state(), "_auto_reshard_after_forward", True
+    )  # the root always, before it had one
+    return 1 if stays or kept else 2
 
 
 def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
