@@ -180,6 +180,7 @@ _BLOCK_BYTES = _Rule(
     parse_bytes,
     lambda nbytes: nbytes > 0 and nbytes % PAGE_BYTES == 0,
 )
+_CACHE_BYTES = _Rule('a number of bytes such as 0 or "16GiB"', parse_bytes, lambda nbytes: nbytes >= 0)
 _BUDGET_BYTES = _Rule(f'at least {PAGE_BYTES} bytes such as "512MiB"', parse_bytes, lambda nbytes: nbytes >= PAGE_BYTES)
 _STAGE = _Rule("one of 0, 1, 2, 3", _parse_integer, lambda stage: stage in (0, 1, 2, 3))
 _SIZE_OR_ALL = _Rule(
@@ -603,6 +604,12 @@ class InfinityConfig(_Block):
 
     pinned_bytes_max: Annotated[int | Literal["auto"], _or_auto(_BUDGET_BYTES)] = Field(
         default="auto", description="Pinned host memory of this process, in bytes; every transfer goes through it."
+    )
+    host_cache_bytes: Annotated[int, _CACHE_BYTES] = Field(
+        default=0,
+        description="So much of the pinned memory, in bytes, keeps 16-bit copies and optimizer state from step to step, those "
+        "that spare the most transfers; they take no space on the drive. Counted in `pinned_bytes_max`; no more is taken than "
+        "there is to keep.",
     )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], _or_auto(_CLASS_NAMES)] = Field(
         default="auto", description="Class names of the modules that become groups, one `fully_shard` call each."

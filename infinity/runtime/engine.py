@@ -193,7 +193,10 @@ class Engine:
         self._mark = self._counters()
 
     def step_floor_seconds(self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
-        """The least a step could take on this rank (seconds), with nothing cached: see infinity/schedule/floor.py."""
+        """The least a step could take on this rank (seconds), moving what it moves: see infinity/schedule/floor.py.
+
+        Once a step was taken, that is without what stays in host memory from step to step, or from forward to backward.
+        """
         if self.swap is None:
             return compute_seconds
         read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps())

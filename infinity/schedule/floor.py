@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+
 MASTER_BYTES = 4
 MOMENT_BYTES = 4
 
@@ -20,23 +22,34 @@ def step_bytes(
     state_on_nvme: bool = True,
     gathers: int = 2,
     micro_batches: int = 1,
+    cached_bytes: int = 0,
 ) -> tuple[int, int]:
-    """Bytes (read, written) that one step moves with nothing cached.
+    """Bytes (read, written) that one step moves at least, with `cached_bytes` of host memory to keep some of them in.
 
     Args:
         trained_numel: elements this rank steps.
         paged_numel: elements of its shards that are read for each gather (all but the resident ones).
         copy_itemsize: bytes of one element of what is gathered (2 for bf16).
-        writes_copy: whether that is a copy of its own (not where the fp32 master is gathered).
+        writes_copy: whether that is a copy of its own (not where the fp32 master is gathered); resident ones aren't written.
         state_on_nvme: whether master and moments are read and written too.
         gathers: gathers per micro-batch: forward and backward.
         micro_batches: micro-batches per step.
+        cached_bytes: hold what a step would otherwise move, from step to step: see [Note: What stays] in residency.py.
 
-    With everything paged and one micro-batch: 2 · 2 P + 12 P = 16 P read, 14 P written.
+    With everything paged, one micro-batch and nothing cached: 2 · 2 P + 12 P = 16 P read, 14 P written.
     """
-    state = MASTER_BYTES + 2 * MOMENT_BYTES if state_on_nvme else 0
-    read = gathers * micro_batches * copy_itemsize * paged_numel + state * trained_numel
-    return read, (state + copy_itemsize * writes_copy) * trained_numel
+    passes = gathers * micro_batches
+    trained_copies = copy_itemsize * min(trained_numel, paged_numel)
+    frozen_copies = copy_itemsize * paged_numel - trained_copies
+    state = (MASTER_BYTES + 2 * MOMENT_BYTES) * trained_numel if state_on_nvme else 0
+    if not writes_copy:  # the trained copies are a part of the state, which the optimizer reads
+        state -= trained_copies
+    parts = [
+        Candidate(trained_copies, 1, passes + (not writes_copy), 1),
+        Candidate(frozen_copies, 1, passes, 0),
+        Candidate(state, 1, 1, 1),
+    ]
+    return moved_bytes(parts, choose_resident(parts, cached_bytes))
 
 
 def step_floor_seconds(

@@ -1,4 +1,11 @@
-"""Floor 3. Which groups should be staged now, given what comes next and how many bytes may be held."""
+"""Floor 3. Which groups should be staged now, given what comes next and how many bytes may be held.
+
+[Note: Farthest next use]
+What is held is what is used soonest, whether it is still to be read or was used just now; so a group that was used is given up
+exactly when its next use is farther than that of all others that fit. From the end of forward into backward, where the order
+turns round, these are the groups used last, and each byte that is held there spares a read: as many as any way of holding so
+many bytes spares, to within the group that fits in part only (a group is gathered from one piece of memory).
+"""
 
 from __future__ import annotations
 
@@ -46,3 +53,27 @@ def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_
         if not held[used]:
             total_bytes -= group_bytes[used]
     return [*ends, len(uses)]
+
+
+def cycle_read_bytes(
+    cycle: Sequence[int], group_bytes: Sequence[int], read_bytes: Sequence[int], look_ahead_bytes: int
+) -> int:
+    """Bytes read in a cycle of uses when `groups_to_stage` decides what stays after each.
+
+    A use reads nothing where the group stayed since its last one.
+
+    Args:
+        cycle: the groups in the order of their uses. Nothing stays beyond its end.
+        group_bytes: that each takes where it is staged.
+        read_bytes: that staging each reads.
+        look_ahead_bytes: see `groups_to_stage`.
+    """
+    total = 0
+    stayed: set[int] = set()
+    for place, group in enumerate(cycle):
+        if group not in stayed:
+            total += read_bytes[group]
+        stayed = {
+            g for g in groups_to_stage(cycle[place + 1 :], group_bytes, look_ahead_bytes) if g in stayed or g == group
+        }
+    return total

@@ -1,7 +1,7 @@
 """Floor 3. The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
 
 The gathers of forward and backward and the optimizer's pipeline take turns, so the pool must hold the larger of the two,
-and beside either the buffer through which single tensors are read and written.
+and beside either the buffer through which single tensors are read and written, and what stays from step to step.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ SUB_GROUP_NUMEL_DEFAULT = 4 << 20
 
 @dataclass(frozen=True)
 class PinnedBudget:
-    """What the pool holds (bytes): `gather_bytes` or `pipeline_bytes`, whichever is larger, and `access_bytes`."""
+    """What the pool holds (bytes): the larger of `gather_bytes` and `pipeline_bytes`, `access_bytes` and `cache_bytes`."""
 
     gather_bytes: int
     pipeline_bytes: int
     access_bytes: int = ACCESS_BYTES
+    cache_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """The sum."""
-        return max(self.gather_bytes, self.pipeline_bytes) + self.access_bytes
+        return max(self.gather_bytes, self.pipeline_bytes) + self.access_bytes + self.cache_bytes
 
 
 def gather_bytes(group_bytes_max: int) -> int:

@@ -30,6 +30,11 @@ class Trace:
         """Whether a whole cycle has been recorded, so that something can be predicted."""
         return bool(self._followed)
 
+    @property
+    def cycle(self) -> tuple[int, ...]:
+        """The order that is followed; empty until one is known."""
+        return self._followed
+
     def used(self, group: int) -> bool:
         """Whether `group` was used in the cycle that is going on."""
         return group in self._used

@@ -13,14 +13,19 @@ A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-
 Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
 a sub-group's state with one read and writes it and the new copy with one write, and the copies of a group's sub-groups,
 read one behind the other, give back the group's flat space without a gap: a shard cut by a sub-group boundary is whole
-again. Where compute runs in fp32 there is no copy field: the master is what gets gathered.
+again. Where compute runs in fp32 there is no copy field: the master is what gets gathered. Nor is there one in the space of
+resident shards, whose copies nobody would ever read.
+
+Fields that stay in host memory, held there or cached, are left out of the extent; the others move up. A sub-group of which no
+field rests on NVMe has an extent of no bytes.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from infinity.errors import ConfigError
 from infinity.units import PAGE_BYTES, align_up
@@ -40,6 +45,9 @@ class Field(enum.Enum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+
+
+_STATE = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
 
 
 @dataclass(frozen=True)
@@ -78,13 +86,27 @@ class SubGroup:
     trained: bool
     copy_itemsize: int
     pieces: tuple[Piece, ...]
+    held: tuple[Field, ...] = ()
+    """The fields that stay in ordinary host memory."""
+    cached: tuple[Field, ...] = ()
+    """The fields that stay in pinned memory."""
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The fields of the extent, in order."""
+        """What is kept of its elements, in order."""
         copy = (Field.COPY,) if self.copy_itemsize else ()
         state = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ) if self.trained else (Field.MASTER,)
         return copy + state
+
+    @property
+    def resting(self) -> tuple[Field, ...]:
+        """The fields of the extent, in order."""
+        return tuple(each for each in self.fields if each not in self.held and each not in self.cached)
+
+    @property
+    def gathered(self) -> Field:
+        """The field that gathers fetch (except in the space of resident shards, which are not gathered from here)."""
+        return Field.COPY if self.copy_itemsize else Field.MASTER
 
     def itemsize(self, which: Field) -> int:
         """Bytes per element of a field."""
@@ -93,16 +115,40 @@ class SubGroup:
     def field_offset(self, which: Field) -> int:
         """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
         offset = 0
-        for each in self.fields:
+        for each in self.resting:
             if each is which:
                 return offset
             offset += self.numel * self.itemsize(each)
-        raise KeyError(f"sub-group {self.index} has no field {which.value}")
+        raise KeyError(f"the extent of sub-group {self.index} has no field {which.value}")
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole extent."""
-        return sum(self.numel * self.itemsize(each) for each in self.fields)
+        return sum(self.numel * self.itemsize(each) for each in self.resting)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of pinned memory that its cached fields take."""
+        return sum(self.numel * self.itemsize(each) for each in self.cached)
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What stays in pinned memory of one part of a flat space: the field that is gathered of its first `gathered_numel`
+    elements, and the fields that only the optimizer needs of its first `state_numel`; both are multiples of SPACE_ALIGN."""
+
+    gathered_numel: int = 0
+    state_numel: int = 0
+
+    def ends(self, start: int) -> tuple[int, int]:
+        """Where they end in the flat space, when the part begins at `start`."""
+        return start + self.gathered_numel, start + self.state_numel
+
+    def fields_of(self, sub: SubGroup, first: int) -> tuple[Field, ...]:
+        """The fields that stay of a sub-group that begins at element `first` of the part."""
+        gathered = first < self.gathered_numel
+        state = first < self.state_numel
+        return tuple(each for each in sub.resting if (gathered if each is sub.gathered else state))
 
 
 @dataclass(frozen=True)
@@ -129,19 +175,34 @@ class Layout:
         return sum(each.nbytes for each in self.sub_groups)
 
     @property
+    def cached_bytes(self) -> int:
+        """Bytes of pinned memory that all cached fields take."""
+        return sum(each.cached_bytes for each in self.sub_groups)
+
+    @property
     def sub_group_bytes_max(self) -> int:
         """Bytes of the largest extent that is stepped."""
         return max((each.nbytes for each in self.sub_groups if each.trained), default=0)
 
 
-def plan_layout(shards: Sequence[Shard], *, groups: int, sub_group_numel_max: int, copy_itemsize: int) -> Layout:
+def plan_layout(
+    shards: Sequence[Shard],
+    *,
+    groups: int,
+    sub_group_numel_max: int,
+    copy_itemsize: int,
+    hold_state: bool = False,
+    cached: Mapping[tuple[int, bool], Cached] | None = None,
+) -> Layout:
     """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
 
     Args:
         shards: in the order of use; those of one group need not be neighbours.
         groups: how many groups there are.
         sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN).
-        copy_itemsize: bytes per element of the gathered copy: 2, or 0 where the fp32 master itself is gathered.
+        copy_itemsize: bytes per element of the gathered copy (2), or 0 where the fp32 master itself is gathered.
+        hold_state: masters and moments stay in host memory, and the extents hold copies only.
+        cached: by flat space and whether trained: what of this part of the space stays in pinned memory.
     """
     if sub_group_numel_max < SPACE_ALIGN:
         raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
@@ -163,10 +224,15 @@ def plan_layout(shards: Sequence[Shard], *, groups: int, sub_group_numel_max: in
                 place[i] = (space, end)
                 end = align_up(end + shards[i].numel, SHARD_ALIGN)
             end = align_up(end, SPACE_ALIGN)
-            for start, numel in _cut(part_start, end, sub_group_numel_max):
-                pieces = _pieces(part, shards, place, start, numel)
-                cuts.append(SubGroup(count, space, start, numel, trained, copy_itemsize, pieces))
-                count += 1
+            own_copy = copy_itemsize if space < groups else 0
+            held = _STATE if hold_state else ()
+            keep = (cached or {}).get((space, trained), Cached())
+            for low, high in pairwise(sorted({part_start, *keep.ends(part_start), end})):
+                for start, numel in _cut(low, high, sub_group_numel_max):
+                    pieces = _pieces(part, shards, place, start, numel)
+                    sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, held)
+                    cuts.append(replace(sub, cached=keep.fields_of(sub, start - part_start)))
+                    count += 1
         space_numel.append(end)
         by_space.append(tuple(cuts))
     return Layout(

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from infinity.aio import Lease, Transfer
 from infinity.device import Landing
 
@@ -51,6 +53,7 @@ class Chunk:
     """What moves together. `reads` is what staging it fetches, `writes` what writing it back stores.
 
     `after`: chunks whose write must have ended before this one is read, because they store the same bytes.
+    `fills`: what staging copies into the lease, (first byte there, elements), beside what it reads.
     `on_lost` is called, with the failure in words, when a write has failed: the arena then holds neither the old bytes nor
     the new.
     """
@@ -60,6 +63,7 @@ class Chunk:
     reads: tuple[Span, ...]
     writes: tuple[Span, ...]
     after: tuple[Chunk, ...] = ()
+    fills: tuple[tuple[int, torch.Tensor], ...] = field(default=(), repr=False)
     on_lost: Callable[[str], None] | None = field(default=None, repr=False)
     state: ChunkState = ChunkState.RESTING
     lease: Lease | None = field(default=None, repr=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,16 +37,18 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """The parameters of one `fully_shard` call."""
+    """The parameters of one `fully_shard` call. `gathers`: how often a micro-batch gathers them: for forward and backward, or
+    for forward only where they stay gathered in between."""
 
     name: str
     parameters: tuple[ShardedParameter, ...]
+    gathers: int
 
     @property
     def outline(self) -> GroupOutline:
         """What can be said of it before it is sharded."""
         found = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
-        return GroupOutline(self.name, tuple(found))
+        return GroupOutline(self.name, tuple(found), self.gathers)
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,11 @@ class ParameterOutline:
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """A group, sharded or about to be."""
+    """A group, sharded or about to be. `gathers`: see ShardedGroup."""
 
     name: str
     parameters: tuple[ParameterOutline, ...]
+    gathers: int
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -87,7 +91,7 @@ def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOu
     members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
     for parameter, names in parameter_names(model).items():
         members[_owner(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
-    return [GroupOutline(owner or "root", tuple(found)) for owner, found in members.items() if found]
+    return [GroupOutline(owner or "root", tuple(found), 2 if owner else 1) for owner, found in members.items() if found]
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
@@ -96,7 +100,10 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     Raises ConfigError where it wasn't, where a group is resharded over fewer ranks after forward, or where a parameter can't be
     paged (not fp32, not sharded on dim 0, 0-d).
     """
-    owners = [clean_name(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    gathers = {
+        clean_name(name): _gathers(m, not name) for name, m in model.named_modules() if isinstance(m, FSDPModule)
+    }
+    owners = list(gathers)
     if not owners:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
     for module in model.modules():
@@ -109,7 +116,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for parameter, names in parameter_names(model).items():
         owner = _owner(names[0], owners)
         members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
-    return [ShardedGroup(owner or "root", tuple(found)) for owner, found in members.items() if found]
+    return [ShardedGroup(owner or "root", tuple(found), gathers[owner]) for owner, found in members.items() if found]
 
 
 def gathered_dtype(model: nn.Module) -> torch.dtype:
@@ -151,10 +158,23 @@ def _apply_unless_it_converts(
     return applied
 
 
+def _gathers(module: FSDPModule, root: bool) -> int:
+    """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
+    stays = all(group.post_forward_mesh_info is None for group in _parameter_groups(module))
+    kept = root and getattr(
+        module._get_fsdp_state(), "_auto_reshard_after_forward", True
+    )  # the root always, before it had one
+    return 1 if stays or kept else 2
+
+
 def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
+    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in _parameter_groups(module))
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
-    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups if group is not None)
+    return [group for group in groups if group is not None]
 
 
 def _owner(name: str, owners: list[str]) -> str:

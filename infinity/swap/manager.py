@@ -26,6 +26,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -36,8 +37,7 @@ from torch.distributed.tensor import DTensor
 from infinity.aio import DriveLimit, DriveStats, IoEngine, PinnedPool
 from infinity.device import Device, device_for
 from infinity.errors import BudgetError, InfinityError
-from infinity.schedule.floor import step_bytes
-from infinity.schedule.lookahead import groups_to_stage
+from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
 from infinity.schedule.trace import Trace
 from infinity.store import Arena, Field, Layout, RunFolder, Shard, check_free, plan_layout
 from infinity.store.layout import SPACE_ALIGN
@@ -55,6 +55,7 @@ from infinity.swap.fsdp2 import (
     padded_shape,
     sharded_groups,
 )
+from infinity.swap.host_cache import plan_cache
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
@@ -78,6 +79,8 @@ class SwapStats:
     surprises: int
     pinned_bytes: int
     pinned_peak_bytes: int
+    cached_bytes: int
+    """Pinned bytes that hold what stays from step to step."""
     arena_bytes: int
     drives: tuple[DriveStats, ...]
     """What each drive moved, in the order of the paths."""
@@ -246,6 +249,7 @@ class SwapManager:
         sub_group_size: int | None = None,
         resident_numel_below: int = 100_000,
         resident_numel_max: int = 0,
+        cache_bytes: int = 0,
         look_ahead_bytes: int | None = None,
         hold_parameters: bool = False,
         hold_state: bool = False,
@@ -261,6 +265,8 @@ class SwapManager:
                 where None, never more than the default unless the budget is given too.
             resident_numel_below: parameters with fewer elements keep their copy in host memory.
             resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
+            cache_bytes: so much of the pinned memory keeps copies and optimizer state from step to step, the best of them:
+                see [Note: What stays] in infinity/schedule/residency.py.
             look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows
                 where None.
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
@@ -283,6 +289,7 @@ class SwapManager:
                 sub_group_size,
                 math.inf if hold_parameters else resident_numel_below,
                 resident_numel_max,
+                cache_bytes,
                 hold_state,
             )
             machinery = self._open(pinned_bytes)
@@ -292,7 +299,6 @@ class SwapManager:
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 copy_dtype=dtype,
-                hold_state=hold_state,
                 stager=machinery.stager,
                 arena=machinery.arena,
                 what=_what_is_stored(hold_state),
@@ -300,7 +306,7 @@ class SwapManager:
             replacements = self._take_over(groups, paged)
         self._paged = paged
         self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in paged.groups]
-        room = budget.look_ahead_room(machinery.pool.nbytes, max(self._group_bytes))
+        room = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, max(self._group_bytes))
         self._look_ahead_bytes = room if look_ahead_bytes is None else min(room, look_ahead_bytes)
         install(model, replacements)
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
@@ -316,6 +322,7 @@ class SwapManager:
         sub_group_size: int | None = None,
         resident_numel_below: int = 100_000,
         resident_numel_max: int = 0,
+        cache_bytes: int = 0,
         hold_parameters: bool = False,
         hold_state: bool = False,
     ) -> None:
@@ -334,10 +341,10 @@ class SwapManager:
             sub_group_size,
             math.inf if hold_parameters else resident_numel_below,
             resident_numel_max,
+            cache_bytes,
             hold_state,
         )
-        nbytes = sum(s.numel * s.copy_itemsize for s in layout.sub_groups) if hold_state else layout.nbytes
-        check_free(self._folders, self._bandwidths, nbytes, _what_is_stored(hold_state))
+        check_free(self._folders, self._bandwidths, layout.nbytes, _what_is_stored(hold_state))
 
     @property
     def paged(self) -> PagedModel:
@@ -354,8 +361,8 @@ class SwapManager:
     @property
     def sub_groups_ahead(self) -> int:
         """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
-        held = any(sub.held is not None for sub in self.paged.sub_groups)
-        return budget.sub_groups_ahead(self._open().pool.nbytes, _stepped_bytes_max(self.paged.layout, held))
+        layout = self.paged.layout
+        return budget.sub_groups_ahead(self._open().pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
@@ -367,11 +374,10 @@ class SwapManager:
             raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
         if shard.resident is None:
             chunk = shard.group.chunk
-            assert chunk is not None
             if self._copying is not shard.group:
                 self._give_back_copied()
                 self._copying = shard.group
-            if chunk.state is not ChunkState.IN_USE:
+            if chunk is not None and chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
         taken = self._device.take(model.gathered_view(shard))
@@ -429,22 +435,26 @@ class SwapManager:
             surprises=sum(trace.surprises for trace in self._traces.values()),
             pinned_bytes=machinery.pool.nbytes,
             pinned_peak_bytes=machinery.pool.peak_bytes,
+            cached_bytes=self._paged.layout.cached_bytes if self._paged is not None else 0,
             arena_bytes=machinery.arena.nbytes,
             drives=tuple(machinery.engine.drives),
         )
 
     def step_bytes(self, *, micro_batches: int = 1) -> tuple[int, int]:
-        """Bytes (read, written) that a step of the paged model moves with nothing cached: the sum of the design."""
-        layout = self.paged.layout
-        held = any(sub.held is not None for sub in self.paged.sub_groups)
-        return step_bytes(
-            trained_numel=sum(shard.numel for shard in layout.shards if shard.trained),
-            paged_numel=sum(shard.numel for shard in layout.shards if not shard.resident),
-            copy_itemsize=self.paged.copy_dtype.itemsize,
-            writes_copy=self.paged.has_copy,
-            state_on_nvme=not held,
-            micro_batches=micro_batches,
-        )
+        """Bytes (read, written) that a step moves in which every trained parameter has a gradient.
+
+        Once a step was taken: what the next one like it moves, to the byte. Before: the sum for `micro_batches` that gather
+        every group for forward and for backward.
+        """
+        paged = self.paged
+        fetched = [sum(span.nbytes for span in group.chunk.reads) if group.chunk else 0 for group in paged.groups]
+        cycle = self._traces[True].cycle
+        gathers = cycle_read_bytes(cycle, self._group_bytes, fetched, self._look_ahead_bytes)
+        if not cycle:
+            gathers = 2 * micro_batches * sum(fetched)
+        stepped = [sub.chunk for sub in paged.sub_groups if sub.layout.trained]
+        read = sum(span.nbytes for chunk in stepped for span in chunk.reads)
+        return gathers + read, sum(span.nbytes for chunk in stepped for span in chunk.writes)
 
     def close(self) -> None:
         """Wait for what is in flight, give memory and drive space back. Idempotent.
@@ -529,27 +539,28 @@ class SwapManager:
         sub_group_size: int | None,
         resident_below: float,
         resident_numel_max: int,
+        cache_bytes: int,
         hold_state: bool,
     ) -> tuple[Layout, int]:
         """The model's layout and the size of the pool (bytes): what the pinned budget allows."""
         copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
         shards = _shards(groups, ranks, resident_below, resident_numel_max)
-        group_bytes = [0] * len(groups)
-        for shard in shards:
-            if not shard.resident:
-                group_bytes[shard.group] += align_up(shard.numel, SPACE_ALIGN) * (copy_itemsize or 4)
-        largest = max(range(len(groups)), key=group_bytes.__getitem__)
-        gather = budget.gather_bytes(group_bytes[largest])
         numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, budget.SUB_GROUP_NUMEL_DEFAULT)
+        lay_out = partial(plan_layout, shards, groups=len(groups), copy_itemsize=copy_itemsize, hold_state=hold_state)
+        cached = plan_cache(lay_out(sub_group_numel_max=numel), [group.gathers for group in groups], cache_bytes)
+        layout = lay_out(sub_group_numel_max=numel, cached=cached)
         explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
         if explicit is not None:
-            fitting = budget.sub_group_numel_for(explicit, copy_itemsize + (0 if hold_state else 12))
+            room = explicit - layout.cached_bytes
+            fitting = budget.sub_group_numel_for(room, copy_itemsize + (0 if hold_state else 12))
             numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
-        layout = plan_layout(shards, groups=len(groups), sub_group_numel_max=numel, copy_itemsize=copy_itemsize)
-        stepped = _stepped_bytes_max(layout, hold_state)
-        pinned = explicit or budget.comfortable_bytes(gather, stepped)
+            layout = lay_out(sub_group_numel_max=numel, cached=cached)
+        group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
+        largest = max(range(len(groups)), key=group_bytes.__getitem__)
+        gather, stepped = budget.gather_bytes(group_bytes[largest]), layout.sub_group_bytes_max
+        pinned = explicit or budget.comfortable_bytes(gather, stepped) + layout.cached_bytes
         budget.check_available(pinned)
-        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * stepped)
+        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * stepped, cache_bytes=layout.cached_bytes)
         budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
         return layout, pinned
 
@@ -626,7 +637,8 @@ class SwapManager:
         if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
             stager = self._open().stager
             stager.release(group.chunk, keep=group.chunk in stager.wanted, landing=group.landing)
-        group.landing = None
+        if group.cached is None:  # what is cached must have landed before it is stepped: see PagedModel.forget
+            group.landing = None
 
     def _look_ahead(self, trace: Trace, *, into_next: bool = False) -> None:
         groups = self.paged.groups
@@ -701,11 +713,11 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, resident_below: float, r
     return shards
 
 
-def _stepped_bytes_max(layout: Layout, hold_state: bool) -> int:
-    """Bytes of the pool for the largest sub-group that is stepped: all its fields, or its copy alone."""
-    if not hold_state:
-        return layout.sub_group_bytes_max
-    return max((sub.numel * sub.copy_itemsize for sub in layout.sub_groups if sub.trained), default=0)
+def _staged_bytes(layout: Layout, group: int) -> int:
+    """What the group's lease takes: all of what is gathered, unless all of it is cached."""
+    members = layout.by_space[group]
+    away = any(sub.gathered not in sub.cached for sub in members)
+    return sum(sub.numel * sub.itemsize(sub.gathered) for sub in members) if away else 0
 
 
 def _what_is_stored(hold_state: bool) -> str:

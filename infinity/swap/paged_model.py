@@ -26,23 +26,30 @@ _RANGE_BYTES = ACCESS_BYTES - 2 * PAGE_BYTES
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
-    `held` is where master and moments are when they stay in host memory (1-D, uint8); None when they rest in the arena.
+    `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
     """
 
     layout: SubGroup
     extent: Extent
     chunk: Chunk
-    held: torch.Tensor | None
+    held: dict[Field, torch.Tensor]
     copy_dtype: torch.dtype
 
-    def view(self, which: Field, lease: Lease) -> torch.Tensor:
-        """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease`."""
-        dtype = self.copy_dtype if which is Field.COPY else torch.float32
-        offset = self.layout.field_offset(which)
-        if self.held is None or which is Field.COPY:
-            return lease.view(dtype, offset, self.layout.numel)
-        offset -= self.layout.field_offset(Field.MASTER)
-        return self.held[offset : offset + self.layout.numel * dtype.itemsize].view(dtype)
+    @property
+    def moves(self) -> bool:
+        """Whether stepping it takes bytes from the arena."""
+        return self.layout.nbytes > 0
+
+    def dtype(self, which: Field) -> torch.dtype:
+        """Of the field's elements."""
+        return self.copy_dtype if which is Field.COPY else torch.float32
+
+    def view(self, which: Field, lease: Lease | None) -> torch.Tensor:
+        """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease` (None where nothing moves)."""
+        if which in self.held:
+            return self.held[which]
+        assert lease is not None
+        return lease.view(self.dtype(which), self.layout.field_offset(which), self.layout.numel)
 
 
 @dataclass(eq=False)
@@ -90,21 +97,23 @@ class PagedShard:
         if which in (Field.EXP_AVG, Field.EXP_AVG_SQ):
             self.stepped = True
         if which is Field.MASTER:
-            if self.model.layout.sub_groups and self.model.has_copy:
-                self.model._access(self, Field.COPY, start, numel, give, write=True)
             if self.resident is not None:
                 self.resident[start : start + numel].copy_(values)
+            elif self.model.has_copy:
+                self.model._access(self, Field.COPY, start, numel, give, write=True)
             self.filled = True
 
 
 @dataclass(eq=False)
 class PagedGroup:
-    """The shards that FSDP2 gathers together. `chunk` fetches the copies of all of them that are not resident."""
+    """The shards that FSDP2 gathers together. `chunk` fetches the copies of all of them that are not resident; where these are
+    cached there is none, and `cached` holds them (1-D, the group's flat space)."""
 
     index: int
     name: str
     shards: list[PagedShard] = field(default_factory=list)
     chunk: Chunk | None = None
+    cached: torch.Tensor | None = field(default=None, repr=False)
     gathering: set[int] = field(default_factory=set)
     """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
     landing: Landing | None = None
@@ -121,10 +130,10 @@ class PagedModel:
 
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
-        hold_state: keep master and moments in host memory (only the copies rest in the arena).
         what: names the bytes in an error about missing space.
 
-    Raises StoreError when the arena can't hold them; nothing is reserved then.
+    Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
+    is reserved then.
     """
 
     def __init__(
@@ -134,7 +143,6 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         copy_dtype: torch.dtype,
-        hold_state: bool,
         stager: Stager,
         arena: Arena,
         what: str,
@@ -144,14 +152,17 @@ class PagedModel:
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
-        sizes = [s.numel * s.copy_itemsize if hold_state else s.nbytes for s in layout.sub_groups]
-        extents = arena.reserve(sizes, what)
+        extents = arena.reserve([s.nbytes for s in layout.sub_groups], what) if layout.nbytes else []
+        nowhere = [Extent(0, 0)] * len(layout.sub_groups)
         self.sub_groups = [
-            self._sub_group(s, extent, hold_state) for s, extent in zip(layout.sub_groups, extents, strict=True)
+            self._sub_group(s, extent) for s, extent in zip(layout.sub_groups, extents or nowhere, strict=True)
         ]
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         self._by_space = [[self.sub_groups[s.index] for s in cuts] for cuts in layout.by_space]
+        self._cache = stager.make_room(layout.cached_bytes, "the host cache") if layout.cached_bytes else None
+        if self._cache is not None:
+            self._place_cached(self._cache)
         for space, group in enumerate(self.groups):
             group.chunk = self._group_chunk(group, self._by_space[space])
         self._add_shards(shapes)
@@ -170,10 +181,15 @@ class PagedModel:
             return
         for group in self.groups:
             self.forget(group)
+            group.cached = None
+            if group.chunk is not None:
+                group.chunk.fills = ()
         for shard in self.shards:
             shard.resident = None
         for sub in self.sub_groups:
-            sub.held = None
+            sub.held.clear()
+        if self._cache is not None:
+            self._cache.give_back()
         self._open_stager = None
 
     @property
@@ -194,20 +210,25 @@ class PagedModel:
             )
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
-        """The shard's copy (1-D, padded) in its group's lease, or where it is resident. The chunk must be in use."""
+        """The shard's copy (1-D, padded) in its group's lease, or where it is resident or cached. A chunk must be in use."""
         if shard.resident is not None:
             return shard.resident
-        assert shard.group.chunk is not None and shard.group.chunk.lease is not None
         _, start = self.layout.place[shard.index]
-        itemsize = self.copy_dtype.itemsize
-        return shard.group.chunk.lease.view(self.copy_dtype, start * itemsize, self.layout.shards[shard.index].numel)
+        numel = self.layout.shards[shard.index].numel
+        if shard.group.cached is not None:
+            return shard.group.cached[start : start + numel]
+        assert shard.group.chunk is not None and shard.group.chunk.lease is not None
+        return shard.group.chunk.lease.view(self.copy_dtype, start * self.copy_dtype.itemsize, numel)
 
     def forget(self, group: PagedGroup) -> None:
-        """Drop the group's staged copies, which are about to be stale, whoever was to gather them.
+        """Drop the group's staged copies, which are about to be stale, whoever was to gather them. Cached ones, which are about
+        to be changed, the device has copied after this.
 
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
         group.gathering.clear()
+        if group.cached is not None and group.landing is not None:
+            group.landing.wait()
         group.landing = None
         if group.chunk is None:
             return
@@ -215,17 +236,33 @@ class PagedModel:
             self._stager.release(group.chunk, keep=False)
         self._stager.drop(group.chunk)
 
-    def _sub_group(self, layout: SubGroup, extent: Extent, hold_state: bool) -> PagedSubGroup:
-        copy_bytes = layout.numel * layout.copy_itemsize
-        state = layout.field_offset(Field.MASTER)
-        reads: tuple[Span, ...] = (Span(extent.offset + state, state, layout.nbytes - state),)
-        nbytes, held = layout.nbytes, None
-        if hold_state:
-            reads, nbytes = (), copy_bytes
-            held = torch.zeros(layout.nbytes - copy_bytes, dtype=torch.uint8)
-        writes = (Span(extent.offset, 0, nbytes),)
-        chunk = Chunk(f"sub-group {layout.index}", nbytes, reads, writes, on_lost=self.tear)
-        return PagedSubGroup(layout, extent, chunk, held, self.copy_dtype)
+    def _sub_group(self, layout: SubGroup, extent: Extent) -> PagedSubGroup:
+        state = [each for each in layout.resting if each is not Field.COPY]
+        first = layout.field_offset(state[0]) if state else layout.nbytes
+        reads = (Span(extent.offset + first, first, layout.nbytes - first),) if state else ()
+        writes = (Span(extent.offset, 0, layout.nbytes),) if layout.nbytes else ()
+        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, reads, writes, on_lost=self.tear)
+        sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype)
+        for which in layout.held:
+            if which in layout.fields:
+                sub.held[which] = torch.zeros(layout.numel, dtype=sub.dtype(which))
+        return sub
+
+    def _place_cached(self, cache: Lease) -> None:
+        """Give the cached fields their places: group by group what is gathered, so that it lies in one piece, then the rest."""
+        cache.view(torch.uint8).zero_()  # like bytes of the arena that were never written
+        at = 0
+        for group, members in zip([*self.groups, None], self._by_space, strict=True):
+            first = at
+            for sub in members:
+                if group is not None and sub.layout.gathered in sub.layout.cached:
+                    at = _place(sub, sub.layout.gathered, cache, at)
+            if group is not None and members and all(sub.layout.gathered in sub.held for sub in members):
+                group.cached = cache.view(self.copy_dtype, first, sum(sub.layout.numel for sub in members))
+        for sub in self.sub_groups:
+            for which in sub.layout.cached:
+                if which not in sub.held:
+                    at = _place(sub, which, cache, at)
 
     def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
@@ -237,21 +274,20 @@ class PagedModel:
             self.shards.append(shard)
 
     def _group_chunk(self, group: PagedGroup, members: Sequence[PagedSubGroup]) -> Chunk | None:
-        if not members:
+        if not members or group.cached is not None:
             return None
-        which = Field.COPY if self.has_copy else Field.MASTER
-        spans = []
+        spans, fills, total = [], [], 0
         for member in members:
+            which = member.layout.gathered
             itemsize = member.layout.itemsize(which)
-            spans.append(
-                Span(
-                    member.extent.offset + member.layout.field_offset(which),
-                    member.layout.start * itemsize,
-                    member.layout.numel * itemsize,
-                )
-            )
-        total = sum(span.nbytes for span in spans)
-        return Chunk(f"group {group.name}", total, tuple(spans), (), after=tuple(m.chunk for m in members))
+            start, nbytes = member.layout.start * itemsize, member.layout.numel * itemsize
+            if which in member.held:
+                fills.append((start, member.held[which]))
+            else:
+                spans.append(Span(member.extent.offset + member.layout.field_offset(which), start, nbytes))
+            total += nbytes
+        after = tuple(member.chunk for member in members)
+        return Chunk(f"group {group.name}", total, tuple(spans), (), after=after, fills=tuple(fills))
 
     def _access(
         self,
@@ -270,11 +306,10 @@ class PagedModel:
         if write and which in (Field.MASTER, Field.COPY):
             self.forget(shard.group)
         for sub, at, low, count in self._ranges(shard, which, start, numel):
-            dtype = self.copy_dtype if which is Field.COPY else torch.float32
-            if sub.held is not None and which is not Field.COPY:
-                offset = sub.layout.field_offset(which) - sub.layout.field_offset(Field.MASTER) + low * 4
-                move(sub.held[offset : offset + count * 4].view(dtype), at)
+            if which in sub.held:
+                move(sub.held[which][low : low + count], at)
                 continue
+            dtype = sub.dtype(which)
             offset = sub.extent.offset + sub.layout.field_offset(which) + low * dtype.itemsize
             nbytes = count * dtype.itemsize
             first = offset // PAGE_BYTES * PAGE_BYTES
@@ -308,6 +343,12 @@ class PagedModel:
                 low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
                 for at in range(low, high, step):
                     yield sub, at, piece.offset + at - piece.start, min(step, high - at)
+
+
+def _place(sub: PagedSubGroup, which: Field, cache: Lease, at: int) -> int:
+    """The cached field lies at byte `at` of the lease; where the next one may."""
+    sub.held[which] = cache.view(sub.dtype(which), at, sub.layout.numel)
+    return at + sub.layout.numel * sub.layout.itemsize(which)
 
 
 def _edges(whole: Span, start: int, end: int) -> tuple[Span, ...]:

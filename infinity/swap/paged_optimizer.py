@@ -1,12 +1,15 @@
 """Floor 4. Adam and AdamW over paged parameters: sub-groups flow through the pinned pool, three or more deep.
 
-Sub-group k+1 is being read while k is updated and k-1 is being written; the pool is the only bound. The numbers are those of
+Sub-group k+1 is being read while k is updated and k-1 is being written; the pool is the only bound. Those that stay in host
+memory are updated where they lie. The numbers are those of
 `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls the same kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -143,11 +146,16 @@ class PagedAdam(torch.optim.Adam):
         """Send the sub-groups through the pool."""
         stager = self._swap.stager
         ahead = self._swap.sub_groups_ahead
-        for k, sub in enumerate(todo):
-            stager.wanted = [each.chunk for each in todo[k : k + 1 + ahead]]
+        moving = deque(sub.chunk for sub in todo if sub.moves)
+        for sub in _in_turn([sub for sub in todo if sub.moves], [sub for sub in todo if not sub.moves]):
+            stager.wanted = list(itertools.islice(moving, 1 + ahead))
             for chunk in stager.wanted:
                 if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
                     break
+            if not sub.moves:
+                self._update(sub, None, stepping)
+                continue
+            moving.popleft()
             lease = stager.acquire(sub.chunk)
             try:
                 self._update(sub, lease, stepping)
@@ -156,7 +164,7 @@ class PagedAdam(torch.optim.Adam):
                 raise
             stager.write_back(sub.chunk)
 
-    def _update(self, sub: PagedSubGroup, lease: Lease, stepping: dict[int, _Stepping]) -> None:
+    def _update(self, sub: PagedSubGroup, lease: Lease | None, stepping: dict[int, _Stepping]) -> None:
         """Step the pieces of one sub-group in place and refresh its copy."""
         master, exp_avg, exp_avg_sq = (
             sub.view(each, lease) for each in (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
@@ -216,6 +224,13 @@ class PagedAdamW(PagedAdam):
 
     def __init__(self, params: Any, *, swap: SwapManager, weight_decay: float = 1e-2, **settings: Any) -> None:
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
+
+
+def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:
+    """All of them, those that stay in memory evenly between the others: the drive reads and writes while they are updated."""
+    placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
+    placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
+    return [sub for _, sub in sorted(placed, key=lambda each: each[0])]
 
 
 class _Stepping:

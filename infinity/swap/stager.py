@@ -200,6 +200,8 @@ class Stager:
         except BaseException:
             lease.give_back()
             raise
+        for start, elements in chunk.fills:
+            lease.view(elements.dtype, start, elements.numel()).copy_(elements)
         chunk.lease, chunk.transfers = lease, transfers
         chunk.move_to(ChunkState.READING)
         self._staged.append(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 
 import torch
@@ -25,7 +26,7 @@ def main() -> int:
             "stage3_param_persistence_threshold": 500,
             "sub_group_size": 8192,
         },
-        "infinity": {"pinned_bytes_max": "16MiB"},
+        "infinity": {"pinned_bytes_max": "16MiB", "host_cache_bytes": 100_000 * (int(os.environ["WORLD_SIZE"]) - 1)},
     }
     torch.manual_seed(0 if verb == "save" else 1)
     engine, optimizer, _, _ = infinity.initialize(model=Model(Case()), config=config)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
+import caching
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,6 +64,16 @@ def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(infinity.PagedAdam, "_update", spoil)
     assert training.differences(expected, training.with_engine(case, str(nvme_path)))
+
+
+@pytest.mark.parametrize("share", caching.SHARES, ids=str)
+def test_a_step_moves_the_fewest_bytes_that_its_cache_allows(share: Fraction, nvme_path: Path) -> None:
+    caching.check(str(nvme_path), share)
+
+
+@pytest.mark.slow
+def test_steps_of_two_ranks_move_the_fewest_bytes_that_their_caches_allow(torchrun, nvme_path: Path) -> None:  # type: ignore[no-untyped-def]
+    torchrun(Path(caching.__file__), str(nvme_path), ranks=2)
 
 
 @pytest.mark.slow

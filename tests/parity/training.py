@@ -50,6 +50,7 @@ class Case:
     live: int | str = "auto"
     reuse: int | str = "auto"
     prefetch: int | str = "auto"
+    cached: float = 0.0  # this part of the state stays in host memory
 
 
 CASES = {
@@ -81,6 +82,15 @@ CASES = {
         accumulation=2,
     ),
     "finer groups": Case(live=BLOCK_NUMEL, reuse=10**9, prefetch=10**9, evaluate=True, clipping=1.0),
+    "a tenth cached": Case(cached=0.1, persistence_threshold=0, sub_group_size=8192),
+    "a quarter cached": Case(cached=0.25, accumulation=2, clipping=0.5),
+    "half cached": Case(cached=0.5, persistence_threshold=0, sub_group_size=4096, evaluate=True),
+    "nine tenths cached": Case(cached=0.9, persistence_threshold=0, checkpointing=True),
+    "everything cached": Case(cached=1.1, clipping=1.0),
+    "a quarter cached, frozen parameters": Case(cached=0.25, frozen=True, persistence_threshold=0),
+    "a quarter cached, fp32": Case(cached=0.25, bf16=False, sub_group_size=4096, persistence_threshold=0),
+    "a tenth cached, only parameters on NVMe": Case(cached=0.1, state_on="none", persistence_threshold=0),
+    "half cached, only the optimizer on NVMe": Case(cached=0.5, parameters_on="none", sub_group_size=8192),
 }
 
 
@@ -156,6 +166,9 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         "stage3_max_reuse_distance": case.reuse,
         "stage3_prefetch_bucket_size": case.prefetch,
     }
+    torch.manual_seed(0)
+    model = Model(case)
+    state_bytes = 14 * sum(p.numel() for p in model.parameters()) // dist.get_world_size()
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
@@ -176,13 +189,13 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         },
         "infinity": {
             "pinned_bytes_max": case.pinned_bytes_max,
+            "host_cache_bytes": int(case.cached * state_bytes),
             "backend": case.backend,
             "fused": case.fused,
             "reduce_dtype": case.reduce_dtype,
         },
     }
-    torch.manual_seed(0)
-    engine, _, _, _ = infinity.initialize(model=Model(case), config=config)
+    engine, _, _, _ = infinity.initialize(model=model, config=config)
     losses = []
     with engine:
         for step in range(STEPS):

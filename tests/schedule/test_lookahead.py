@@ -1,13 +1,15 @@
-"""What looking ahead promises: the soonest groups first, each once, and never more bytes than may be held."""
+"""What looking ahead promises: the soonest groups first, each once, never more bytes than may be held; and from forward to
+backward no way of holding groups reads less."""
 
 from __future__ import annotations
 
-from itertools import count
+from collections.abc import Sequence
+from itertools import chain, combinations, count
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.lookahead import groups_to_stage, plan_look_ahead
+from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage, plan_look_ahead
 
 group_bytes = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -56,3 +58,47 @@ def test_a_planned_step_chooses_at_every_place_what_would_be_chosen_there(
     for place, end in enumerate(ends):
         ahead = list(dict.fromkeys(uses[place:end]))
         assert ahead == groups_to_stage(uses[place:], sizes, look_ahead_bytes)
+
+
+def turns(groups: int, micro_batches: int) -> list[int]:
+    """Forward and backward of so many micro-batches."""
+    return [*range(groups), *reversed(range(groups))] * micro_batches
+
+
+@given(groups=st.integers(1, 5), micro_batches=st.integers(1, 2), held=st.integers(1, 5))
+def test_from_forward_to_backward_no_way_of_holding_groups_reads_less(
+    groups: int, micro_batches: int, held: int
+) -> None:
+    cycle = turns(groups, micro_batches)
+    ones = [1] * groups
+    assert cycle_read_bytes(cycle, ones, ones, held) == fewest_reads(cycle, held)
+
+
+def fewest_reads(cycle: Sequence[int], held: int) -> int:
+    """Over all ways of holding up to `held` groups beside the one that is in use."""
+    found: dict[frozenset[int], int] = {frozenset(): 0}
+    for group in cycle:
+        reached: dict[frozenset[int], int] = {}
+        for here, reads in found.items():
+            after = here | {group}
+            keepable = chain.from_iterable(combinations(after, n) for n in range(min(held, len(after)) + 1))
+            for kept in map(frozenset, keepable):
+                reached[kept] = min(reached.get(kept, 10**9), reads + (group not in here))
+        found = reached
+    return min(found.values())
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=8), data=st.data())
+def test_what_is_lost_where_a_group_fits_in_part_is_less_than_that_group(sizes: list[int], data: st.DataObject) -> None:
+    """Beside the most that bytes of groups could spare: each byte that is held where the order turns round spares one."""
+    look_ahead_bytes = data.draw(st.integers(max(sizes), sum(sizes) + 10))
+    spared = 2 * sum(sizes) - cycle_read_bytes(turns(len(sizes), 1), sizes, sizes, look_ahead_bytes)
+    most = min(look_ahead_bytes, sum(sizes))
+    assert most - max(sizes) < spared <= most
+
+
+def test_what_is_read_may_be_less_than_what_is_held() -> None:
+    """A group that is cached in part takes a whole lease."""
+    assert cycle_read_bytes([0, 1, 1, 0], [10, 10], [4, 10], 0) == 4 + 10 + 4
+    assert cycle_read_bytes([0, 1, 1, 0], [10, 10], [4, 10], 20) == 14
+    assert cycle_read_bytes([], [10, 10], [4, 10], 20) == 0

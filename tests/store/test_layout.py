@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.store import Field, Layout, Shard, plan_layout
+from infinity.store import Cached, Field, Layout, Shard, plan_layout
 from infinity.store.layout import SHARD_ALIGN, SPACE_ALIGN
 
 PAGE = 4096
@@ -98,7 +98,7 @@ def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
         assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
         assert (Field.EXP_AVG in sub.fields) == (Field.EXP_AVG_SQ in sub.fields) == sub.trained
         assert Field.MASTER in sub.fields
-        assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0)
+        assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0 and sub.space != plan.groups)
 
 
 @given(plans())
@@ -188,3 +188,40 @@ def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
 def test_sub_group_below_the_least_is_refused_with_the_number() -> None:
     with pytest.raises(ValueError, match="at least 2048 elements, got 2047"):
         plan_layout([], groups=1, sub_group_numel_max=SPACE_ALIGN - 1, copy_itemsize=2)
+
+
+def test_state_that_is_held_leaves_the_extent_to_the_copies() -> None:
+    shards = [Shard("p", 0, SPACE_ALIGN), Shard("kept", 0, SPACE_ALIGN, resident=True)]
+    layout = plan_layout(shards, groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2, hold_state=True)
+    assert [sub.resting for sub in layout.sub_groups] == [(Field.COPY,), ()]
+    assert (layout.nbytes, layout.sub_group_bytes_max) == (2 * SPACE_ALIGN, 2 * SPACE_ALIGN)
+
+
+@given(plan=plans(), data=st.data())
+def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, data: st.DataObject) -> None:
+    """The cached fields cover just the elements that were asked for; every element has its place, as without a cache."""
+    parts: dict[tuple[int, bool], int] = {}
+    for sub in plan.layout.sub_groups:
+        parts[sub.space, sub.trained] = parts.get((sub.space, sub.trained), 0) + sub.numel
+    cached = {
+        key: Cached(*(SPACE_ALIGN * data.draw(st.integers(0, numel // SPACE_ALIGN)) for _ in range(2)))
+        for key, numel in parts.items()
+    }
+    layout = plan_layout(
+        plan.layout.shards,
+        groups=plan.groups,
+        sub_group_numel_max=plan.numel_max,
+        copy_itemsize=plan.copy_itemsize,
+        cached=cached,
+    )
+    assert (layout.place, layout.space_numel) == (plan.layout.place, plan.layout.space_numel)
+    assert layout.nbytes + layout.cached_bytes == plan.layout.nbytes
+    for (space, trained), asked in cached.items():
+        members = [sub for sub in layout.by_space[space] if sub.trained is trained]
+        first = members[0].start
+        for sub in members:
+            assert sub.numel <= plan.numel_max and set(sub.cached) | set(sub.resting) == set(sub.fields)
+            for which in sub.fields:
+                end = first + (asked.gathered_numel if which is sub.gathered else asked.state_numel)
+                assert (which in sub.cached) == (sub.start < end)
+                assert sub.start >= end or sub.start + sub.numel <= end  # never in part

@@ -92,3 +92,12 @@ def test_available_memory_is_read_in_bytes() -> None:
     available = budget._available_bytes()
     assert available is None or MIB < available < 1 << 50
     check_available(0)
+
+
+def test_cache_is_a_line_of_the_sum_and_of_the_errors() -> None:
+    assert PinnedBudget(10 * MIB, 6 * MIB, 4 * MIB, cache_bytes=3 * MIB).nbytes == 17 * MIB
+    for gather, pipeline in ((20 * MIB, 0), (0, 20 * MIB)):
+        need = PinnedBudget(gather, pipeline, cache_bytes=3 * MIB)
+        check_budget(27 * MIB, need, "layers.7", MIB)
+        with pytest.raises(BudgetError, match=rf"beside the 3\.00 MiB of host_cache_bytes.* {27 * MIB} bytes"):
+            check_budget(27 * MIB - 1, need, "layers.7", MIB)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import infinity
+from infinity.swap.fsdp2 import sharded_groups
 
 
 @pytest.fixture
@@ -36,3 +37,15 @@ def test_resharding_over_fewer_ranks_is_refused(nvme_path: Path) -> None:
     ):
         swap.page(model)
     assert all(type(p.data._local_tensor) is torch.Tensor for p in model.parameters())
+
+
+@pytest.mark.usefixtures("_four_ranks")
+@pytest.mark.parametrize(("root", "gathers"), [(None, 1), (False, 1), (True, 2)])
+def test_what_stays_gathered_until_backward_is_gathered_once(root: bool | None, gathers: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    mesh = init_device_mesh("cpu", (4,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[1], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=root)
+    found = {group.name: group.gathers for group in sharded_groups(model)}
+    assert found == {"root": gathers, "0": 2, "1": 1}

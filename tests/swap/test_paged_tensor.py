@@ -101,7 +101,6 @@ def bench(nvme_path: Path) -> Iterator[Bench]:
         group_names=["root"],
         shapes=shapes,
         copy_dtype=torch.bfloat16,
-        hold_state=False,
         stager=stager,
         arena=arena,
         what="the test",
@@ -262,7 +261,6 @@ def test_a_range_larger_than_the_access_buffer_is_read_and_written_in_parts(nvme
         group_names=["root"],
         shapes=[(torch.Size([numel]), torch.Size([numel]))],
         copy_dtype=torch.bfloat16,
-        hold_state=False,
         stager=Stager(engine, pool, arena, CpuDevice()),
         arena=arena,
         what="the test",
@@ -530,7 +528,7 @@ arena = Arena(folder, engine, name="rank0.arena")
 size = torch.Size([10])
 model = PagedModel(
     layout=plan_layout([Shard("a", 0, 10)], groups=1, sub_group_numel_max=1 << 20, copy_itemsize=2),
-    group_names=["root"], shapes=[(size, size)], copy_dtype=torch.bfloat16, hold_state=False,
+    group_names=["root"], shapes=[(size, size)], copy_dtype=torch.bfloat16,
     stager=Stager(engine, pool, arena, CpuDevice()), arena=arena, what="the test",
 )
 paged = PagedTensor.over(model.shards[0], Field.MASTER, None, torch.device("cpu"))

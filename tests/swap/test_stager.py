@@ -222,6 +222,25 @@ def test_chunk_of_many_spans_is_gathered_into_one_lease(real: Bench) -> None:
     assert real.is_clean()
 
 
+def test_what_stays_in_memory_is_staged_from_there(real: Bench) -> None:
+    """As it is of a group that is cached in part; the arena is read for the rest only."""
+    part = real.chunk(1)
+    real.write(part, 1)
+    real.stager.settle_all()
+    cached = torch.full((PAGE // 4,), 2, dtype=torch.int32)
+    group = Chunk("group", 2 * PAGE, (Span(0, PAGE, PAGE),), (), after=(part,), fills=((0, cached),))
+    for value in (2, 3):
+        cached.fill_(value)
+        read = real.engine.read_bytes
+        assert real.stager.prefetch(group)
+        lease = real.stager.acquire(group)
+        assert lease.view(torch.int32, 0, PAGE // 4).unique().tolist() == [value]
+        assert lease.view(torch.uint8, PAGE, PAGE).unique().tolist() == [1]
+        real.stager.release(group, keep=False)
+        assert real.engine.read_bytes - read == PAGE
+    assert real.is_clean()
+
+
 def test_more_chunks_than_the_pool_holds_flow_through_it(real: Bench) -> None:
     chunks = [real.chunk(3) for _ in range(12)]
     for value, chunk in enumerate(chunks):

@@ -1,0 +1,68 @@
+"""Floor 4. What of a model stays in pinned memory from step to step: from its layout to the planner's terms and back.
+
+Owns nothing and moves nothing; the planner is infinity/schedule/residency.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.schedule.residency import Candidate, choose_resident
+from infinity.store import Cached, Field, Layout, SubGroup
+from infinity.store.layout import SPACE_ALIGN
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The trained or the frozen part of a flat space. `like`: one of its sub-groups, all of which have the same fields."""
+
+    key: tuple[int, bool]
+    numel: int
+    like: SubGroup
+
+
+def plan_cache(layout: Layout, gathers: Sequence[int], cache_bytes: int) -> dict[tuple[int, bool], Cached]:
+    """What stays of each part of each flat space in at most `cache_bytes`: what `plan_layout` takes as `cached`.
+
+    Args:
+        layout: of the model with nothing cached.
+        gathers: by group, how often each micro-batch gathers it. Groups that come first are kept first: what is used at the
+            end of forward and the beginning of backward may stay staged in between.
+    """
+    parts = _parts(layout)
+    candidates: list[Candidate] = []
+    owners: list[tuple[tuple[int, bool], bool]] = []
+    for part in parts:
+        resident = part.key[0] == layout.resident_space
+        for gathered, fields in _sets_of_fields(part.like, resident):
+            reads = gathers[part.key[0]] if gathered else 0
+            stepped = part.like.trained
+            read_by_step = stepped and fields != (Field.COPY,)
+            unit_bytes = SPACE_ALIGN * sum(part.like.itemsize(each) for each in fields)
+            candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads + read_by_step, int(stepped)))
+            owners.append((part.key, gathered))
+    kept = dict(zip(owners, choose_resident(candidates, cache_bytes), strict=True))
+    found = {}
+    for part in parts:
+        state = kept.get((part.key, False), 0) * SPACE_ALIGN
+        whole = part.key[0] == layout.resident_space
+        found[part.key] = Cached(state if whole else kept.get((part.key, True), 0) * SPACE_ALIGN, state)
+    return found
+
+
+def _parts(layout: Layout) -> list[_Part]:
+    found = []
+    for space, cuts in enumerate(layout.by_space):
+        for trained in (True, False):
+            members = [sub for sub in cuts if sub.trained is trained]
+            if members:
+                found.append(_Part((space, trained), sum(sub.numel for sub in members), members[0]))
+    return found
+
+
+def _sets_of_fields(sub: SubGroup, resident: bool) -> list[tuple[bool, tuple[Field, ...]]]:
+    """The fields that stay or go together: (whether it is the one that is gathered, fields)."""
+    gathered = () if resident else tuple(each for each in sub.resting if each is sub.gathered)
+    state = tuple(each for each in sub.resting if each not in gathered)
+    return [(which, fields) for which, fields in ((True, gathered), (False, state)) if fields]

@@ -1,0 +1,130 @@
+"""Trains a few steps with a part of the state cached, and compares the bytes of a step with the optimum. For torchrun too."""
+
+from __future__ import annotations
+
+import sys
+import time
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+from infinity.store.layout import SPACE_ALIGN
+
+HIDDEN = 128
+BLOCKS = 4
+STEPS = 3
+SHARES = [Fraction(0), Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(9, 10), Fraction(1)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN, bias=False)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    """Every shard is whole pages, so that the bytes of a step are those of its elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+def cache_bytes_for(share: Fraction, numel: int) -> int:
+    """About `share` of the 14 bytes per element: whole pages of copies, beyond them whole pages of each field of the state."""
+    nbytes, copies = int(share * 14 * numel), 2 * numel
+    unit = SPACE_ALIGN * (12 if nbytes > copies else 2)
+    return copies + (nbytes - copies) // unit * unit
+
+
+def optimum(ranks: int, cache_bytes: int) -> tuple[int, int]:
+    """The fewest bytes (read, written) of a step on one rank. The embedding stays gathered from forward to backward, and with a
+    look-ahead of one group so does the last block's copy in the pool; the other blocks are read twice."""
+    embedding, block = 256 * HIDDEN // ranks, 8 * HIDDEN * HIDDEN // ranks
+    copies = [(embedding, 1), *[(block, 2)] * (BLOCKS - 1), (block, 1)]
+    parts = [Candidate(2 * numel, 1, reads, 1) for numel, reads in copies]
+    parts.append(Candidate(12 * (embedding + BLOCKS * block), 1, 1, 1))
+    return moved_bytes(parts, choose_resident(parts, cache_bytes))
+
+
+def check(nvme_path: str, share: Fraction) -> None:
+    """Raises AssertionError where a step moves other bytes than the optimum, or memory is exceeded."""
+    torch.manual_seed(0)
+    model = Model()
+    numel = sum(p.numel() for p in model.parameters()) // dist.get_world_size()
+    cache_bytes = cache_bytes_for(share, numel)
+    device = {"device": "nvme", "nvme_path": nvme_path}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": device,
+            "offload_optimizer": device,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+        "infinity": {"wrap": ["Block"], "host_cache_bytes": cache_bytes},
+    }
+    engine, *_ = infinity.initialize(model=model, config=config)
+    swap = engine.swap
+    assert swap is not None
+    end_step = swap.end_step
+
+    def end_written_step() -> None:
+        """What is still being written can't be read ahead: let the step in which it is read not depend on the drive's mood."""
+        swap.stager.settle_all()
+        end_step()
+
+    swap.end_step = end_written_step  # type: ignore[method-assign]
+    with engine:
+        moved = []
+        for step in range(STEPS):
+            before = swap.stats()
+            x = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            come_to_rest(swap)
+            after = swap.stats()
+            moved.append((after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes))
+        assert moved[-1] == optimum(dist.get_world_size(), cache_bytes), (share, moved)
+        assert moved[-1] == swap.step_bytes(), (share, moved)
+        assert after.cached_bytes == cache_bytes
+        assert after.arena_bytes == 14 * numel - cache_bytes
+        assert after.pinned_peak_bytes <= after.pinned_bytes
+
+
+def come_to_rest(swap: infinity.SwapManager) -> None:
+    """Wait for what is being written, and for what is read ahead for the next step: it counts in this one, each time."""
+    swap.flush()
+    chunks = [group.chunk for group in swap.paged.groups if group.chunk is not None]
+    while not all(transfer.done for chunk in chunks for transfer in chunk.transfers):
+        time.sleep(0.001)
+
+
+def main() -> int:
+    dist.init_process_group("gloo")
+    for share in SHARES:
+        check(sys.argv[1], share)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""What residency promises: no way of caching makes a step cheaper, and never more bytes stay than there is memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import chain, combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.schedule.floor import step_bytes
+from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+
+# A byte of memory holds one of these: nothing worth mentioning, what the arena holds, what the arena doesn't hold, or nothing
+# while the arena holds something stale (which may only be overwritten).
+AWAY, CLEAN, DIRTY, STALE = range(4)
+
+State = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A small step, a byte per item: in which passes each copy is read, which copies are trained, how many bytes of state."""
+
+    passes: int
+    copies: tuple[tuple[frozenset[int], bool], ...]
+    states: int
+
+    @property
+    def items(self) -> int:
+        return len(self.copies) + self.states
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        copies = [Candidate(1, 1, len(passes), int(trained)) for passes, trained in self.copies]
+        return [*copies, *(Candidate(1, 1, 1, 1) for _ in range(self.states))]
+
+    @property
+    def events(self) -> list[tuple[int, str]]:
+        """(item, "read", "write" or "update"), in the order of the step: zigzag passes, then the optimizer."""
+        found = []
+        for each in range(self.passes):
+            order = range(len(self.copies)) if each % 2 == 0 else reversed(range(len(self.copies)))
+            found += [(item, "read") for item in order if each in self.copies[item][0]]
+        found += [(len(self.copies) + k, "update") for k in range(self.states)]
+        return found + [(item, "write") for item, (_, trained) in enumerate(self.copies) if trained]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    passes = draw(st.sampled_from([2, 2, 4]))
+    every, forward = frozenset(range(passes)), frozenset(range(0, passes, 2))
+    reading = draw(st.lists(st.sampled_from([every, every, forward]), min_size=1, max_size=3))
+    may_be_frozen = forward not in reading
+    copies = tuple((read, not may_be_frozen or draw(st.booleans())) for read in reading)
+    return Step(passes, copies, draw(st.integers(0, 4 - len(copies))))
+
+
+@settings(max_examples=200)
+@given(
+    step=steps(),
+    cache_bytes=st.integers(0, 3),
+    costs=st.sampled_from([(1, 1), (1, 0), (2, 1), (1, 3)]),
+)
+def test_no_way_of_caching_makes_a_step_cheaper(step: Step, cache_bytes: int, costs: tuple[int, int]) -> None:
+    resident = choose_resident(step.candidates, cache_bytes, read_cost=costs[0], write_cost=costs[1])
+    read, written = moved_bytes(step.candidates, resident)
+    assert read * costs[0] + written * costs[1] == least_cost_of_a_step(step, cache_bytes, *costs)
+
+
+def least_cost_of_a_step(step: Step, cache_bytes: int, read_cost: int, write_cost: int) -> Fraction:
+    """Over all endless schedules of the step repeated: the least mean cycle (Karp 1978) over what the memory holds at its
+    beginning."""
+    first = tuple(AWAY for _ in range(step.items))
+    number = {first: 0}
+    edges: list[tuple[int, int, int]] = []
+    todo = [first]
+    for start in todo:
+        for end, cost in _after_a_step(step, start, cache_bytes, read_cost, write_cost).items():
+            if end not in number:
+                number[end] = len(number)
+                todo.append(end)
+            edges.append((number[start], number[end], cost))
+    never = 10**9
+    count = len(number)
+    cheapest = [[0] + [never] * (count - 1)]
+    for _ in range(count):
+        row = [never] * count
+        for start, end, cost in edges:
+            row[end] = min(row[end], cheapest[-1][start] + cost)
+        cheapest.append(row)
+    means = [
+        max(Fraction(cheapest[count][v] - cheapest[k][v], count - k) for k in range(count) if cheapest[k][v] < never)
+        for v in range(count)
+        if cheapest[count][v] < never
+    ]
+    return min(means)
+
+
+def _after_a_step(step: Step, start: State, cache_bytes: int, read_cost: int, write_cost: int) -> dict[State, int]:
+    """Every state the memory can be in after one step from `start`, and the least that it costs to get there."""
+    found = {start: 0}
+    rewritten = {item for item, kind in step.events if kind == "write"}
+    last_read = {item: at for at, (item, kind) in enumerate(step.events) if kind == "read"}
+    for at, (item, kind) in enumerate(step.events):
+        reached: dict[State, int] = {}
+        for state, cost in found.items():
+            if kind != "write":
+                assert state[item] != STALE
+                cost += read_cost * (state[item] == AWAY)
+            here = max(state[item], CLEAN) if kind == "read" else DIRTY
+            used = (*state[:item], here, *state[item + 1 :])
+            dead = {each for each in rewritten if last_read[each] <= at}  # overwritten before it is read again
+            if kind == "write":
+                dead.discard(item)
+            for kept, paid in _forget(used, dead, write_cost):
+                if sum(each in (CLEAN, DIRTY) for each in kept) <= cache_bytes:
+                    reached[kept] = min(reached.get(kept, 10**9), cost + paid)
+        if kind == "write":
+            rewritten = rewritten - {item}  # what was written anew is no longer dead in the rest of this step
+        found = reached
+    return found
+
+
+def _forget(state: State, dead: set[int], write_cost: int) -> Iterator[tuple[State, int]]:
+    """`state` after forgetting any of the bytes in memory, and the cost of writing those that would be lost."""
+    here = [item for item, each in enumerate(state) if each in (CLEAN, DIRTY)]
+    for gone in chain.from_iterable(combinations(here, n) for n in range(len(here) + 1)):
+        kept, cost = list(state), 0
+        for item in gone:
+            lost = state[item] == DIRTY
+            cost += write_cost * (lost and item not in dead)
+            kept[item] = STALE if lost and item in dead else AWAY
+        yield tuple(kept), cost
+
+
+candidates = st.lists(
+    st.builds(Candidate, st.integers(0, 20), st.integers(1, 50), st.integers(0, 5), st.integers(0, 1)), max_size=6
+)
+
+
+@given(candidates=candidates, cache_bytes=st.integers(0, 3000), costs=st.tuples(st.integers(0, 9), st.integers(0, 9)))
+def test_what_stays_fits_and_is_there(candidates: list[Candidate], cache_bytes: int, costs: tuple[int, int]) -> None:
+    resident = choose_resident(candidates, cache_bytes, read_cost=costs[0], write_cost=costs[1])
+    assert sum(kept * each.unit_bytes for kept, each in zip(resident, candidates, strict=True)) <= cache_bytes
+    assert all(0 <= kept <= each.units for kept, each in zip(resident, candidates, strict=True))
+    unused = [k for k, each in zip(resident, candidates, strict=True) if not each.reads and not each.writes]
+    assert not any(unused)  # nothing that moves no bytes takes memory
+
+
+@given(candidates=candidates, cache_bytes=st.integers(0, 3000))
+def test_no_room_is_left_that_would_hold_a_unit_of_what_moves(candidates: list[Candidate], cache_bytes: int) -> None:
+    resident = choose_resident(candidates, cache_bytes)
+    left = cache_bytes - sum(kept * each.unit_bytes for kept, each in zip(resident, candidates, strict=True))
+    for kept, each in zip(resident, candidates, strict=True):
+        assert kept == each.units or left < each.unit_bytes or not (each.reads or each.writes)
+
+
+@given(candidates=candidates)
+def test_memory_for_everything_leaves_nothing_to_move(candidates: list[Candidate]) -> None:
+    enough = sum(each.units * each.unit_bytes for each in candidates)
+    assert moved_bytes(candidates, choose_resident(candidates, enough)) == (0, 0)
+
+
+def test_copies_come_before_state_and_state_before_frozen_copies_where_writes_are_slow() -> None:
+    copies, frozen, state = Candidate(10, 2, 2, 1), Candidate(10, 2, 2, 0), Candidate(10, 12, 1, 1)
+    assert choose_resident([state, frozen, copies], 52) == [1, 10, 10]
+    assert choose_resident([state, frozen, copies], 52, read_cost=1, write_cost=2) == [2, 4, 10]
+
+
+def test_the_first_of_equals_stays() -> None:
+    alike = Candidate(3, 10, 2, 1)
+    assert choose_resident([alike, alike, alike], 45) == [3, 1, 0]
+
+
+@given(numel=st.integers(0, 1000), cache_bytes=st.integers(0, 14_000), micro_batches=st.integers(1, 3))
+def test_floor_of_a_step_is_that_of_the_bytes_that_do_not_stay(
+    numel: int, cache_bytes: int, micro_batches: int
+) -> None:
+    """The sum of the design, with single bytes as units."""
+    parts = [Candidate(2 * numel, 1, 2 * micro_batches, 1), Candidate(12 * numel, 1, 1, 1)]
+    expected = moved_bytes(parts, choose_resident(parts, cache_bytes))
+    numbers = {"trained_numel": numel, "paged_numel": numel, "copy_itemsize": 2, "micro_batches": micro_batches}
+    assert step_bytes(**numbers, cached_bytes=cache_bytes) == expected
