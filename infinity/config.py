@@ -612,7 +612,9 @@ class InfinityConfig(_Block):
         "there is to keep.",
     )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], _or_auto(_CLASS_NAMES)] = Field(
-        default="auto", description="Class names of the modules that become groups, one `fully_shard` call each."
+        default="auto",
+        description="Class names of the modules that become groups, one `fully_shard` call each. auto is the repeated blocks, "
+        "and parts of them, or of what is left, where stage3_max_live_parameters is less than they need.",
     )
     backend: Annotated[Backend, _choice(Backend)] = Field(
         default="auto",

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -103,9 +103,10 @@ class Model(nn.Module):
         for number in aside:
             self.blocks[number].requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, without: Collection[int] = ()) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, without: Collection[int] = (), again: Sequence[int] = ()) -> torch.Tensor:
         h = self.embedding(x)
-        for number, block in enumerate(self.blocks):
+        for number in (*range(BLOCKS), *again):
+            block = self.blocks[number]
             if number in without:
                 continue
             if number in self.aside:
@@ -128,6 +129,8 @@ class Case:
     offload: str = "nvme"
     wrap: tuple[str, ...] | str = "auto"
     without: tuple[tuple[int, ...], ...] = ((),)
+    again: tuple[int, ...] = ()
+    """Blocks that a forward uses a second time."""
     aside: tuple[int, ...] = ()
     """Blocks that are frozen and stand beside the others: they run forward, and take no part in the backward."""
 
@@ -154,6 +157,7 @@ CASES = {
     "another path twice": Case(
         LEAST + 2 * BLOCK_NUMEL, 4 * BLOCK_NUMEL, 2 * BLOCK_NUMEL, evaluate=True, without=((), (), (1,), (1,), (1,))
     ),
+    "blocks used twice": Case(LEAST + 2 * BLOCK_NUMEL, 2 * BLOCK_NUMEL, BLOCK_NUMEL, evaluate=True, again=(1, 4)),
     "a frozen tower": Case(LEAST + BLOCK_NUMEL, evaluate=True, aside=(2, 3)),
     "a frozen tower, far ahead": Case(LEAST + 2 * BLOCK_NUMEL, 0, 2 * BLOCK_NUMEL, accumulation=2, aside=(1, 2)),
 }
@@ -191,7 +195,7 @@ def train(case: Case, nvme_path: str) -> tuple[list[float], Sampler, list[int]]:
         for step in range(STEPS):
             x = torch.randint(0, VOCABULARY, (2, 8), generator=generator)
             for _ in range(case.accumulation):
-                logits = engine(x, case.without[step % len(case.without)])
+                logits = engine(x, case.without[step % len(case.without)], case.again)
                 loss = F.cross_entropy(logits.float().flatten(0, 1), x.flatten())
                 engine.backward(loss)
                 seen.append(loss.item())
@@ -241,6 +245,7 @@ def reference(case: Case) -> Case:
         offload="none",
         without=case.without,
         aside=case.aside,
+        again=case.again,
     )
 
 

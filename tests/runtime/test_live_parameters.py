@@ -124,6 +124,24 @@ def test_groups_that_stay_gathered_are_said(nvme_path: Path, caplog: pytest.LogC
     assert "not acted on" not in caplog.text
 
 
+def test_what_is_gathered_ahead_follows_a_new_path_once_it_is_taken_again(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = scene.Case(prefetch=scene.BLOCK_NUMEL)
+    engine, *_ = infinity.initialize(model=scene.Model(), config=scene.settings(case, str(nvme_path)))
+    x = torch.arange(8)[None]
+    followed = []
+    with engine, caplog.at_level(logging.INFO, "infinity"):
+        assert engine.live is not None
+        for without in ((), (1,), (1,), (2,), (1,), (3,), (3,)):
+            engine.backward(engine(x, without).float().square().mean())
+            engine.step()
+            followed.append(engine.live.plan.forward_prefetch[1:5])
+    every, other, another = ((2,), (3,), (4,), (5,)), ((3,), (), (4,), (5,)), ((2,), (3,), (5,), ())
+    assert followed == [every, every, other, other, other, other, another]
+    assert caplog.text.count("another path than planned") == 1
+
+
 class OddBlock(nn.Module):
     """Uses the parameters of torch's attention, which calls none of its parts."""
 
