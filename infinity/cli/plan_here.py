@@ -38,7 +38,7 @@ _NUMEL_MIN = 16 << 20
 _FLOPS_MAX = {"cpu": 3e11, "cuda": 2e14}
 """Of one measured step: a second or two on few cores."""
 
-_STEPS = 3
+_STEPS = 5
 _DRIVE_FILE_BYTES = 256 * MIB
 _DRIVE_ROUNDS = 3
 _DRIVE_SECONDS = 0.15
