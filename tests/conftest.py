@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -60,6 +61,11 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
+ABORT_AT_EXIT = "terminate called without an active exception"
+"""What a rank says when torch's gloo thread lets go of its last tensor while the interpreter is already ending (seen with torch
+2.13 alone, once in some hundred runs). It says nothing about the test, which runs once more then."""
+
+
 class Torchrun(Protocol):
     def __call__(
         self,
@@ -86,6 +92,19 @@ def torchrun() -> Torchrun:
         environment: dict[str, str] | None = None,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
+        done = launch_once(script, *arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment)
+        if done.returncode != 0 and ABORT_AT_EXIT in done.stdout:
+            warnings.warn(f"{script.name}: a rank aborted at exit; run again", stacklevel=2)
+            done = launch_once(
+                script, *arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment
+            )
+        if check and done.returncode != 0:
+            pytest.fail(f"{script.name} on {ranks} ranks: exit status {done.returncode}\n{done.stdout}", pytrace=False)
+        return done
+
+    def launch_once(
+        script: Path, *arguments: str, ranks: int, timeout_seconds: float, environment: dict[str, str] | None
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += [str(script), *arguments]
         launcher = subprocess.Popen(
@@ -107,11 +126,9 @@ def torchrun() -> Torchrun:
             output, _ = launcher.communicate()
         finally:
             end(launcher)
-        ran = f"{script.name} on {ranks} ranks"
         if not in_time:
-            pytest.fail(f"{ran}: no end after {timeout_seconds:g} s\n{output}", pytrace=False)
-        if check and launcher.returncode != 0:
-            pytest.fail(f"{ran}: exit status {launcher.returncode}\n{output}", pytrace=False)
+            text = f"{script.name} on {ranks} ranks: no end after {timeout_seconds:g} s\n{output}"
+            pytest.fail(text, pytrace=False)
         return subprocess.CompletedProcess(command, launcher.returncode, output)
 
     return launch
