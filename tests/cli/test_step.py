@@ -39,7 +39,7 @@ def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
     assert result["steps"][0].keys() == {"seconds", "read_bytes", "written_bytes", "stall_seconds"}
     assert 0 < result["floor_seconds"] and result["compute_seconds"] <= result["seconds"]
     assert result["predicted_seconds"] > 0
-    assert 13 < result["written_bytes_per_param"] < 16
+    assert 11.9 < result["written_bytes_per_param"] < 16  # small parameters keep their copies in memory
     assert result["peak_rss_bytes"] > result["pinned_bytes"]
     assert list(nvme_path.iterdir()) == []
 
