@@ -683,15 +683,12 @@ class _Machinery:
             self.notes.append(refused)
 
     def close(self) -> None:
-        try:
+        with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
+            closing.callback(self.arena.close)
+            closing.callback(self.stager.device.unregister, self.pool.slab)
+            closing.callback(self.engine.close)
+            closing.callback(self.stager.drop_all)
             self.stager.settle_all()
-            self.stager.drop_all()
-        finally:
-            try:
-                self.engine.close()
-            finally:
-                self.stager.device.unregister(self.pool.slab)
-                self.arena.close()
 
 
 def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
