@@ -36,8 +36,8 @@ demo: setup ## train a language model whose weights rest on disk (ARGS="--help" 
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 	$(VENV_PYTHON) -m pytest $(ARGS)
 
-torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 for fewer)
-	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) $(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
+torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
+	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) $(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
 
 lint: setup-dev ## ruff, mypy --strict, clang-format; changes nothing
 	@$(MAKE) --no-print-directory --keep-going lint-style lint-layout lint-types lint-cxx

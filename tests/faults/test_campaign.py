@@ -6,19 +6,17 @@ import contextlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from campaign import Report, engines_fail, plan_for, run, seeds
-from torch import nn
+from scene import STEPS, make, step, weights
 
 import infinity
 
 TENSORS = 16
 OPERATIONS = 40
-STEPS = 4
 SAVED_STEP = 2
 
 
@@ -99,58 +97,6 @@ def _one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def config(path: Path | None) -> dict[str, Any]:
-    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
-    return {
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "aio": {"block_size": 16384, "queue_depth": 4},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": offload,
-            "offload_optimizer": offload,
-            "stage3_param_persistence_threshold": 100,
-            "sub_group_size": 8192,
-        },
-        "infinity": {"pinned_bytes_max": "12MiB"},
-    }
-
-
-class Model(nn.Module):
-    """Three blocks of which each is a group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 96)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(3))
-        self.last = nn.Linear(96, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(x)
-
-
-def make(path: Path | None) -> infinity.Engine:
-    torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=Model(), config=config(path))
-    return engine
-
-
-def step(engine: infinity.Engine, number: int) -> float:
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
-    loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
-def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.full_tensor() + 0 for name, value in engine.state_dict().items()}
 
 
 @pytest.mark.timeout(0)
