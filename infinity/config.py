@@ -636,6 +636,10 @@ class InfinityConfig(_Block):
         default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
     )
     lock_memory: _Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
+    checkpoint_keep: _Count = Field(
+        default=0,
+        description="How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all.",
+    )
     fused: _Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
     reduce_dtype: Annotated[ReduceDtype, _choice(ReduceDtype)] = Field(
         default="fp32", description="Element type in which gradients are reduced over the ranks."

@@ -229,19 +229,22 @@ class Engine:
             "client_state": client_state or {},
             "rng": torch.get_rng_state(),
         }
-        checkpoint.save(save_dir, tag, self.module, self.optimizer, rest)
+        keep = self.config.infinity.checkpoint_keep
+        checkpoint.save(save_dir, tag, self.module, self.optimizer, rest, keep=keep)
         return True
 
     def load_checkpoint(
-        self, load_dir: str | os.PathLike[str], tag: str | None = None
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, *, verify: bool = True
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint (default: the latest in `load_dir`), written by any number of ranks. A collective.
+
+        `verify`: hold every file to the hash that was taken when it was written, which reads all of them once more.
 
         Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model.
         """
         self._make_optimizer_state()
         self.zero_grad()
-        path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
+        path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer, verify=verify)
         self.global_steps = rest["global_steps"]
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
         if self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
