@@ -23,6 +23,10 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_live,
     )
     from infinity.runtime import Engine, init_empty
+    from infinity.runtime.consolidate import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
     from infinity.runtime.initialize import initialize
     from infinity.store.probe import DriveRates, measure_drive
     from infinity.swap import PagedAdam, PagedAdamW, SwapManager
@@ -42,10 +46,12 @@ __all__ = [
     "StoreError",
     "SwapManager",
     "__version__",
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "init_empty",
     "initialize",
     "measure_drive",
@@ -60,6 +66,10 @@ _NAMES_OF = {
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
     "infinity.runtime": ("Engine", "init_empty", "initialize"),
+    "infinity.runtime.consolidate": (
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+    ),
     "infinity.store.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),
 }
