@@ -144,7 +144,7 @@ def predict(machine: Machine, model: Shape, *, samples: int, pinned_bytes: int) 
 
 def _machine(asked: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine, Shape]:
     """This machine and the model, in the planner's terms. Measured before the steps, so that it is a prediction."""
-    from infinity.cli.plan_here import measure_machine
+    from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import HEAD, VOCABULARY
     from infinity.schedule.transformer import Transformer
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from infinity.cli import bench
-from infinity.cli.plan_machines import PRESETS
-from infinity.cli.plan_model import read_hf_config
+from infinity.cli.plan.machines import PRESETS
+from infinity.cli.plan.model import read_hf_config
 from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity.schedule.estimate import STRATEGIES
@@ -299,7 +299,7 @@ def test_here_measures_and_leaves_nothing_behind(nvme_path: Path, capsys: pytest
 
 
 def test_here_takes_the_drive_from_its_profile(nvme_path: Path) -> None:
-    from infinity.cli.plan_here import _drive_speed
+    from infinity.cli.plan.here import _drive_speed
 
     profile = DriveProfile(
         written="2026-01-01T00:00:00",
@@ -320,7 +320,7 @@ def test_here_takes_the_drive_from_its_profile(nvme_path: Path) -> None:
 
 
 def test_memory_that_a_control_group_takes_away_is_not_planned_with() -> None:
-    from infinity.cli.plan_here import _usable_host_bytes
+    from infinity.cli.plan.here import _usable_host_bytes
 
     assert _usable_host_bytes(100, None, None) == 100
     assert _usable_host_bytes(100, 80, 30) == 50

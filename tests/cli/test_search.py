@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.cli.search import (
+from infinity.cli.sweep.search import (
     BLOCKS,
     DEPTHS,
     QUICK,

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity.cli import sweep_report
 from infinity.cli.bench import main
-from infinity.cli.search import Choice, Effort, Standing
-from infinity.cli.sweep_report import Swept, config_block, endurance, share_a_disk, wear_of
-from infinity.cli.sweep_run import Sweep
+from infinity.cli.sweep import report as sweep_report
+from infinity.cli.sweep.report import Swept, config_block, endurance, share_a_disk, wear_of
+from infinity.cli.sweep.run import Sweep
+from infinity.cli.sweep.search import Choice, Effort, Standing
 from infinity.config import load_config
 from infinity.store.drive import Disk, Drive, Queue
 from infinity.store.measure import Settings, Workload
@@ -83,7 +83,7 @@ def found(ran: Ran) -> dict[str, Any]:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that tries next to nothing, and signal handlers put back; for runs in this process."""
     effort = Effort((256 * KIB, MIB), (4,), 1, 0.02, candidates=1, finalists=1, rounds=1, round_seconds=0.02)
-    monkeypatch.setattr("infinity.cli.sweep_run.QUICK", effort)
+    monkeypatch.setattr("infinity.cli.sweep.run.QUICK", effort)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
 
@@ -289,7 +289,7 @@ def test_two_drives_are_measured_alone_and_all_at_once(
     folders = [nvme_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr("infinity.cli.sweep_run.drive_of", lambda path: drive(path.name))
+    monkeypatch.setattr("infinity.cli.sweep.run.drive_of", lambda path: drive(path.name))
     Sweep(asked_for(nvme_path, json=str(tmp_path / "found.json")), dict.fromkeys(folders, 64 * MIB)).run()
     together = json.loads((tmp_path / "found.json").read_text())["together"]
     assert set(together) == {"read", "write", "mixed"}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from infinity.errors import StoreError
 
 if TYPE_CHECKING:
-    from infinity.cli.checks import Finding, Section
+    from infinity.cli.doctor.checks import Finding, Section
 
 JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(asked: argparse.Namespace) -> int:
     """Report on the path asked for; 0 where training with NVMe works, else 1."""
-    from infinity.cli.checks import Mark, examine
+    from infinity.cli.doctor.checks import Mark, examine
 
     try:
         path = (asked.path or Path()).absolute()

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import infinity
-from infinity.cli import fio
-from infinity.cli.search import Choice, Search, Standing, default_settings
+from infinity.cli.sweep import fio
+from infinity.cli.sweep.search import Choice, Search, Standing, default_settings
 from infinity.schedule.floor import step_bytes
 from infinity.store.drive import Drive
 from infinity.store.measure import DriveTest, Workload

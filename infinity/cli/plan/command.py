@@ -154,14 +154,14 @@ def run(asked: argparse.Namespace) -> int:
     if chosen is not None:
         _write(asked, chosen)
     if asked.plot is not None:
-        from infinity.cli.plan_plot import draw
+        from infinity.cli.plan.plot import draw
 
         draw(work, machine, asked.plot, pinned_bytes=asked.pinned)
     return 0 if chosen is not None else 1
 
 
 def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> None:
-    from infinity.cli.plan_report import as_json, print_report
+    from infinity.cli.plan.report import as_json, print_report
 
     if asked.json != "-":
         print_report(plans, chosen)
@@ -175,7 +175,7 @@ def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> 
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
     """The files about the chosen strategy."""
-    from infinity.cli.plan_report import config_for, trace_events
+    from infinity.cli.plan.report import config_for, trace_events
 
     if asked.write_config is not None:
         asked.write_config.write_text(json.dumps(config_for(chosen, _nvme_path(asked)), indent=2) + "\n")
@@ -202,11 +202,11 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
 
 def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
     """The model and the machine. Raises ConfigError."""
-    from infinity.cli.plan_model import model_from
+    from infinity.cli.plan.model import model_from
 
     model = model_from(asked)
     if asked.here is not None:
-        from infinity.cli.plan_here import measure_machine
+        from infinity.cli.plan.here import measure_machine
 
         try:
             machine = measure_machine(asked.here, model, samples=asked.batch, report=_progress)
@@ -238,7 +238,7 @@ def _check(asked: argparse.Namespace) -> None:
 
 def _base(asked: argparse.Namespace) -> Machine:
     """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
-    from infinity.cli.plan_machines import PRESETS
+    from infinity.cli.plan.machines import PRESETS
     from infinity.schedule.planner import Machine
 
     if asked.preset is not None:
@@ -311,7 +311,7 @@ _FIGURES = (
 
 
 def _list_presets() -> int:
-    from infinity.cli.plan_machines import PRESETS
+    from infinity.cli.plan.machines import PRESETS
 
     for name, machine in PRESETS.items():
         print(f"{name:14} {machine.name}")

@@ -69,7 +69,7 @@ def run(asked: argparse.Namespace) -> int:
     if reason is not None:
         print(f"infinity-bench sweep: error: {reason}", file=sys.stderr)
         return 2
-    from infinity.cli.sweep_run import Sweep
+    from infinity.cli.sweep.run import Sweep
 
     sweep = Sweep(asked, {path: _file_bytes(path, asked.size, quick=asked.quick) for path in asked.paths})
     try:
@@ -123,7 +123,7 @@ def _why_not_backends(names: list[str] | None) -> str | None:
 
 
 def _why_not_fio(wanted: bool) -> str | None:
-    from infinity.cli.fio import find_fio
+    from infinity.cli.sweep.fio import find_fio
 
     try:
         if wanted:
