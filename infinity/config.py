@@ -161,6 +161,8 @@ Device = Literal["none", "cpu", "nvme"]
 Backend = Literal["auto", "io_uring", "linux_aio", "threads"]
 Mix = Literal["auto", "interleaved", "bursts"]
 ReduceDtype = Literal["fp32", "bf16"]
+MasterWeights = Literal["split", "full"]
+Update = Literal["auto", "step", "forward", "backward"]
 OptimizerType = Literal["AdamW", "Adam"]
 WarmupType = Literal["log", "linear"]
 SchedulerType = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"]
@@ -637,6 +639,16 @@ class InfinityConfig(_Block):
     )
     lock_memory: _Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
     fused: _Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
+    master_weights: Annotated[MasterWeights, _choice(MasterWeights)] = Field(
+        default="split",
+        description="How an fp32 master weight rests on NVMe beside its bf16 copy: split keeps the 16 bits that the copy "
+        "lacks, full keeps all 32. The numbers are the same.",
+    )
+    update: Annotated[Update, _choice(Update)] = Field(
+        default="auto",
+        description="When the weights of a group are updated: in step, in forward just before the group is gathered, or in "
+        "backward as soon as its gradient is there, which clipping and accumulation exclude. The numbers are the same.",
+    )
     reduce_dtype: Annotated[ReduceDtype, _choice(ReduceDtype)] = Field(
         default="fp32", description="Element type in which gradients are reduced over the ranks."
     )
