@@ -22,8 +22,8 @@ later than in S, so at every moment up to then we have given free whatever S has
 last moment t at which our drive rested; from t on it read q, ..., i without a pause. If t is the beginning, S can't have read
 the groups up to i before us. If not, q didn't fit just before t: it and what we held of the groups before it were more than L
 bytes. (1) So we held as many groups as anybody may hold; of those up to i, S has begun to read no more than we have, needs as
-long for the others, and is not earlier. (2) We held more than L less q, which is at least what S may hold; so S has read no more
-bytes of the groups up to i than we have, and is not earlier. (The next group alone may exceed the bound, in S as with us.) ∎
+long for the others, and is not earlier. (2) We held more than L less q, at least what S may hold; so S has read no more bytes
+of the groups up to i than we have, and is not earlier. (The next group alone may exceed the bound, in S as with us.) ∎
 
 With sizes that differ there can be another order that is on time where this one isn't: a large group first, for which there is
 room now, and the small one that is needed before it later, when there would have been no room for the large one any more.

@@ -13,7 +13,7 @@ waited for. So whoever asks gets it, whatever else there is:
     2 groups of G         a sub-group of S             2 G + 3 S      one of the two is being updated
     -                     one S after another          3 S            an optimizer step of its own
 
-A group is leased before the first of its sub-groups, when no other sub-group is in use; so no group is ever asked for beside one.
+A group is leased before the first of its sub-groups, when no other sub-group is in use: no group is asked for beside one.
 """
 
 from __future__ import annotations
