@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import checked_value, why_no_file, why_not_written
+from infinity.cli.arguments import add_scheme, checked_value, scheme_from, why_no_file, why_not_written
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import parse_bytes, parse_count
 
@@ -63,8 +63,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--pinned",
         type=checked_value(parse_bytes, at_least=1),
         metavar="BYTES",
-        help="pinned pool of a rank (default: auto)",
+        help="pinned pool of a rank, beside its cache (default: auto)",
     )
+    training.add_argument(
+        "--cache",
+        type=checked_value(parse_bytes, at_least=0),
+        metavar="BYTES",
+        help="host memory of a rank that keeps copies and optimizer state from step to step (default: all that is left)",
+    )
+    add_scheme(training)
     training.add_argument(
         "--groups-per-block",
         type=checked_value(int, at_least=1),
@@ -148,7 +155,7 @@ def run(asked: argparse.Namespace) -> int:
     from infinity.schedule.planner import fastest_that_fits, plans_for
 
     work = _work(model, machine, asked)
-    plans = plans_for(work, machine, pinned_bytes=asked.pinned)
+    plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     chosen = fastest_that_fits(plans)
     _tell(asked, plans, chosen)
     if chosen is not None:
@@ -156,7 +163,7 @@ def run(asked: argparse.Namespace) -> int:
     if asked.plot is not None:
         from infinity.cli.plan.plot import draw
 
-        draw(work, machine, asked.plot, pinned_bytes=asked.pinned)
+        draw(work, machine, asked.plot, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     return 0 if chosen is not None else 1
 
 
@@ -197,6 +204,8 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         micro_batches=asked.accumulation,
         checkpointing=not asked.no_checkpointing,
         groups_per_block=asked.groups_per_block,
+        clipping=not asked.no_clipping,
+        scheme=scheme_from(asked, accumulation=asked.accumulation),
     )
 
 
@@ -229,6 +238,7 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(f"--here {asked.here}: name an existing folder on the drive to plan with")
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
+    scheme_from(asked, accumulation=asked.accumulation)
     reason = why_not_written(asked)
     for file in (asked.write_config, asked.timeline):
         reason = reason or (why_no_file(file) if file is not None else None)
