@@ -29,6 +29,28 @@ def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[st
     return checked
 
 
+count = checked_value(int, at_least=1)
+"""A type for argparse: a number of things, one at least."""
+
+
+def add_described(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    *,
+    help: str,
+    description: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """Add a subcommand whose description and epilog are shown with their lines as they are."""
+    return subparsers.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def why_not_written(asked: argparse.Namespace) -> str | None:
     """What stands against writing the files of --json and --plot; None where nothing does."""
     if asked.plot is not None:

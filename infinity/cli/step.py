@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import add_scheme, checked_value, scheme_from, why_no_file
+from infinity.cli.arguments import add_scheme, checked_value, count, scheme_from, why_no_file
 from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -42,13 +42,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--params", type=checked_value(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
     )
     parser.add_argument("--nvme-path", type=Path, default=Path(), help="folder on the drive (default: the current one)")
-    parser.add_argument("--steps", type=checked_value(int, at_least=1), default=5, help="steps to time (default: 5)")
-    parser.add_argument(
-        "--warmup", type=checked_value(int, at_least=1), default=2, help="steps before them (default: 2)"
-    )
-    parser.add_argument(
-        "--batch-size", type=checked_value(int, at_least=1), default=4, help="sequences per step (default: 4)"
-    )
+    parser.add_argument("--steps", type=count, default=5, help="steps to time (default: 5)")
+    parser.add_argument("--warmup", type=count, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--batch-size", type=count, default=4, help="sequences per step (default: 4)")
     parser.add_argument(
         "--seq", type=checked_value(int, at_least=2), default=256, help="tokens per sequence (default: 256)"
     )

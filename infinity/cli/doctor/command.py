@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.cli.arguments import add_described
 from infinity.errors import StoreError
 
 if TYPE_CHECKING:
@@ -37,13 +38,8 @@ docs/doctor.md lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the commands of `infinity-bench`."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check whether training with NVMe works here, and what would make it work better",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "check whether training with NVMe works here, and what would make it work better"
+    parser = add_described(subparsers, "doctor", help=what, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         "path",
         nargs="?",

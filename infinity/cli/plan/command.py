@@ -12,7 +12,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import add_scheme, checked_value, scheme_from, why_no_file, why_not_written
+from infinity.cli.arguments import (
+    add_described,
+    add_scheme,
+    checked_value,
+    count,
+    scheme_from,
+    why_no_file,
+    why_not_written,
+)
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import parse_bytes, parse_count
 
@@ -34,26 +42,21 @@ docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan` to the commands of `infinity-bench`."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict memory and step time of a model on this machine or on another",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "predict memory and step time of a model on this machine or on another"
+    parser = add_described(subparsers, "plan", help=what, description=_DESCRIPTION, epilog=_EPILOG)
     _add_model(parser)
     _add_machine(parser)
     training = parser.add_argument_group("training")
     training.add_argument(
         "--batch",
-        type=checked_value(int, at_least=1),
+        type=count,
         default=1,
         metavar="N",
         help="samples per GPU and pass (default: 1)",
     )
     training.add_argument(
         "--accumulation",
-        type=checked_value(int, at_least=1),
+        type=count,
         default=1,
         metavar="N",
         help="passes per step (default: 1)",
@@ -74,7 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_scheme(training)
     training.add_argument(
         "--groups-per-block",
-        type=checked_value(int, at_least=1),
+        type=count,
         default=1,
         metavar="N",
         help="wrap the parts of a block as so many groups: less memory, more collectives (default: 1)",
@@ -105,11 +108,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help='number of parameters, such as "70B"',
     )
     for name, what in (("layers", "blocks"), ("hidden", "hidden size"), ("heads", "attention heads")):
-        model.add_argument(f"--{name}", type=checked_value(int, at_least=1), metavar="N", help=what)
-    model.add_argument("--vocab", type=checked_value(int, at_least=1), metavar="N", help="vocabulary (default: 32000)")
-    model.add_argument(
-        "--seq", type=checked_value(int, at_least=1), metavar="N", help="tokens of a sample (default: 2048)"
-    )
+        model.add_argument(f"--{name}", type=count, metavar="N", help=what)
+    model.add_argument("--vocab", type=count, metavar="N", help="vocabulary (default: 32000)")
+    model.add_argument("--seq", type=count, metavar="N", help="tokens of a sample (default: 2048)")
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
 
 
@@ -117,10 +118,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--preset", metavar="NAME", help='a machine that is known here; "list" names them')
     machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
-    machine.add_argument("--nodes", type=checked_value(int, at_least=1), metavar="N", help="nodes (default: 1)")
-    machine.add_argument(
-        "--gpus", type=checked_value(int, at_least=1), metavar="N", help="GPUs of a node, or processes"
-    )
+    machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
+    machine.add_argument("--gpus", type=count, metavar="N", help="GPUs of a node, or processes")
     for name, what in (
         ("gpu-memory", "memory of a GPU"),
         ("host-memory", "memory of a node"),
