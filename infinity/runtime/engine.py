@@ -116,8 +116,7 @@ class Engine:
             return
         self._check_none_unfrozen()
         self._release_gathered()
-        self._grad_norm = self._clip()
-        self.optimizer.step()
+        self._clip_and_step()
         self.zero_grad()
         if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step()
@@ -323,17 +322,24 @@ class Engine:
                             exp_avg_sq=torch.zeros_like(parameter.data),
                         )
 
-    def _clip(self) -> float:
-        """Norm of the gradient over all ranks; gradients are scaled down to `gradient_clipping` where that is set."""
+    def _clip_and_step(self) -> None:
+        """Note the norm of the gradient over all ranks, and step with the gradients, scaled down to `gradient_clipping`."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if not grads:
             raise InfinityError("step() without gradients: call backward(loss) before it")
         norm = torch.nn.utils.get_total_norm(grads)
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.config.gradient_clipping > 0:
+        self._grad_norm = float(whole)
+        longest = self.config.gradient_clipping
+        if isinstance(self.optimizer, PagedAdam):
+            # The factor of clip_grads_with_norm_, applied where the gradients are read anyway.
+            scale = float(torch.clamp(longest / (whole + 1e-6), max=1.0)) if longest > 0 else 1.0
+            self.optimizer.step(grad_scale=scale)
+            return
+        if longest > 0:
             parameters = [p for p in self.module.parameters() if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clipping, norm)
-        return float(whole)
+            torch.nn.utils.clip_grads_with_norm_(parameters, longest, norm)
+        self.optimizer.step()
 
     def _counters(self) -> tuple[float, int, int, float]:
         stats = self.swap.stats() if self.swap is not None else None

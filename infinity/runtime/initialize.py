@@ -250,7 +250,9 @@ def _page(
         "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
         "resident_numel_below": zero.stage3_param_persistence_threshold,
         "resident_numel_max": zero.offload_param.max_in_cpu,
-        "cache_bytes": config.infinity.host_cache_bytes,
+        "cache_bytes": own.host_cache_bytes,
+        "update": "step" if own.update == "step" else "forward",
+        "split_master": own.master_weights == "split",
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
     }

@@ -33,7 +33,7 @@ room than that (pinned.py). tests/schedule/test_lookahead.py compares with all o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
@@ -83,24 +83,22 @@ def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_
 
 
 def cycle_read_bytes(
-    cycle: Sequence[int], group_bytes: Sequence[int], read_bytes: Sequence[int], look_ahead_bytes: int
+    uses: Sequence[int], read_bytes: Sequence[int], choose: Callable[[Iterable[int]], Iterable[int]]
 ) -> int:
-    """Bytes read in a cycle of uses when `groups_to_stage` decides what stays after each.
+    """Bytes read in a cycle of uses when `choose` decides what stays after each.
 
-    A use reads nothing where the group stayed since its last one.
+    A use reads nothing where what is used stayed since its last use.
 
     Args:
-        cycle: the groups in the order of their uses. Nothing stays beyond its end.
-        group_bytes: that each takes where it is staged.
-        read_bytes: that staging each reads.
-        look_ahead_bytes: see `groups_to_stage`.
+        uses: numbers of what is used, in order. Nothing stays beyond its end.
+        read_bytes: by place in `uses`, what staging it there reads.
+        choose: what should be staged, given what comes next: `groups_to_stage` with its limits.
     """
     total = 0
     stayed: set[int] = set()
-    for place, group in enumerate(cycle):
-        if group not in stayed:
-            total += read_bytes[group]
-        stayed = {
-            g for g in groups_to_stage(cycle[place + 1 :], group_bytes, look_ahead_bytes) if g in stayed or g == group
-        }
+    for place, unit in enumerate(uses):
+        if unit not in stayed:
+            total += read_bytes[place]
+        rest = (uses[later] for later in range(place + 1, len(uses)))
+        stayed = {each for each in choose(rest) if each in stayed or each == unit}
     return total

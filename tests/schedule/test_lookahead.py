@@ -14,6 +14,13 @@ from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage, plan_
 group_bytes = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
 
+def read_bytes(cycle: Sequence[int], unit_bytes: Sequence[int], reads: Sequence[int], held: int) -> int:
+    """Where each use of a unit reads the same, and as much may be held after each."""
+    return cycle_read_bytes(
+        cycle, [reads[unit] for unit in cycle], lambda rest: groups_to_stage(rest, unit_bytes, held)
+    )
+
+
 @given(data=st.data(), sizes=group_bytes, look_ahead_bytes=st.integers(0, 200))
 def test_what_is_chosen_is_the_longest_beginning_that_fits(
     data: st.DataObject, sizes: list[int], look_ahead_bytes: int
@@ -71,7 +78,7 @@ def test_from_forward_to_backward_no_way_of_holding_groups_reads_less(
 ) -> None:
     cycle = turns(groups, micro_batches)
     ones = [1] * groups
-    assert cycle_read_bytes(cycle, ones, ones, held) == fewest_reads(cycle, held)
+    assert read_bytes(cycle, ones, ones, held) == fewest_reads(cycle, held)
 
 
 def fewest_reads(cycle: Sequence[int], held: int) -> int:
@@ -92,16 +99,16 @@ def fewest_reads(cycle: Sequence[int], held: int) -> int:
 def test_what_is_lost_where_a_group_fits_in_part_is_less_than_that_group(sizes: list[int], data: st.DataObject) -> None:
     """Beside the most that bytes of groups could spare: each byte that is held where the order turns round spares one."""
     look_ahead_bytes = data.draw(st.integers(max(sizes), sum(sizes) + 10))
-    spared = 2 * sum(sizes) - cycle_read_bytes(turns(len(sizes), 1), sizes, sizes, look_ahead_bytes)
+    spared = 2 * sum(sizes) - read_bytes(turns(len(sizes), 1), sizes, sizes, look_ahead_bytes)
     most = min(look_ahead_bytes, sum(sizes))
     assert most - max(sizes) < spared <= most
 
 
 def test_what_is_read_may_be_less_than_what_is_held() -> None:
     """A group that is cached in part takes a whole lease."""
-    assert cycle_read_bytes([0, 1, 1, 0], [10, 10], [4, 10], 0) == 4 + 10 + 4
-    assert cycle_read_bytes([0, 1, 1, 0], [10, 10], [4, 10], 20) == 14
-    assert cycle_read_bytes([], [10, 10], [4, 10], 20) == 0
+    assert read_bytes([0, 1, 1, 0], [10, 10], [4, 10], 0) == 4 + 10 + 4
+    assert read_bytes([0, 1, 1, 0], [10, 10], [4, 10], 20) == 14
+    assert read_bytes([], [10, 10], [4, 10], 20) == 0
 
 
 # In time: see [Note: As early as the bytes allow]. A drive reads a byte in a moment; a use begins when its group is there and
