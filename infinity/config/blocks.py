@@ -212,20 +212,31 @@ class ZeroConfig(Block):
 
 
 class Fp16Config(Block):
-    """Training in fp16 with loss scaling."""
+    """Training in fp16 with fp32 masters and a factor on the loss, which moves as DeepSpeed's does.
+
+    A step whose gradient holds an inf or NaN on any rank is skipped; the schedule does not advance then.
+    """
 
     enabled: Flag = Field(default=False, description="Compute in fp16. Excludes `bf16.enabled`.")
-    auto_cast: Flag = Field(default=False, description="Whether inputs are cast to fp16.")
+    auto_cast: Flag = Field(
+        default=False,
+        description="Accepted: FSDP2 casts floating-point inputs in any case; DeepSpeed does so only where this is true.",
+    )
     loss_scale: Amount = Field(default=0.0, description="Factor on the loss; 0 adapts it while training.")
     initial_scale_power: Count = Field(default=16, description="The adaptive factor starts at 2 to this power.")
     loss_scale_window: Positive = Field(
         default=1000, description="Steps without overflow after which the factor doubles."
     )
-    hysteresis: Positive = Field(default=2, description="Overflows before the factor is halved.")
-    consecutive_hysteresis: Flag = Field(
-        default=False, description="Whether a step without overflow refills `hysteresis`."
+    hysteresis: Positive = Field(
+        default=2, description="The factor is halved at this overflow; those before it only skip their step."
     )
-    min_loss_scale: Amount = Field(default=1.0, description="The adaptive factor does not fall below this.")
+    consecutive_hysteresis: Flag = Field(
+        default=False,
+        description="Whether every step without overflow refills `hysteresis`, not only those that double the factor.",
+    )
+    min_loss_scale: Amount = Field(
+        default=1.0, description="The adaptive factor does not fall below this; one more overflow there is an error."
+    )
 
     ignored_keys = names_of("fp16_master_weights_and_grads fp16_optimizer_states opt_level")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,7 @@ from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.runtime import checkpoint
 from infinity.runtime.live import LiveParameters
+from infinity.runtime.loss_scale import make_loss_scale
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats
 from infinity.swap.names import parameter_names
@@ -75,9 +78,12 @@ class Engine:
         """Those of this rank's shards."""
         self.global_steps = 0
         self.micro_steps = 0
+        self.skipped_steps = 0
+        """Steps in which nothing was updated because an fp16 gradient overflowed; counted in `global_steps` too."""
         self.step_stats: EngineStats | None = None
         """What the last optimizer step took; None before the first."""
         self._compute_dtype = compute_dtype
+        self._loss_scale = make_loss_scale(config.fp16)
         self._on_close = on_close
         self._boundary: bool | None = None
         self._grad_norm: float | None = None
@@ -95,20 +101,23 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
         """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first.
 
-        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`).
+        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With
+        fp16 they are `cur_scale` times as large until `step`.
         """
         if loss.numel() != 1:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
         if self.live is not None:
             self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
-        scaled = loss / self.gradient_accumulation_steps()
-        scaled.backward()
+        divided = loss / self.gradient_accumulation_steps()
+        (divided.float() * self.cur_scale if self.config.fp16.enabled else divided).backward()
         self.micro_steps += 1
-        return scaled
+        return divided
 
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
 
+        With fp16, a gradient that holds an inf or NaN on any rank leaves optimizer and schedule as they are, is said once, and
+        counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
         A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
         Raises ConfigError when a parameter was unfrozen since `initialize`: nothing would train it.
         """
@@ -116,11 +125,11 @@ class Engine:
             return
         self._check_none_unfrozen()
         self._release_gathered()
-        self._grad_norm = self._clip()
-        self.optimizer.step()
+        if self._prepare_gradients():
+            self.optimizer.step()
+            if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+                self.lr_scheduler.step()
         self.zero_grad()
-        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            self.lr_scheduler.step()
         self.global_steps += 1
         self._boundary = None
         self._note_step()
@@ -177,8 +186,18 @@ class Engine:
         return self.config.batch.train
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the whole gradient at the last step, before clipping; None before the first."""
+        """Norm of the whole gradient at the last step, before clipping (inf or NaN: it was skipped); None before the first."""
         return self._grad_norm
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor on the loss in the coming backward passes; 1 without fp16."""
+        return self._loss_scale.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """Another name of `cur_scale`."""
+        return self.cur_scale
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
@@ -225,6 +244,8 @@ class Engine:
         self._make_optimizer_state()
         rest = {
             "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self._loss_scale.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "client_state": client_state or {},
             "rng": torch.get_rng_state(),
@@ -243,6 +264,8 @@ class Engine:
         self.zero_grad()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
+        self.skipped_steps = rest.get("skipped_steps", 0)
+        self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
         if self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
@@ -323,17 +346,39 @@ class Engine:
                             exp_avg_sq=torch.zeros_like(parameter.data),
                         )
 
-    def _clip(self) -> float:
-        """Norm of the gradient over all ranks; gradients are scaled down to `gradient_clipping` where that is set."""
+    def _prepare_gradients(self) -> bool:
+        """Take the norm over all ranks, undo the loss scale and clip, in one pass. Returns whether to step."""
+        grads = [_local_of(p.grad) for p in self.module.parameters() if p.grad is not None]
+        norm = self._scaled_norm()
+        factor = torch.tensor(1.0 / self.cur_scale, device=norm.device)
+        norm = norm * factor
+        self._grad_norm = float(norm)
+        if self.config.fp16.enabled and self._overflowed(norm):
+            return False
+        if self.config.gradient_clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
+            factor = torch.clamp(self.config.gradient_clipping / (norm + 1e-6), max=1.0) * factor
+        if float(factor) != 1.0:
+            torch._foreach_mul_(grads, factor)
+        return True
+
+    def _scaled_norm(self) -> torch.Tensor:
+        """Norm of the whole gradient as `backward` left it, scaled."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if not grads:
             raise InfinityError("step() without gradients: call backward(loss) before it")
         norm = torch.nn.utils.get_total_norm(grads)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.config.gradient_clipping > 0:
-            parameters = [p for p in self.module.parameters() if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clipping, norm)
-        return float(whole)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _overflowed(self, norm: torch.Tensor) -> bool:
+        """Whether the step must be skipped; the loss scale hears of it, and so do those who ask the optimizer."""
+        overflow = not math.isfinite(float(norm))
+        told = self._loss_scale.update(overflow=overflow)
+        if told and dist.get_rank() == 0:
+            log.warning(told)
+        self.skipped_steps += overflow
+        for name, value in (("overflow", overflow), ("cur_scale", self.cur_scale), ("loss_scale", self.cur_scale)):
+            setattr(self.optimizer, name, value)
+        return overflow
 
     def _counters(self) -> tuple[float, int, int, float]:
         stats = self.swap.stats() if self.swap is not None else None
@@ -352,4 +397,8 @@ class Engine:
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data
+    return _local_of(parameter.data)
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -117,8 +117,6 @@ def initialize(
 def _check_supported(
     config: Config, model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None
 ) -> None:
-    if config.fp16.enabled:
-        raise ConfigError('fp16 needs loss scaling, which infinity does not have yet: use "bf16": {"enabled": true}')
     if config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1:
         raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
     if weights is not None and not Path(weights).exists():
@@ -385,6 +383,8 @@ def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], An
 
 
 def _compute_dtype(config: Config) -> torch.dtype:
+    if config.fp16.enabled:
+        return torch.float16
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,24 @@ def failing_alone(folder: Path) -> None:
         one_step(engine)
     dist.destroy_process_group()
     print("all were told", flush=True)
+
+
+def overflowing_alone(folder: Path) -> None:
+    """An fp16 gradient that only rank 1 finds too large: no rank steps, and all lower the scale."""
+    logging.basicConfig()
+    settings = {**config(folder), "bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine, *_ = infinity.initialize(model=model(), config=settings)
+    with engine:
+        before = [p.data.to_local().clone() + 0 for p in engine.parameters()]
+        size = 1e6 if dist.get_rank() else 1e-3
+        engine.backward(engine(torch.full((2, 8), 1.0)).float().mean() * size)
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert all(torch.equal(a, b.data.to_local() + 0) for a, b in zip(before, engine.parameters(), strict=True))
+        one_step(engine)
+        assert engine.skipped_steps == 1
+        assert not all(torch.equal(a, b.data.to_local() + 0) for a, b in zip(before, engine.parameters(), strict=True))
+    print("skipped together", flush=True)
 
 
 def writing_rank_fails(folder: Path) -> None:
