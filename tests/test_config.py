@@ -642,6 +642,10 @@ def test_resolving_refuses_what_loading_would() -> None:
         config.resolve(world_size=0)
     with pytest.raises(ConfigError, match=r"mics_shard_size: got 3, expected a divisor of the 4 ranks"):
         load_config({"zero_optimization": {"mics_shard_size": 3}}).resolve(world_size=4)
+    with pytest.raises(
+        ConfigError, match=r"zero_hpz_partition_size: got 4, expected a divisor of the 2 ranks that a copy"
+    ):
+        load_config({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 4}}).resolve(world_size=4)
 
 
 def test_resolving_leaves_the_original_alone_and_repeats_itself() -> None:

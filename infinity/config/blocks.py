@@ -28,6 +28,7 @@ from infinity.config.rules import (
     Paths,
     Positive,
     ReduceDtype,
+    Share,
     Text,
     Update,
     choice,
@@ -113,10 +114,15 @@ class OffloadOptimizerConfig(Block):
         description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
     )
 
+    ratio: Share = Field(
+        default=1.0,
+        description="Share of the optimizer's state that rests on NVMe; as many bytes as the others take stay in host memory, "
+        "as with `infinity.host_cache_bytes`. Without effect when `device` is cpu, the only one where DeepSpeed knows it.",
+    )
+
     ignored_keys = names_of(
         """
-        buffer_count buffer_size cpuadam_cores_perc fast_init pipeline pipeline_read pipeline_write ratio
-        super_offload
+        buffer_count buffer_size cpuadam_cores_perc fast_init pipeline pipeline_read pipeline_write super_offload
         """
     )
 
@@ -129,7 +135,9 @@ class ZeroConfig(Block):
     """
 
     stage: Annotated[int, STAGE] = Field(
-        default=0, description="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."
+        default=0,
+        description="2 shards gradients and optimizer state, 3 parameters too. 0 and 1, which in DeepSpeed shard nothing and "
+        "the optimizer state, are carried out as 2: the same numbers in less memory.",
     )
     offload_param: OffloadParamConfig = Field(
         default=OffloadParamConfig(), description="Where parameters rest between uses."
@@ -181,11 +189,13 @@ class ZeroConfig(Block):
     )
     mics_shard_size: Annotated[int, SIZE_OR_ALL] = Field(
         default=-1,
-        description="Ranks that one copy of the model is sharded over, copies being replicated; -1 is all ranks.",
+        description="Ranks that one copy of the model is sharded over, copies being replicated (HSDP); -1 is all ranks. It "
+        "divides their number. With NVMe, every copy rests on the drives of its own ranks.",
     )
     zero_hpz_partition_size: Positive = Field(
         default=1,
-        description="Ranks that a second copy of the parameters is sharded over for the backward pass; 1 is none.",
+        description="Ranks that parameters are sharded over from forward to backward, in a second copy in the memory of the "
+        "device; 1 is none. It divides the number of ranks, and is not available with NVMe.",
     )
 
     ignored_keys = names_of(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from infinity.config import Config, OptimizerConfig, load_config
+from infinity.config import Config, OptimizerConfig, ZeroConfig, load_config
 from infinity.errors import ConfigError
 from infinity.runtime.engine import Engine
 from infinity.runtime.live import LiveParameters, choose_wrap
@@ -31,6 +31,7 @@ from infinity.runtime.materialize import (
 )
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
+from infinity.schedule.estimate import STATE_BYTES
 from infinity.swap import PagedAdam, SwapManager
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names, parameters_by_name
@@ -117,8 +118,11 @@ def initialize(
 def _check_supported(
     config: Config, model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None
 ) -> None:
-    if config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1:
-        raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
+    if _secondary_ranks(config) is not None and config.nvme_paths:
+        raise ConfigError(
+            "zero_hpz_partition_size keeps a second sharding of the parameters in the memory of the device, which is not "
+            "paged: leave it out, or leave parameters and optimizer state off NVMe"
+        )
     if weights is not None and not Path(weights).exists():
         raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
     if is_sharded(model):
@@ -213,7 +217,7 @@ def _shard_and_page(
     What can be known to be too small is refused before the model is sharded, which can't be undone.
     """
     zero = config.zero_optimization
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
+    mesh = _make_mesh(zero)
     with together():
         classes = None if config.infinity.wrap == "auto" else config.infinity.wrap
         wrap, outline, notes = choose_wrap(model, classes, zero)
@@ -224,12 +228,58 @@ def _shard_and_page(
         _shard(model, config, mesh, wrap)
     live = None
     if zero.stage >= 3:
-        live = LiveParameters(outline, zero, micro_batches=config.batch.accumulation, ranks=mesh.size())
+        live = LiveParameters(
+            outline,
+            zero,
+            micro_batches=config.batch.accumulation,
+            ranks=mesh.size(-1),
+            second_sharding=_secondary_ranks(config) is not None,
+        )
         notes += live.notes
+    notes += _notes_on(config, mesh)
     if dist.get_rank() == 0:
         for note in notes:
             log.info(note)
     return swap, live
+
+
+def _make_mesh(zero: ZeroConfig) -> DeviceMesh:
+    """All ranks in one dimension; or copies of the model by the ranks that one copy is sharded over."""
+    kind, ranks, shards = _device_type(), dist.get_world_size(), zero.mics_shard_size
+    if shards in (-1, ranks):
+        return init_device_mesh(kind, (ranks,))
+    return init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _secondary_ranks(config: Config) -> int | None:
+    """Ranks that parameters are sharded over between forward and backward; None where that is as before."""
+    zero = config.zero_optimization
+    ranks = zero.mics_shard_size if zero.mics_shard_size > 0 else dist.get_world_size()
+    wanted = zero.zero_hpz_partition_size
+    return wanted if zero.stage >= 3 and 1 < wanted < ranks else None
+
+
+def _notes_on(config: Config, mesh: DeviceMesh) -> list[str]:
+    """What the config asks for that comes out otherwise than its words."""
+    zero = config.zero_optimization
+    found = []
+    if zero.stage in (0, 1) and mesh.size(-1) > 1:
+        found.append(
+            f"zero_optimization.stage {zero.stage} is carried out as stage 2: gradients and optimizer state are sharded too, "
+            "which takes less memory and gives the same numbers"
+        )
+    if zero.offload_optimizer.ratio < 1 and zero.offload_optimizer.device != "nvme":
+        found.append(
+            "offload_optimizer.ratio has no effect here: only with device nvme does a part of the state stay in host memory"
+        )
+    on_host = "cpu" in (zero.offload_param.device, zero.offload_optimizer.device)
+    if on_host and mesh.device_type == "cpu":
+        found.append("offload to cpu has no effect here: the CPU is the device that computes")
+    return found
 
 
 def _page(
@@ -248,7 +298,7 @@ def _page(
         "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
         "resident_numel_below": zero.stage3_param_persistence_threshold,
         "resident_numel_max": zero.offload_param.max_in_cpu,
-        "cache_bytes": config.infinity.host_cache_bytes,
+        "cache_bytes": _cache_bytes(config, model, mesh),
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
     }
@@ -258,12 +308,20 @@ def _page(
             config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
         )
         undo.callback(swap.close)
-        swap.check_fits(model, wrap, ranks=mesh.size(), dtype=dtype, **placing)
+        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
     _shard(model, config, mesh, wrap)
     prefetch = zero.stage3_prefetch_bucket_size
     swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
     notes += [*storage.notes, *swap.notes]
     return swap
+
+
+def _cache_bytes(config: Config, model: nn.Module, mesh: DeviceMesh) -> int:
+    """What stays in host memory from step to step: as asked for in bytes, or as a share of the optimizer's state."""
+    state_bytes = STATE_BYTES * sum(p.numel() for p in model.parameters()) // mesh.size(-1)
+    offload = config.zero_optimization.offload_optimizer
+    kept = (1.0 - offload.ratio) * state_bytes if offload.device == "nvme" else 0.0
+    return max(config.infinity.host_cache_bytes, int(kept))
 
 
 def _shard(model: nn.Module, config: Config, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
@@ -275,14 +333,21 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh, wrap: Sequence[nn
         param_dtype=None if dtype is torch.float32 else dtype,
         reduce_dtype=torch.float32 if config.infinity.reduce_dtype == "fp32" else torch.bfloat16,
     )
-    _, nvme_state = _mixed_residency(config)
-    host = zero.offload_param.device == "cpu" and mesh.device_type != "cpu" and not nvme_state
-    offload = CPUOffloadPolicy(pin_memory=zero.offload_param.pin_memory) if host else OffloadPolicy()
+    offload = _offload_policy(config, mesh)
+    reshard: bool | int = _secondary_ranks(config) or zero.stage >= 3
     for module in wrap:
-        reshard = zero.stage >= 3
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     reshard_root = None if zero.stage >= 3 else False  # None: FSDP2 keeps the root group from forward to backward
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
+
+
+def _offload_policy(config: Config, mesh: DeviceMesh) -> OffloadPolicy:
+    """Host memory for what the config sends to the cpu: masters, gradients and state, which FSDP2 keeps in one place."""
+    zero = config.zero_optimization
+    on_host = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "cpu"]
+    if mesh.device_type == "cpu" or config.nvme_paths or not on_host:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=all(block.pin_memory for block in on_host))
 
 
 def _to_fp32_masters(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -194,8 +194,9 @@ def _local_rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:
     data = parameter.data
     if not isinstance(data, DTensor):
         return data, 0
-    rows = -(-data.shape[0] // data.device_mesh.size())
-    return data._local_tensor, rows * data.device_mesh.get_local_rank()
+    mesh = data.device_mesh
+    rows = -(-data.shape[0] // mesh.size(-1))
+    return data._local_tensor, rows * mesh.get_local_rank(mesh.ndim - 1)
 
 
 def _files(path: Path) -> list[Path]:
