@@ -99,7 +99,7 @@ Mix = Literal["auto", "interleaved", "bursts"]
 ReduceDtype = Literal["fp32", "bf16"]
 MasterWeights = Literal["split", "full"]
 Update = Literal["auto", "step", "forward", "backward"]
-OptimizerType = Literal["AdamW", "Adam"]
+OptimizerType = Literal["AdamW", "Adam", "SGD"]
 WarmupType = Literal["log", "linear"]
 SchedulerType = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"]
 

@@ -50,7 +50,7 @@ class Config(Block):
     wall_clock_breakdown: Flag = Field(
         default=False, description="Whether to report the seconds spent in each part of a step."
     )
-    optimizer: OptimizerConfig | None = Field(
+    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = Field(
         default=None, description="The optimizer; the caller brings one when absent."
     )
     scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = Field(

@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from infinity.config import Config, OptimizerConfig, ZeroConfig, load_config
+from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
 from infinity.runtime.engine import Engine
 from infinity.runtime.live import LiveParameters, choose_wrap
-from infinity.runtime.lr_schedules import make_lr_scheduler
 from infinity.runtime.materialize import (
     InitFn,
     check_initializable,
@@ -29,12 +28,13 @@ from infinity.runtime.materialize import (
     meta_parameters,
     stored_names,
 )
+from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
 from infinity.schedule.estimate import STATE_BYTES
-from infinity.swap import PagedAdam, SwapManager
+from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import is_sharded
-from infinity.swap.names import parameter_names, parameters_by_name
+from infinity.swap.names import parameter_names
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
@@ -62,12 +62,13 @@ def initialize(
     Args:
         args: an object with `deepspeed_config`, read when `config` is None.
         model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place.
-        optimizer: a fresh torch AdamW or Adam over the model's parameters, or None: the config's.
+        optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
+            the config's. With NVMe it is Adam or AdamW, and another one takes its place; else it is kept.
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
         training_data: a dataset; a DataLoader over it is returned.
-        lr_scheduler: a function of the optimizer that makes one (needed where `initialize` makes the optimizer), a made
-            one where no optimizer is replaced, or None: the config's. `engine.step` steps it, unless it is a
-            ReduceLROnPlateau: that is stepped by you, with your metric.
+        lr_scheduler: a function of the optimizer that makes one, a made one of the optimizer that is passed (it follows where
+            another takes its place), or None: the config's. `engine.step` steps it, unless it is a ReduceLROnPlateau: that is
+            stepped by you, with your metric.
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (file or folder) from which the parameters are set, each rank reading only its rows.
@@ -91,14 +92,15 @@ def initialize(
         with together():
             settled = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
             _check_supported(settled, model, init_fn, weights)
-            groups = _trained_names(model, model_parameters, optimizer)
+            if settled.nvme_paths and isinstance(optimizer, torch.optim.Optimizer):
+                check_pageable(optimizer)
+            groups = trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
         swap, live = _shard_and_page(model, settled, undo)
         with together():
             _give_values(model, swap, weights, init_fn)
-            made = _make_optimizer(model, settled, optimizer, groups, swap)
-            replaced = optimizer is not None and made is not optimizer
-            schedule = _make_schedule(settled, lr_scheduler, made, replaced=replaced)
+            made = make_optimizer(model, settled, optimizer, groups, swap)
+            schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
         engine = Engine(
             module=model,
@@ -182,30 +184,6 @@ def _set_but_not_acted_on(config: Config) -> list[str]:
             block = getattr(block, name)
         if key in block.model_fields_set and getattr(block, key) not in (False, None):
             found.append(path)
-    return found
-
-
-def _trained_names(
-    model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any
-) -> list[tuple[dict[str, Any], list[str]]]:
-    """Parameter groups as (settings, names): sharding puts other objects in the parameters' place."""
-    names = parameter_names(model)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        source: list[Any] = optimizer.param_groups
-    elif model_parameters is not None:
-        source = list(model_parameters)
-    else:
-        source = [parameter for parameter in names if parameter.requires_grad]
-    if not source:
-        raise ConfigError("there is nothing to train: no parameter requires a gradient")
-    grouped = source if isinstance(source[0], dict) else [{"params": source}]
-    found = []
-    for group in grouped:
-        members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
-        if any(member not in names for member in members):
-            raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
-        settings = {key: value for key, value in group.items() if key != "params"}
-        found.append((settings, [names[member][0] for member in members]))
     return found
 
 
@@ -385,59 +363,6 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     for module, kept in buffers.items():
         module._buffers.update(kept)
-
-
-def _make_optimizer(
-    model: nn.Module,
-    config: Config,
-    given: Any,
-    groups: list[tuple[dict[str, Any], list[str]]],
-    swap: SwapManager | None,
-) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters: paged where there is a swap manager."""
-    parameters = parameters_by_name(model)
-    regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
-    if callable(given) and not isinstance(given, torch.optim.Optimizer):
-        if swap is not None:
-            raise ConfigError(
-                "with NVMe, pass a torch.optim.AdamW or Adam instead of a function, or name it in the config"
-            )
-        made: torch.optim.Optimizer = given(regrouped)
-        return made
-    if isinstance(given, torch.optim.Optimizer):
-        if type(given) not in (torch.optim.AdamW, torch.optim.Adam):
-            raise ConfigError(f"optimizer {type(given).__name__} can't be sharded here: pass torch.optim.AdamW or Adam")
-        if given.state:
-            raise ConfigError("pass an optimizer that has not stepped yet; its state can't follow the parameters")
-        defaults = dict(given.defaults)
-        defaults["decoupled_weight_decay"] = isinstance(given, torch.optim.AdamW)
-    else:
-        chosen = config.optimizer or OptimizerConfig()
-        defaults = {
-            "lr": chosen.lr,
-            "betas": chosen.betas,
-            "eps": chosen.eps,
-            "weight_decay": chosen.weight_decay,
-            "fused": config.infinity.fused,
-            "decoupled_weight_decay": chosen.type == "AdamW",
-        }
-    if swap is not None:
-        wanted = ("lr", "betas", "eps", "weight_decay", "maximize", "fused", "decoupled_weight_decay")
-        return PagedAdam(regrouped, swap=swap, **{key: defaults[key] for key in wanted if key in defaults})
-    return torch.optim.Adam(regrouped, **{key: value for key, value in defaults.items() if value is not None})
-
-
-def _make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, *, replaced: bool) -> Any:
-    if given is None:
-        return make_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
-    if callable(given) and not hasattr(given, "step"):
-        return given(optimizer)
-    if getattr(given, "optimizer", None) is not optimizer:
-        raise ConfigError(
-            "the lr_scheduler belongs to an optimizer that initialize replaced: pass a function of the optimizer instead, "
-            "lr_scheduler=lambda optimizer: ..."
-        )
-    return given
 
 
 def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
