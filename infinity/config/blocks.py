@@ -177,7 +177,9 @@ class ZeroConfig(Block):
         "backward. DeepSpeed's default is 1e9.",
     )
     stage3_gather_16bit_weights_on_model_save: Flag = Field(
-        default=False, description="Whether saving the model gathers its 16-bit weights on rank 0."
+        default=False,
+        description="Whether a trainer that saves the model gathers its 16-bit weights whole on rank 0. "
+        "`Engine.save_16bit_model` writes them without that, whatever is set here.",
     )
     stage3_module_granularity_threshold: Count = Field(
         default=0, description="Modules with fewer elements per submodule than this are fetched as one; 0 turns it off."

@@ -23,9 +23,11 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.runtime import checkpoint
 from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
+from infinity.runtime.materialize import named_full_tensors
+from infinity.runtime.wall_clock import WallClock, timed
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats
-from infinity.swap.names import parameter_names
+from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
@@ -83,10 +85,12 @@ class Engine:
         self.step_stats: EngineStats | None = None
         """What the last optimizer step took; None before the first."""
         self._compute_dtype = compute_dtype
+        self.wall_clock = WallClock() if config.wall_clock_breakdown else None
         self._loss_scale = make_loss_scale(config.fp16)
         self._on_close = on_close
         self._boundary: bool | None = None
         self._grad_norm: float | None = None
+        self._applied = False
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
@@ -94,12 +98,21 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the engine doesn't have, the model may: `engine.generate(...)`."""
+        if "module" not in self.__dict__:  # not made yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    @timed("fwd")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first.
+    @timed("bwd")
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
+        unless `scale_wrt_gas` is False.
 
         Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With
         fp16 they are `cur_scale` times as large until `step`.
@@ -108,11 +121,13 @@ class Engine:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
         if self.live is not None:
             self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
-        divided = loss / self.gradient_accumulation_steps()
-        (divided.float() * self.cur_scale if self.config.fp16.enabled else divided).backward()
+        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        scaled = divided.float() * self.cur_scale if self.config.fp16.enabled else divided
+        scaled.backward(retain_graph=retain_graph)
         self.micro_steps += 1
         return divided
 
+    @timed("step")
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
 
@@ -125,7 +140,8 @@ class Engine:
             return
         self._check_none_unfrozen()
         self._release_gathered()
-        if self._prepare_gradients():
+        self._applied = self._prepare_gradients()
+        if self._applied:
             self.optimizer.step()
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
@@ -185,6 +201,51 @@ class Engine:
         """Samples per step over all ranks."""
         return self.config.batch.train
 
+    def zero_optimization_stage(self) -> int:
+        """The config's, 0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether compute is in fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether compute is in bf16."""
+        return self.config.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        """Largest norm of the whole gradient; 0 does not clip."""
+        return self.config.gradient_clipping
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed weights: False before the first, and after one that fp16 skipped."""
+        return self._applied
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, and where batches belong."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine, as torchrun numbers them."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size()
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all steps so far, over all ranks."""
+        return self.global_steps * self.train_batch_size()
+
     def get_global_grad_norm(self) -> float | None:
         """Norm of the whole gradient at the last step, before clipping (inf or NaN: it was skipped); None before the first."""
         return self._grad_norm
@@ -228,12 +289,18 @@ class Engine:
         )
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write everything needed to go on to `save_dir/tag` (default tag: global_stepN). A collective.
 
         `client_state`: a dict of plain values and tensors of your own. Raises CheckpointError, also between a `backward` and
-        its `step`, as gradients are not stored; an earlier checkpoint stays.
+        its `step`, as gradients are not stored; an earlier checkpoint stays. `save_latest` and `exclude_frozen_parameters` are
+        accepted: the latest is always named, and frozen parameters are always stored.
         """
         tag = tag or f"global_step{self.global_steps}"
         if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
@@ -254,12 +321,24 @@ class Engine:
         return True
 
     def load_checkpoint(
-        self, load_dir: str | os.PathLike[str], tag: str | None = None
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint (default: the latest in `load_dir`), written by any number of ranks. A collective.
 
-        Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model.
+        Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model. The model
+        always fits strictly, and comes with the optimizer's state: what else is asked for is refused with ConfigError.
         """
+        if load_module_only or not load_optimizer_states:
+            raise ConfigError(
+                "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes files "
+                "that initialize(weights=...) reads"
+            )
         self._make_optimizer_state()
         self.zero_grad()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
@@ -267,18 +346,47 @@ class Engine:
         self.skipped_steps = rest.get("skipped_steps", 0)
         self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
-        if self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
+        if load_lr_scheduler_states and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
         if "rng" in rest:
             torch.set_rng_state(rest["rng"])
         return str(path), rest["client_state"]
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
-        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0."""
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a trainer that saves the model may gather it whole on rank 0: the config's
+        `stage3_gather_16bit_weights_on_model_save`."""
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere. A collective."""
+        with together():
+            self._check_whole()
+        self._release_gathered()
+        names = {each[0]: (each, p.requires_grad) for p, each in parameter_names(self.module).items()}
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in named_full_tensors(self.module, self._compute_dtype):
+            all_names, trained = names[name]
+            if dist.get_rank() == 0 and (trained or not exclude_frozen_parameters):
+                found.update(dict.fromkeys(all_names, tensor))
+        if dist.get_rank() != 0:
+            return None
+        for buffer, all_names in buffer_names(self.module, persistent=True).items():
+            found.update(dict.fromkeys(all_names, buffer.detach().cpu().clone()))
+        return found
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
+        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0.
+
+        `save_filename` is accepted: the files have the names that readers of safetensors look for.
+        """
         with together():
             self._check_whole()
         checkpoint.save_16bit(save_dir, self.module, self._compute_dtype)
         return True
+
+    save_fp16_model = save_16bit_model
 
     def close(self) -> None:
         """Wait for what is in flight and give memory and drive space back. Idempotent."""
@@ -393,7 +501,8 @@ class Engine:
         self._mark = now
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            log.info("step %d, lr %s, %.3f s", self.global_steps, self.get_lr(), seconds)
+            skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
+            log.info("step %d%s, lr %s, %.3f s", self.global_steps, skipped, self.get_lr(), seconds)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

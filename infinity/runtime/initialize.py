@@ -164,10 +164,8 @@ def _report_ignored(config: Config) -> None:
 
 
 _NOT_YET = {
-    "wall_clock_breakdown",
     "zero_optimization.stage3_model_persistence_threshold",
     "zero_optimization.stage3_module_granularity_threshold",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.reduce_bucket_size",
     "activation_checkpointing.cpu_checkpointing",
     "flops_profiler.enabled",
