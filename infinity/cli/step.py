@@ -195,7 +195,7 @@ def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
     engine.backward(engine(tokens))
     engine.step()
     assert engine.swap is not None and before is not None
-    engine.swap.stager.settle_all()
+    engine.swap.flush()
     seconds = time.perf_counter() - began
     after = engine.swap_stats()
     assert after is not None

@@ -60,6 +60,7 @@ from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
 from infinity.swap.together import together
+from infinity.swap.updates import finish_updates
 from infinity.units import align_up, format_bytes, parse_bytes
 
 log = logging.getLogger("infinity")
@@ -160,7 +161,11 @@ class SwapManager:
         self._pass_trains: bool | None = None
         """Whether the forward of the whole model that is going on is training's; None where none is going on."""
         self._look_ahead_bytes = 0
-        self._group_bytes: list[int] = []
+        self._units: list[Chunk | None] = []
+        """What is staged: by number of its group, then by number of its sub-group."""
+        self._unit_bytes: list[int] = []
+        self._phase = True
+        """Whether it was training that used a group last."""
         self._device: Device = device_for(torch.device("cpu"))
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
@@ -237,6 +242,8 @@ class SwapManager:
         if self._machinery is None and not self._closed:
             return  # nothing was ever stored
         machinery = self._open()
+        if self._paged is not None:
+            self.finish_updates()
         machinery.stager.settle_all()
         machinery.arena.sync()
 
@@ -251,6 +258,7 @@ class SwapManager:
         resident_numel_max: int = 0,
         cache_bytes: int = 0,
         look_ahead_bytes: int | None = None,
+        split_master: bool = True,
         hold_parameters: bool = False,
         hold_state: bool = False,
     ) -> None:
@@ -269,6 +277,8 @@ class SwapManager:
                 see [Note: What stays] in infinity/schedule/residency.py.
             look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows
                 where None.
+            split_master: where parameters are gathered in bf16, keep what that leaves of each master beside it instead of the
+                whole master, 12 bytes an element instead of 14: see [Note: Copy and remainder] in infinity/optim/split.py.
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
 
@@ -290,6 +300,7 @@ class SwapManager:
                 math.inf if hold_parameters else resident_numel_below,
                 resident_numel_max,
                 cache_bytes,
+                split_master,
                 hold_state,
             )
             machinery = self._open(pinned_bytes)
@@ -305,8 +316,11 @@ class SwapManager:
             )
             replacements = self._take_over(groups, paged)
         self._paged = paged
-        self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in paged.groups]
-        room = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, max(self._group_bytes))
+        chunks = [group.chunk for group in paged.groups]
+        self._units = [*chunks, *(sub.chunk if sub.moves else None for sub in paged.sub_groups)]
+        self._unit_bytes = [chunk.lease_bytes if chunk is not None else 0 for chunk in self._units]
+        largest_group = max(self._unit_bytes[: len(chunks)])
+        room = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, largest_group)
         self._look_ahead_bytes = room if look_ahead_bytes is None else min(room, look_ahead_bytes)
         install(model, replacements)
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
@@ -323,6 +337,7 @@ class SwapManager:
         resident_numel_below: int = 100_000,
         resident_numel_max: int = 0,
         cache_bytes: int = 0,
+        split_master: bool = True,
         hold_parameters: bool = False,
         hold_state: bool = False,
     ) -> None:
@@ -342,6 +357,7 @@ class SwapManager:
             math.inf if hold_parameters else resident_numel_below,
             resident_numel_max,
             cache_bytes,
+            split_master,
             hold_state,
         )
         check_free(self._folders, self._bandwidths, layout.nbytes, _what_is_stored(hold_state))
@@ -353,17 +369,6 @@ class SwapManager:
             raise InfinityError("no model is paged yet: call page(model) first")
         return self._paged
 
-    @property
-    def stager(self) -> Stager:
-        """For the optimizer: moves sub-groups through the same pool."""
-        return self._open().stager
-
-    @property
-    def sub_groups_ahead(self) -> int:
-        """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
-        layout = self.paged.layout
-        return budget.sub_groups_ahead(self._open().pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
-
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
         model = shard.model
@@ -372,12 +377,17 @@ class SwapManager:
             raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
         if not shard.filled:
             raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
-        if shard.resident is None:
-            chunk = shard.group.chunk
+        if shard.resident is not None:
+            for sub in shard.sub_groups:
+                model.catch_up(sub)
+        else:
             if self._copying is not shard.group:
                 self._give_back_copied()
                 self._copying = shard.group
-            if chunk is not None and chunk.state is not ChunkState.IN_USE:
+            chunk = shard.group.chunk
+            if chunk is None:
+                model.acquire(shard.group, self._look_ahead)
+            elif chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
         taken = self._device.take(model.gathered_view(shard))
@@ -396,20 +406,22 @@ class SwapManager:
         if not group.gathering:
             self._give_back(group)
 
-    def begin_step(self) -> None:
-        """For the optimizer: the copies are about to change, so nothing staged is worth keeping."""
-        stager = self._open().stager
-        for group in self.paged.groups:
-            self.paged.forget(group)
-        stager.drop_all()
-        stager.wanted = ()
+    def finish_updates(self) -> None:
+        """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in paged_model.py.
+
+        Nobody has to: they run by themselves before anybody sees what they change. But before many things are looked at, all
+        at once is faster. Raises IoError when a transfer failed; what is stored is torn then.
+        """
+        layout, machinery = self.paged.layout, self._open()
+        ahead = budget.sub_groups_ahead(machinery.pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
+        finish_updates(self.paged, machinery.stager, ahead)
 
     def end_step(self) -> None:
         """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
-        trace = self._traces[True]
-        if trace.end_cycle():
+        if self._traces[True].end_cycle():
             self._tell_surprise()
-        self._look_ahead(trace)
+        self._phase = True
+        self._look_ahead()
 
     # What it took.
 
@@ -449,7 +461,7 @@ class SwapManager:
         paged = self.paged
         fetched = [sum(span.nbytes for span in group.chunk.reads) if group.chunk else 0 for group in paged.groups]
         cycle = self._traces[True].cycle
-        gathers = cycle_read_bytes(cycle, self._group_bytes, fetched, self._look_ahead_bytes)
+        gathers = cycle_read_bytes(cycle, self._unit_bytes, fetched, self._look_ahead_bytes)
         if not cycle:
             gathers = 2 * micro_batches * sum(fetched)
         stepped = [sub.chunk for sub in paged.sub_groups if sub.layout.trained]
@@ -540,28 +552,39 @@ class SwapManager:
         resident_below: float,
         resident_numel_max: int,
         cache_bytes: int,
+        split_master: bool,
         hold_state: bool,
     ) -> tuple[Layout, int]:
         """The model's layout and the size of the pool (bytes): what the pinned budget allows."""
         copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
         shards = _shards(groups, ranks, resident_below, resident_numel_max)
         numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, budget.SUB_GROUP_NUMEL_DEFAULT)
-        lay_out = partial(plan_layout, shards, groups=len(groups), copy_itemsize=copy_itemsize, hold_state=hold_state)
+        lay_out = partial(
+            plan_layout,
+            shards,
+            groups=len(groups),
+            copy_itemsize=copy_itemsize,
+            split_master=split_master and dtype is torch.bfloat16,
+            hold_state=hold_state,
+        )
         cached = plan_cache(lay_out(sub_group_numel_max=numel), [group.gathers for group in groups], cache_bytes)
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
-        explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        if explicit is not None:
-            room = explicit - layout.cached_bytes
-            fitting = budget.sub_group_numel_for(room, copy_itemsize + (0 if hold_state else 12))
-            numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
-            layout = lay_out(sub_group_numel_max=numel, cached=cached)
         group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
         largest = max(range(len(groups)), key=group_bytes.__getitem__)
-        gather, stepped = budget.gather_bytes(group_bytes[largest]), layout.sub_group_bytes_max
+        largest_bytes = group_bytes[largest]
+        explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
+        if explicit is not None:
+            room = explicit - layout.cached_bytes - budget.GATHERS_IN_USE * largest_bytes
+            bytes_per_element = max((sub.nbytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
+            fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
+            numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
+            layout = lay_out(sub_group_numel_max=numel, cached=cached)
+        gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
         pinned = explicit or budget.comfortable_bytes(gather, stepped) + layout.cached_bytes
         budget.check_available(pinned)
-        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * stepped, cache_bytes=layout.cached_bytes)
-        budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
+        pipeline = budget.pipeline_bytes(largest_bytes, stepped)
+        need = budget.PinnedBudget(gather, pipeline, cache_bytes=layout.cached_bytes)
+        budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
         return layout, pinned
 
     def _take_over(self, groups: list[ShardedGroup], paged: PagedModel) -> dict[nn.Parameter, nn.Parameter]:
@@ -614,17 +637,15 @@ class SwapManager:
         return module_trains if self._pass_trains is None else self._pass_trains
 
     def _use(self, group: PagedGroup, training: bool) -> None:
-        training = self._is_training(training)
+        self._phase = training = self._is_training(training)
         trace = self._traces[training]
-        self._traces[
-            not training
-        ].interrupt()  # what one phase leaves gathered, the other doesn't ask for: no other path
+        # What one phase leaves gathered, the other doesn't ask for: no other path.
+        self._traces[not training].interrupt()
         if not training and self._pass_trains is None and trace.used(group.index):
             self._end_evaluation()
         trace.use(group.index)
-        assert group.chunk is not None
-        self._open().stager.acquire(group.chunk)
-        self._look_ahead(trace, into_next=not training)
+        self.paged.acquire(group, partial(self._look_ahead, group))
+        self._look_ahead()
 
     def _give_back_copied(self) -> None:
         """The lease of the group that was asked for last, if FSDP2 has all of it."""
@@ -640,15 +661,28 @@ class SwapManager:
         if group.cached is None:  # what is cached must have landed before it is stepped: see PagedModel.forget
             group.landing = None
 
-    def _look_ahead(self, trace: Trace, *, into_next: bool = False) -> None:
-        groups = self.paged.groups
+    def _look_ahead(self, using: PagedGroup | None = None) -> None:
+        """Start the reads for what comes next; `using`: the group whose members are being updated now."""
         stager = self._open().stager
-        chosen = groups_to_stage(trace.upcoming(into_next=into_next), self._group_bytes, self._look_ahead_bytes)
-        wanted = [chunk for index in chosen if (chunk := groups[index].chunk) is not None]
-        stager.wanted = wanted
-        for chunk in wanted:
+        upcoming = self._upcoming(using)
+        chosen = groups_to_stage(upcoming, self._unit_bytes, self._look_ahead_bytes)
+        stager.wanted = [chunk for index in chosen if (chunk := self._units[index]) is not None]
+        for chunk in stager.wanted:
             if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
                 break
+
+    def _upcoming(self, using: PagedGroup | None) -> Iterator[int]:
+        """What is to be staged, soonest first, as numbers in `_units`: of each group what its update needs, then the group."""
+        paged = self.paged
+        groups = paged.groups
+        count = len(groups)
+        if using is not None:
+            yield from (count + sub.layout.index for sub in using.waiting)
+        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
+            group = groups[index]
+            yield from (count + sub.layout.index for sub in (*group.beside, *group.members) if sub.update is not None)
+            yield index
+        yield from (count + sub.layout.index for sub in paged.sub_groups if sub.update is not None)
 
     def _tell_surprise(self) -> None:
         if not self._told_surprise:
