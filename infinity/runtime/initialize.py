@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
 from infinity.runtime.engine import Engine
+from infinity.runtime.gathered import remember_sharded
 from infinity.runtime.live import LiveParameters, choose_wrap
 from infinity.runtime.materialize import (
     InitFn,
@@ -52,6 +53,7 @@ def initialize(
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
+    mesh_param: Any = None,
     config_params: Any = None,
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -73,7 +75,7 @@ def initialize(
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (file or folder) from which the parameters are set, each rank reading only its rows.
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
-        distributed_port, mpu, dist_init_required: accepted for compatibility, without meaning here.
+        distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
 
@@ -97,6 +99,7 @@ def initialize(
             groups = trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
         swap, live = _shard_and_page(model, settled, undo)
+        remember_sharded(model)
         with together():
             _give_values(model, swap, weights, init_fn)
             made = make_optimizer(model, settled, optimizer, groups, swap)

@@ -133,6 +133,23 @@ def overflowing_alone(folder: Path) -> None:
     print("skipped together", flush=True)
 
 
+def set_by_one(folder: Path) -> None:
+    """What rank 1 sets in a gathered parameter is what all ranks hold, on the drive and in the next forward."""
+    for settings in (config(folder), {"zero_optimization": {"stage": 3}}):
+        trained = model()
+        engine, *_ = infinity.initialize(model=trained, config=settings)
+        with engine:
+            before = trained[0].bias.data.full_tensor().clone()
+            with infinity.zero.GatheredParameters(trained.parameters(), modifier_rank=1):
+                assert trained[0].weight.shape == (64, 8)
+                trained[0].weight.data.fill_(float(dist.get_rank()))
+            full = trained[0].weight.data.full_tensor()
+            assert torch.equal(full, torch.ones(64, 8)), full
+            assert torch.equal(trained[0].bias.data.full_tensor(), before)
+            one_step(engine)
+    print("set by one", flush=True)
+
+
 def writing_rank_fails(folder: Path) -> None:
     """Only rank 0 writes a 16-bit model; when it can't, the others don't wait for it."""
     engine, *_ = infinity.initialize(model=model(), config=config(folder))
