@@ -357,9 +357,7 @@ class Engine:
                 "that initialize(weights=...) reads"
             )
         self._make_optimizer_state()
-        if isinstance(self.optimizer, PagedAdam):
-            self.optimizer.discard()
-        self.zero_grad()
+        self._discard_step()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
         self.skipped_steps = rest.get("skipped_steps", 0)
@@ -445,6 +443,15 @@ class Engine:
                     f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
                     "trained: unfreeze it before initialize, or set requires_grad to False again"
                 )
+
+    def _discard_step(self) -> None:
+        """Forget what the passes since the last step left, even one that an error ended."""
+        reset = getattr(self.module, "reset_iter_state", None)  # of torch 2.13 on
+        if reset is not None:
+            reset()
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.discard()
+        self.zero_grad()
 
     def _applied_in_backward(self) -> bool:
         """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
