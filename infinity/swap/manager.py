@@ -304,10 +304,10 @@ class SwapManager:
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
         mesh = groups[0].parameters[0].sharded.device_mesh
-        with together(mesh.get_group()):
+        with together(mesh.get_group() if mesh.ndim == 1 else None):
             layout, pinned_bytes = self._plan(
                 [group.outline for group in groups],
-                mesh.size(),
+                mesh.size(-1),
                 dtype,
                 sub_group_size,
                 math.inf if hold_parameters else resident_numel_below,

@@ -6,6 +6,7 @@ Used by the tests beside it, in their process and as a script under torchrun.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class Case:
     evaluate: bool = False
     adam: bool = False
     reduce_dtype: str = "fp32"
+    loss_scale: float | None = None  # fp16; 0 adapts
     # What only the NVMe side has.
     backend: str = "auto"
     pinned_bytes_max: int | str = "16MiB"
@@ -66,6 +68,8 @@ CASES = {
     "everything resident": Case(persistence_threshold=10**9),
     "some of it resident": Case(max_in_cpu=40_000),
     "fp32": Case(bf16=False, sub_group_size=4096),
+    "fp16": Case(bf16=False, loss_scale=0, clipping=0.5),
+    "fp16, fixed loss scale": Case(bf16=False, loss_scale=100, accumulation=2, sub_group_size=4096),
     "the plain kernel": Case(fused=False),
     "Adam": Case(adam=True),
     "bf16 reduction": Case(reduce_dtype="bf16"),
@@ -180,6 +184,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "bf16": {"enabled": case.bf16},
+        "fp16": {"enabled": case.loss_scale is not None, "loss_scale": case.loss_scale or 0, "initial_scale_power": 24},
         "optimizer": {
             "type": "Adam" if case.adam else "AdamW",
             "params": {"lr": 1e-2, "weight_decay": 0.1, **({"adam_w_mode": False} if case.adam else {})},
@@ -214,12 +219,13 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
                 losses.append(loss.item())
             norm = engine.get_global_grad_norm()
             assert norm is not None
-            losses.append(norm)
+            losses.append(norm if math.isfinite(norm) else -1.0)  # NaN is not equal to itself
             if case.evaluate and step % 2:
                 engine.eval()
                 with torch.no_grad():
                     losses += [loss_of(engine, batch(step, 9)).item() for _ in range(2)]
                 engine.train()
+        assert (engine.skipped_steps > 0) == (case.loss_scale == 0)
         return losses, full_weights(engine.module)
 
 
