@@ -178,7 +178,15 @@ class Engine:
         return self.module.state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; `step` does so by itself."""
+        """Forget the gradients; `step` does so by itself.
+
+        Raises InfinityError where the backward applied them already (`infinity.update`).
+        """
+        if self._applied_in_backward():
+            raise InfinityError(
+                "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
+                'or set infinity.update to "forward"'
+            )
         self.module.zero_grad(set_to_none)
         self.optimizer.zero_grad(set_to_none)  # the module shows others while a group is gathered
 
@@ -187,7 +195,15 @@ class Engine:
         return self._ends_a_step(self.micro_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say so yourself, until the next step."""
+        """Say so yourself, until the next step.
+
+        Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
+        """
+        if not is_boundary and self.swap is not None and self.swap.update_at == "backward":
+            raise ConfigError(
+                'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
+                "gradient_accumulation_steps"
+            )
         self._boundary = is_boundary
 
     def gradient_accumulation_steps(self) -> int:
@@ -341,6 +357,8 @@ class Engine:
                 "that initialize(weights=...) reads"
             )
         self._make_optimizer_state()
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.discard()
         self.zero_grad()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
@@ -428,8 +446,14 @@ class Engine:
                     "trained: unfreeze it before initialize, or set requires_grad to False again"
                 )
 
+    def _applied_in_backward(self) -> bool:
+        """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
+        return isinstance(self.optimizer, PagedAdam) and bool(self.optimizer.norms)
+
     def _check_between_steps(self) -> None:
-        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+        if self._applied_in_backward() or any(
+            p.grad is not None for group in self.optimizer.param_groups for p in group["params"]
+        ):
             raise CheckpointError(
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
                 f"that ends it, after every {self.gradient_accumulation_steps()} of them"
@@ -481,10 +505,16 @@ class Engine:
 
     def _scaled_norm(self) -> torch.Tensor:
         """Norm of the whole gradient as `backward` left it, scaled."""
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if not grads:
+        taken = self.optimizer.norms if isinstance(self.optimizer, PagedAdam) else {}
+        norms = []
+        for parameter in self.module.parameters():
+            if parameter in taken:
+                norms.append(taken[parameter])
+            elif parameter.grad is not None:
+                norms.append(torch.linalg.vector_norm(parameter.grad, 2.0))
+        if not norms:
             raise InfinityError("step() without gradients: call backward(loss) before it")
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = torch.linalg.vector_norm(torch.stack(norms), 2.0)  # as torch.nn.utils.get_total_norm computes it
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _overflowed(self, norm: torch.Tensor) -> bool:

@@ -41,6 +41,7 @@ class ShardedGroup:
     for forward only where they stay gathered in between."""
 
     name: str
+    module: FSDPModule
     parameters: tuple[ShardedParameter, ...]
     gathers: int
 
@@ -100,10 +101,8 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     Raises ConfigError where it wasn't, where a group is resharded over fewer ranks after forward, or where a parameter can't be
     paged (not fp32, not sharded on dim 0, 0-d).
     """
-    gathers = {
-        clean_name(name): _gathers(m, not name) for name, m in model.named_modules() if isinstance(m, FSDPModule)
-    }
-    owners = list(gathers)
+    modules = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    owners = list(modules)
     if not owners:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
     for module in model.modules():
@@ -116,7 +115,11 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for parameter, names in parameter_names(model).items():
         owner = _owner(names[0], owners)
         members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
-    return [ShardedGroup(owner or "root", tuple(found), gathers[owner]) for owner, found in members.items() if found]
+    return [
+        ShardedGroup(owner or "root", modules[owner], tuple(found), _gathers(modules[owner], not owner))
+        for owner, found in members.items()
+        if found
+    ]
 
 
 def gathered_dtype(model: nn.Module) -> torch.dtype:

@@ -24,20 +24,22 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, IoEngine, PinnedPool
+from infinity.aio import DriveLimit, DriveStats, IoEngine, Lease, PinnedPool
 from infinity.device import Device, device_for
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
+from infinity.schedule.scheme import Scheme, Update
 from infinity.schedule.trace import Trace
 from infinity.store import Arena, Field, Layout, RunFolder, Shard, check_free, plan_layout
 from infinity.store.layout import SPACE_ALIGN
@@ -64,8 +66,6 @@ from infinity.swap.updates import finish_updates
 from infinity.units import align_up, format_bytes, parse_bytes
 
 log = logging.getLogger("infinity")
-
-Update = Literal["step", "forward"]
 
 _MEASURE_BYTES = 64 << 20
 """Written and read, twice, to weigh one drive against another."""
@@ -171,8 +171,10 @@ class SwapManager:
         self._unit_bytes: list[int] = []
         self._gathered_bytes: list[int] = []
         """The same, but nothing for sub-groups."""
-        self.defers_updates = False
-        """Whether the optimizer leaves updates for later: `update` of `page`."""
+        self.update_at: Update = "step"
+        """When the optimizer updates the paged parameters: `update` of `page`."""
+        self._forwards: Counter[int] = Counter()
+        """By group: how often it was called in training since the last step."""
         self._phase = True
         """Whether it was training that used a group last."""
         self._device: Device = device_for(torch.device("cpu"))
@@ -289,7 +291,10 @@ class SwapManager:
                 where None.
             update: when the optimizer updates a parameter: in its `step` ("step"), or just before it is gathered next or looked
                 at in any other way ("forward"): the same numbers and 2 bytes less to read per element, while the model
-                computes. `step` returns at once then and takes the gradients: `.grad` is None after it.
+                computes. `step` returns at once then and takes the gradients: `.grad` is None after it. With "backward" most
+                are updated, and their gradients taken, as soon as these are reduced, which needs no memory for gradients; it
+                is for loops in which every backward is followed by a step with the gradients as they are (no clipping, no
+                accumulation) and with the learning rate that was set before it.
             split_master: where parameters are gathered in bf16, keep what that leaves of each master beside it instead of the
                 whole master, 12 bytes an element instead of 14: see [Note: Copy and remainder] in infinity/optim/split.py.
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
@@ -324,12 +329,13 @@ class SwapManager:
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 copy_dtype=dtype,
+                in_backward=update == "backward",
                 stager=machinery.stager,
                 arena=machinery.arena,
                 what=_what_is_stored(hold_state),
             )
             replacements = self._take_over(groups, paged)
-        self._paged, self.defers_updates = paged, update == "forward"
+        self._paged, self.update_at = paged, update
         chunks = [group.chunk for group in paged.groups]
         self._units = [*chunks, *(sub.chunk if sub.moves else None for sub in paged.sub_groups)]
         self._unit_bytes = [chunk.lease_bytes if chunk is not None else 0 for chunk in self._units]
@@ -340,6 +346,9 @@ class SwapManager:
             self._room_bytes if look_ahead_bytes is None else min(self._room_bytes, look_ahead_bytes)
         )
         install(model, replacements)
+        if update == "backward":
+            for number, group in enumerate(groups):
+                cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
         model.register_forward_hook(self._end_pass)
 
@@ -440,11 +449,30 @@ class SwapManager:
         ahead = budget.sub_groups_ahead(machinery.pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
         finish_updates(self.paged, machinery.stager, ahead)
 
+    def gradients_are_final(self, group: PagedGroup) -> bool:
+        """For the optimizer, in a backward: whether the gradients of a group, once all are there, are all that come."""
+        return self._forwards[group.index] == 1
+
+    def update_in_backward(
+        self, group: PagedGroup, updates: Mapping[PagedSubGroup, Callable[[Lease | None], None]]
+    ) -> None:
+        """For the optimizer: update members of a group now; see [Note: Updates in the backward] in paged_model.py."""
+        self._phase = True
+        self._forwards[group.index] += 1  # whoever brings more gradients is too late
+
+        def look_ahead() -> None:
+            trace.use(self._unit(next(left)))
+            self._look_ahead()
+
+        trace, left = self._traces[True], iter(updates)
+        self.paged.update_in_backward(group, updates, look_ahead)
+
     def end_step(self) -> None:
         """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
         if self._traces[True].end_cycle():
             self._tell_surprise()
         self._phase = True
+        self._forwards.clear()
         self._look_ahead()
 
     # What it took.
@@ -490,15 +518,27 @@ class SwapManager:
         if cycle:
             return read + self._gathers_of(cycle), written
         every = sum(_copy_bytes(group) for group in paged.groups)
-        first = sum(_copy_bytes(group, stepped=False) for group in paged.groups) if self.defers_updates else every
+        first = (
+            sum(_copy_bytes(group, stepped=False) for group in paged.groups) if self.update_at == "forward" else every
+        )
         return read + first + (2 * micro_batches - 1) * every, written
 
     def _gathers_of(self, cycle: Sequence[int]) -> int:
         """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
         groups = self.paged.groups
-        waiting = {sub for sub in self.paged.sub_groups if sub.layout.trained} if self.defers_updates else set()
+        waiting = {sub for sub in self.paged.sub_groups if sub.layout.trained} if self.update_at == "forward" else set()
         uses, reads = [], []
+        updating: list[int] = []
         for index in cycle:
+            if index >= len(groups):
+                *copies, unit = self._with_copies(index)
+                if copies != updating:  # in use from the first member's update to the last one's
+                    uses += copies
+                    reads += [_copy_bytes(groups[each]) for each in copies]
+                updating = copies
+                uses.append(unit)
+                reads.append(0)
+                continue
             group = groups[index]
             beside = [sub for sub in group.beside if sub in waiting]
             updated = [sub for sub in group.members if sub in waiting]
@@ -607,9 +647,10 @@ class SwapManager:
             split_master=split_master and dtype is torch.bfloat16,
             hold_state=hold_state,
         )
-        spared = update == "forward"  # the gather after the step takes what was just updated
-        gathers = [group.gathers - spared for group in groups]
-        cached = plan_cache(lay_out(sub_group_numel_max=numel), gathers, cache_bytes)
+        scheme = Scheme("split" if split_master else "full", update)
+        cached = plan_cache(
+            lay_out(sub_group_numel_max=numel), scheme, [group.gathers for group in groups], cache_bytes
+        )
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
         group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
         largest = max(range(len(groups)), key=group_bytes.__getitem__)
@@ -662,6 +703,10 @@ class SwapManager:
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not in_backward():
             self._pass_trains = module.training and torch.is_grad_enabled()
+
+    def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self._forwards[group] += 1
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not in_backward():
@@ -731,11 +776,21 @@ class SwapManager:
             yield from map(self._unit, paged.waiting(using))
             yield using.index
         for index in self._traces[self._phase].upcoming(into_next=not self._phase):
+            if index >= len(groups):  # an update in the backward, which needs the copies too
+                yield from self._with_copies(index)
+                continue
             group = groups[index]
             yield from (self._unit(sub) for sub in group.beside if sub in paged.updates)
             yield index
             yield from map(self._unit, paged.waiting(group))
         yield from map(self._unit, paged.updates)
+
+    def _with_copies(self, unit: int) -> Iterator[int]:
+        """A sub-group that is updated in the backward, and before it the group whose copies that needs."""
+        sub = self.paged.sub_groups[unit - len(self.paged.groups)]
+        if self.paged.groups[sub.layout.space].completes is not None:
+            yield sub.layout.space
+        yield unit
 
     def _tell_surprise(self) -> None:
         if not self._told_surprise:

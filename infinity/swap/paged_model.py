@@ -8,6 +8,12 @@ will give it, and it runs before anybody sees them. That is when its group is ga
 updated, and the new copy goes from lease to lease, so that the gather needs no read of its own; or when a range of it is read
 or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What the update needs (gradient,
 hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an update at once.
+
+[Note: Updates in the backward]
+Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
+be updated as soon as its gradients are reduced, and they need no memory beyond that. The copies were read for its backward and
+are staged still, as the trace knows that they are needed again; so the update reads the state beside them. A group of which a
+gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
 """
 
 from __future__ import annotations
@@ -53,6 +59,14 @@ class PagedSubGroup:
     def moves(self) -> bool:
         """Whether stepping it takes bytes from the arena."""
         return self.layout.nbytes > 0
+
+    def reads(self, *, copy: bool) -> tuple[Span, ...]:
+        """What fetches its state, with the copy where that is a part of the master (or without it)."""
+        fields = [each for each in self.layout.state if copy or each is not Field.COPY]
+        if not fields:
+            return ()
+        first = self.layout.field_offset(fields[0])
+        return (Span(self.extent.offset + first, first, self.layout.nbytes - first),)
 
     @property
     def rests(self) -> bool:
@@ -198,6 +212,11 @@ class PagedGroup:
     """Fires when the device has taken over the last of the shards that were handed over."""
 
     @property
+    def completes(self) -> Chunk | None:
+        """What holds copies that are a part of its masters, which an update in the backward takes from there."""
+        return self.chunk if any(sub.rests and sub.layout.split for sub in self.members) else None
+
+    @property
     def handed_over(self) -> bool:
         """Whether every shard that its chunk fetches was handed over."""
         return all(shard.resident is not None or shard.index in self.gathering for shard in self.shards)
@@ -208,6 +227,7 @@ class PagedModel:
 
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
+        in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
         what: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
@@ -221,11 +241,13 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         copy_dtype: torch.dtype,
+        in_backward: bool = False,
         stager: Stager,
         arena: Arena,
         what: str,
     ) -> None:
         self.layout = layout
+        self._in_backward = in_backward
         self.copy_dtype = copy_dtype
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
         self.updates: dict[PagedSubGroup, Update] = {}
@@ -359,7 +381,11 @@ class PagedModel:
             self.expect(group)
 
     def expect(self, group: PagedGroup) -> None:
-        """From now on, staging the group's chunk fetches the copies of those members that don't wait for an update."""
+        """From now on, staging the group's chunk fetches the copies of those members that don't wait for an update, and staging
+        a member's chunk what its update will need."""
+        for sub in group.members:
+            beside = self._in_backward and group.chunk is not None and sub not in self.updates
+            sub.chunk.reads = sub.reads(copy=not beside)
         if group.chunk is None:
             return
         reads, fills = [], []
@@ -393,6 +419,45 @@ class PagedModel:
             if waiting:
                 self.expect(group)
 
+    def update_in_backward(
+        self, group: PagedGroup, updates: Mapping[PagedSubGroup, Update], look_ahead: Callable[[], None]
+    ) -> None:
+        """Update members of a group whose gradients came: see [Note: Updates in the backward].
+
+        `look_ahead` is called after each. Raises IoError when a transfer failed. After any failure the values are torn.
+        """
+        assert self._in_backward and not self.updates.keys() & updates.keys()
+        chunk = group.completes
+        try:
+            copies = self._stager.acquire(chunk) if chunk is not None else None
+            try:
+                for sub, update in updates.items():
+                    self._update_beside(sub, update, copies)
+                    look_ahead()
+            finally:
+                if chunk is not None:
+                    self._stager.release(chunk, keep=False)
+                self.forget(group)  # its copies are old
+        except BaseException as error:
+            self.tear(f"an update in the backward ({error or type(error).__name__})")
+            raise
+
+    def _update_beside(self, sub: PagedSubGroup, update: Update, copies: Lease | None) -> None:
+        """Update one whose copy is in its group's lease, or held."""
+        if not sub.moves:
+            update(None)
+            return
+        lease = self._stager.acquire(sub.chunk)
+        try:
+            if copies is not None and sub.rests and sub.layout.split:
+                start = sub.layout.start * sub.layout.copy_itemsize
+                sub.view(Field.COPY, lease).copy_(copies.view(self.copy_dtype, start, sub.layout.numel))
+            update(lease)
+        except BaseException:
+            self._stager.release(sub.chunk, keep=False)
+            raise
+        self._stager.write_back(sub.chunk)
+
     def catch_up(self, sub: PagedSubGroup) -> None:
         """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
         if sub not in self.updates:
@@ -424,11 +489,10 @@ class PagedModel:
             self._stager.write_back(sub.chunk)
 
     def _sub_group(self, layout: SubGroup, extent: Extent) -> PagedSubGroup:
-        first = layout.field_offset(layout.state[0]) if layout.state else layout.nbytes
-        reads = (Span(extent.offset + first, first, layout.nbytes - first),) if layout.state else ()
         writes = (Span(extent.offset, 0, layout.nbytes),) if layout.nbytes else ()
-        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, reads, writes, on_lost=self.tear)
+        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, (), writes, on_lost=self.tear)
         sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype)
+        chunk.reads = sub.reads(copy=True)
         for which in layout.held:
             if which in layout.fields:
                 sub.held[which] = torch.zeros(layout.numel, dtype=sub.dtype(which))
@@ -477,6 +541,8 @@ class PagedModel:
             self.forget(shard.group)
         for sub, at, low, count in self.ranges(shard, start, numel):
             self.catch_up(sub)
+            if write:
+                self._stager.drop(sub.chunk)  # read ahead for its update
             if which in sub.held:
                 move(sub.held[which][low : low + count], at)
                 continue

@@ -52,18 +52,19 @@ def cache_bytes_for(share: Fraction, numel: int) -> int:
     return copies + (nbytes - copies) // unit * unit
 
 
-def optimum(ranks: int, cache_bytes: int) -> tuple[int, int]:
-    """The fewest bytes (read, written) of a step on one rank. All is read for the update, which hands the copies to forward.
-    The embedding stays gathered from forward to backward, and with a look-ahead of one group so does the last block's copy in
-    the pool; the copies of the other blocks are read once more."""
+def optimum(ranks: int, cache_bytes: int, update: str) -> tuple[int, int]:
+    """The fewest bytes (read, written) of a step on one rank. Beside the state, copies are read twice: for forward or with the
+    update before it, and for backward, where they stay for the update in it. With a look-ahead of one group the last block's
+    copy stays in the pool from forward to backward. The embedding, which stays gathered, is read for the gather alone where
+    that is updated first, and for the update in the backward again."""
     embedding, block = 256 * HIDDEN // ranks, 8 * HIDDEN * HIDDEN // ranks
-    copies = [(embedding, 1), *[(block, 2)] * (BLOCKS - 1), (block, 1)]
+    copies = [(embedding, 1 + (update == "backward")), *[(block, 2)] * (BLOCKS - 1), (block, 1)]
     parts = [Candidate(2 * numel, 1, reads, 1) for numel, reads in copies]
     parts.append(Candidate(10 * (embedding + BLOCKS * block), 1, 1, 1))
     return moved_bytes(parts, choose_resident(parts, cache_bytes))
 
 
-def check(nvme_path: str, share: Fraction) -> None:
+def check(nvme_path: str, share: Fraction, update: str) -> None:
     """Raises AssertionError where a step moves other bytes than the optimum, or memory is exceeded."""
     torch.manual_seed(0)
     model = Model()
@@ -81,7 +82,7 @@ def check(nvme_path: str, share: Fraction) -> None:
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": 0,
         },
-        "infinity": {"wrap": ["Block"], "host_cache_bytes": cache_bytes},
+        "infinity": {"wrap": ["Block"], "host_cache_bytes": cache_bytes, "update": update},
     }
     engine, *_ = infinity.initialize(model=model, config=config)
     swap = engine.swap
@@ -104,7 +105,7 @@ def check(nvme_path: str, share: Fraction) -> None:
             come_to_rest(swap)
             after = swap.stats()
             moved.append((after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes))
-        assert moved[-1] == optimum(dist.get_world_size(), cache_bytes), (share, moved)
+        assert moved[-1] == optimum(dist.get_world_size(), cache_bytes, update), (share, moved)
         assert moved[-1] == swap.step_bytes(), (share, moved)
         assert after.cached_bytes == cache_bytes
         assert after.arena_bytes == 12 * numel - cache_bytes
@@ -122,7 +123,8 @@ def come_to_rest(swap: infinity.SwapManager) -> None:
 def main() -> int:
     dist.init_process_group("gloo")
     for share in SHARES:
-        check(sys.argv[1], share)
+        for update in ("forward", "backward"):
+            check(sys.argv[1], share, update)
     dist.destroy_process_group()
     return 0
 
