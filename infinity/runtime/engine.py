@@ -140,9 +140,10 @@ class Engine:
             return
         self._check_none_unfrozen()
         self._release_gathered()
-        self._applied = self._prepare_gradients()
-        if self._applied:
-            self.optimizer.step()
+        factor = self._gradient_factor()
+        self._applied = factor is not None
+        if factor is not None:
+            self._step_optimizer(factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
         self.zero_grad()
@@ -454,20 +455,29 @@ class Engine:
                             exp_avg_sq=torch.zeros_like(parameter.data),
                         )
 
-    def _prepare_gradients(self) -> bool:
-        """Take the norm over all ranks, undo the loss scale and clip, in one pass. Returns whether to step."""
-        grads = [_local_of(p.grad) for p in self.module.parameters() if p.grad is not None]
+    def _gradient_factor(self) -> torch.Tensor | None:
+        """What gradients are multiplied by before the step, to undo the loss scale and to clip; None where it must be skipped.
+
+        Notes their norm over all ranks, taken of them as they are.
+        """
         norm = self._scaled_norm()
         factor = torch.tensor(1.0 / self.cur_scale, device=norm.device)
         norm = norm * factor
         self._grad_norm = float(norm)
         if self.config.fp16.enabled and self._overflowed(norm):
-            return False
+            return None
         if self.config.gradient_clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
             factor = torch.clamp(self.config.gradient_clipping / (norm + 1e-6), max=1.0) * factor
+        return factor
+
+    def _step_optimizer(self, factor: torch.Tensor) -> None:
+        """Step with the gradients multiplied by `factor`: on their way into the update where the optimizer is paged."""
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.step(grad_scale=float(factor))
+            return
         if float(factor) != 1.0:
-            torch._foreach_mul_(grads, factor)
-        return True
+            torch._foreach_mul_([_local_of(p.grad) for p in self.module.parameters() if p.grad is not None], factor)
+        self.optimizer.step()
 
     def _scaled_norm(self) -> torch.Tensor:
         """Norm of the whole gradient as `backward` left it, scaled."""

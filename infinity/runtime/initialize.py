@@ -32,7 +32,7 @@ from infinity.runtime.materialize import (
 from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
-from infinity.schedule.estimate import STATE_BYTES
+from infinity.schedule.scheme import STATE_BYTES
 from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names
@@ -278,6 +278,8 @@ def _page(
         "resident_numel_below": zero.stage3_param_persistence_threshold,
         "resident_numel_max": zero.offload_param.max_in_cpu,
         "cache_bytes": _cache_bytes(config, model, mesh),
+        "update": "step" if own.update == "step" else "forward",
+        "split_master": own.master_weights == "split",
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
     }

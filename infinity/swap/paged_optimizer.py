@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,11 +34,9 @@ class PagedAdam(torch.optim.Adam):
         params: parameters or parameter groups, as for torch; all of them paged by `swap`.
         swap: the manager that paged the model.
         lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as for torch.
-        update: "step" updates everything in `step`. With "forward", `step` returns at once, and each sub-group is updated just
-            before it is gathered next, or looked at in any other way: the same numbers and 2 bytes less to read per parameter,
-            while the model computes. `step` then takes the gradients: `.grad` is None after it.
 
-    `state_dict`, `load_state_dict`, param_groups and lr schedulers work as with torch: the moments in `state` are paged
+    When a parameter is updated follows from `swap.page(update=...)`. `state_dict`, `load_state_dict`, param_groups and lr
+    schedulers work as with torch: the moments in `state` are paged
     tensors. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
     """
 
@@ -54,7 +52,6 @@ class PagedAdam(torch.optim.Adam):
         maximize: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        update: Literal["step", "forward"] = "step",
     ) -> None:
         super().__init__(
             params,
@@ -67,7 +64,6 @@ class PagedAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self._swap = swap
-        self._deferred = update == "forward"
         for group in self.param_groups:
             _settings(group)
             for parameter in group["params"]:
@@ -79,7 +75,8 @@ class PagedAdam(torch.optim.Adam):
     ) -> float | None:
         """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
 
-        Returns when all are updated, or will be before anybody sees them (`update`); the last writes go on in the background.
+        Returns when all are updated, or will be before anybody sees them (`swap.page(update=...)`); the last writes go on in
+        the background.
         Raises IoError when a transfer failed; what is stored is torn then, and no step, read or gather is possible before
         state is loaded.
         """
@@ -94,18 +91,25 @@ class PagedAdam(torch.optim.Adam):
         for sub in self._swap.paged.sub_groups:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
-                updates[sub.layout.index] = partial(self._update, sub, own)
+                updates[sub] = partial(self._update, sub, own)
         self._swap.paged.defer(updates)
         for each in stepping.values():
             self.state[each.parameter]["step"] += 1
             each.shard.stepped = True
-        if self._deferred:
+        if self._swap.defers_updates:
             for each in stepping.values():
                 each.parameter.grad = None  # whoever changed it would change the update
         else:
-            self._swap.finish_updates()
+            self._finish_updates()
         self._swap.end_step()
         return loss
+
+    def _finish_updates(self) -> None:
+        try:
+            self._swap.finish_updates()
+        except BaseException as error:  # whoever repeats the step would repeat a part of it
+            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
+            raise
 
     def init_state(self) -> None:
         """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""

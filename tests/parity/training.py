@@ -52,6 +52,8 @@ class Case:
     live: int | str = "auto"
     reuse: int | str = "auto"
     prefetch: int | str = "auto"
+    update: str = "auto"
+    master: str = "split"
     cached: float = 0.0  # this part of the state stays in host memory
 
 
@@ -75,6 +77,10 @@ CASES = {
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
     "only the optimizer on NVMe": Case(parameters_on="none", sub_group_size=8192),
     "the smallest pool": Case(pinned_bytes_max="8MiB"),
+    "updated in the step": Case(update="step", accumulation=2, clipping=0.5, evaluate=True),
+    "updated in the step, small sub-groups": Case(update="step", sub_group_size=4096, persistence_threshold=0),
+    "masters in full": Case(master="full", clipping=0.5, evaluate=True),
+    "masters in full, updated in the step": Case(master="full", update="step", persistence_threshold=0),
     "few live parameters": Case(live=2 * BLOCK_NUMEL, prefetch=0, accumulation=2, clipping=1.0, evaluate=True),
     "groups that stay gathered": Case(reuse=10**9, accumulation=2, evaluate=True, persistence_threshold=0),
     "some that stay, some ahead": Case(
@@ -196,6 +202,8 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "pinned_bytes_max": case.pinned_bytes_max,
             "host_cache_bytes": int(case.cached * state_bytes),
             "backend": case.backend,
+            "update": case.update,
+            "master_weights": case.master,
             "fused": case.fused,
             "reduce_dtype": case.reduce_dtype,
         },
