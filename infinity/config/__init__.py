@@ -19,9 +19,11 @@ from infinity.config.blocks import (
     ZeroConfig,
 )
 from infinity.config.optimizers import (
+    AdamConfig,
     OneCycleConfig,
     OptimizerConfig,
     SchedulerConfig,
+    SGDConfig,
     WarmupCosineLRConfig,
     WarmupDecayLRConfig,
     WarmupLRConfig,
@@ -33,6 +35,7 @@ from infinity.config.whole import Batch, Config, solve_batch
 
 __all__ = [
     "ActivationCheckpointingConfig",
+    "AdamConfig",
     "AioConfig",
     "Batch",
     "Bf16Config",
@@ -44,6 +47,7 @@ __all__ = [
     "OffloadParamConfig",
     "OneCycleConfig",
     "OptimizerConfig",
+    "SGDConfig",
     "SchedulerConfig",
     "WarmupCosineLRConfig",
     "WarmupDecayLRConfig",

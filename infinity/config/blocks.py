@@ -28,6 +28,7 @@ from infinity.config.rules import (
     Paths,
     Positive,
     ReduceDtype,
+    Share,
     Text,
     Update,
     choice,
@@ -113,10 +114,15 @@ class OffloadOptimizerConfig(Block):
         description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
     )
 
+    ratio: Share = Field(
+        default=1.0,
+        description="Share of the optimizer's state that rests on NVMe; as many bytes as the others take stay in host memory, "
+        "as with `infinity.host_cache_bytes`. Without effect when `device` is cpu, the only one where DeepSpeed knows it.",
+    )
+
     ignored_keys = names_of(
         """
-        buffer_count buffer_size cpuadam_cores_perc fast_init pipeline pipeline_read pipeline_write ratio
-        super_offload
+        buffer_count buffer_size cpuadam_cores_perc fast_init pipeline pipeline_read pipeline_write super_offload
         """
     )
 
@@ -129,7 +135,9 @@ class ZeroConfig(Block):
     """
 
     stage: Annotated[int, STAGE] = Field(
-        default=0, description="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."
+        default=0,
+        description="2 shards gradients and optimizer state, 3 parameters too. 0 and 1, which in DeepSpeed shard nothing and "
+        "the optimizer state, are carried out as 2: the same numbers in less memory.",
     )
     offload_param: OffloadParamConfig = Field(
         default=OffloadParamConfig(), description="Where parameters rest between uses."
@@ -169,7 +177,9 @@ class ZeroConfig(Block):
         "backward. DeepSpeed's default is 1e9.",
     )
     stage3_gather_16bit_weights_on_model_save: Flag = Field(
-        default=False, description="Whether saving the model gathers its 16-bit weights on rank 0."
+        default=False,
+        description="Whether a trainer that saves the model gathers its 16-bit weights whole on rank 0. "
+        "`Engine.save_16bit_model` writes them without that, whatever is set here.",
     )
     stage3_module_granularity_threshold: Count = Field(
         default=0, description="Modules with fewer elements per submodule than this are fetched as one; 0 turns it off."
@@ -181,11 +191,13 @@ class ZeroConfig(Block):
     )
     mics_shard_size: Annotated[int, SIZE_OR_ALL] = Field(
         default=-1,
-        description="Ranks that one copy of the model is sharded over, copies being replicated; -1 is all ranks.",
+        description="Ranks that one copy of the model is sharded over, copies being replicated (HSDP); -1 is all ranks. It "
+        "divides their number. With NVMe, every copy rests on the drives of its own ranks.",
     )
     zero_hpz_partition_size: Positive = Field(
         default=1,
-        description="Ranks that a second copy of the parameters is sharded over for the backward pass; 1 is none.",
+        description="Ranks that parameters are sharded over from forward to backward, in a second copy in the memory of the "
+        "device; 1 is none. It divides the number of ranks, and is not available with NVMe.",
     )
 
     ignored_keys = names_of(
@@ -212,20 +224,31 @@ class ZeroConfig(Block):
 
 
 class Fp16Config(Block):
-    """Training in fp16 with loss scaling."""
+    """Training in fp16 with fp32 masters and a factor on the loss, which moves as DeepSpeed's does.
+
+    A step whose gradient holds an inf or NaN on any rank is skipped; the schedule does not advance then.
+    """
 
     enabled: Flag = Field(default=False, description="Compute in fp16. Excludes `bf16.enabled`.")
-    auto_cast: Flag = Field(default=False, description="Whether inputs are cast to fp16.")
+    auto_cast: Flag = Field(
+        default=False,
+        description="Accepted: FSDP2 casts floating-point inputs in any case; DeepSpeed does so only where this is true.",
+    )
     loss_scale: Amount = Field(default=0.0, description="Factor on the loss; 0 adapts it while training.")
     initial_scale_power: Count = Field(default=16, description="The adaptive factor starts at 2 to this power.")
     loss_scale_window: Positive = Field(
         default=1000, description="Steps without overflow after which the factor doubles."
     )
-    hysteresis: Positive = Field(default=2, description="Overflows before the factor is halved.")
-    consecutive_hysteresis: Flag = Field(
-        default=False, description="Whether a step without overflow refills `hysteresis`."
+    hysteresis: Positive = Field(
+        default=2, description="The factor is halved at this overflow; those before it only skip their step."
     )
-    min_loss_scale: Amount = Field(default=1.0, description="The adaptive factor does not fall below this.")
+    consecutive_hysteresis: Flag = Field(
+        default=False,
+        description="Whether every step without overflow refills `hysteresis`, not only those that double the factor.",
+    )
+    min_loss_scale: Amount = Field(
+        default=1.0, description="The adaptive factor does not fall below this; one more overflow there is an error."
+    )
 
     ignored_keys = names_of("fp16_master_weights_and_grads fp16_optimizer_states opt_level")
 

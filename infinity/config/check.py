@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from infinity.config.optimizers import SCHEDULERS
+from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
 from infinity.config.whole import Config
 from infinity.config.words import config_error, shown
 
@@ -47,8 +47,8 @@ def _explain(error: ValidationError, written: Mapping[str, str]) -> list[str]:
 
 def _source_path(location: list[str]) -> str:
     """The dotted path in the source of a model's field: optimizer and scheduler keep all but their type in `params`."""
-    if location[0] == "scheduler" and len(location) > 1 and location[1] in SCHEDULERS:
-        location = ["scheduler", *location[2:]]
+    if location[0] in ("optimizer", "scheduler") and len(location) > 1 and location[1] in (*OPTIMIZERS, *SCHEDULERS):
+        location = [location[0], *location[2:]]
     if location[0] in ("optimizer", "scheduler") and len(location) > 1 and location[1] != "type":
         location = [location[0], "params", *location[1:]]
     return ".".join(location)

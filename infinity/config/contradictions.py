@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from infinity.config.optimizers import OneCycleConfig, SchedulerConfig
+from infinity.config.optimizers import OneCycleConfig, SchedulerConfig, SGDConfig
 
 if TYPE_CHECKING:
     from infinity.config.whole import Config
@@ -32,8 +32,20 @@ def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
             )
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
+    if isinstance(config.optimizer, SGDConfig):
+        yield from _find_sgd_contradictions(config, config.optimizer)
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
+
+
+def _find_sgd_contradictions(config: Config, optimizer: SGDConfig) -> Iterator[str]:
+    if config.nvme_paths:
+        yield (
+            'optimizer.type: got "SGD" together with NVMe, expected AdamW or Adam: what is paged is stepped piece by piece by '
+            "a kernel of its own, which there is for these two; leave parameters and optimizer state off NVMe to use SGD"
+        )
+    if optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
+        yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
 
 
 def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from infinity.config.blocks import (
     OffloadParamConfig,
     ZeroConfig,
 )
-from infinity.config.optimizers import SCHEDULERS, OptimizerConfig
+from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
 from infinity.config.whole import Config
 from infinity.config.words import join
 
@@ -77,6 +77,7 @@ def all_blocks() -> Iterator[tuple[str, type[Block]]]:
     """Every block with the dotted path of its keys in the source."""
     yield "", Config
     yield from NESTED.items()
-    yield "optimizer.params", OptimizerConfig
+    yield "optimizer.params", AdamConfig
+    yield "optimizer.params", SGDConfig
     for scheduler in SCHEDULERS.values():
         yield "scheduler.params", scheduler

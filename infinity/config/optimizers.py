@@ -14,7 +14,6 @@ from infinity.config.rules import (
     Beta,
     Count,
     Flag,
-    OptimizerType,
     Positive,
     Rates,
     WarmupType,
@@ -23,14 +22,14 @@ from infinity.config.rules import (
 )
 
 
-class OptimizerConfig(Block):
-    """The optimizer, `{"type": ..., "params": {...}}` in the source.
+class AdamConfig(Block):
+    """Adam or AdamW, in memory, on the CPU or on NVMe.
 
     Adam with `adam_w_mode` true, DeepSpeed's default, decouples weight decay and is therefore typed AdamW here; type
     AdamW does so whatever `adam_w_mode` says.
     """
 
-    type: Annotated[OptimizerType, choice(OptimizerType)] = Field(
+    type: Literal["AdamW", "Adam"] = Field(
         default="AdamW",
         description="AdamW decouples weight decay from the gradient (Loshchilov and Hutter, 2019); Adam does not.",
     )
@@ -62,6 +61,27 @@ class OptimizerConfig(Block):
         if isinstance(data, dict) and str(data.get("type")).lower() == "adam":
             return {"weight_decay": 0.0, **data}
         return data
+
+
+class SGDConfig(Block):
+    """Stochastic gradient descent, torch's. Not with NVMe, where only Adam and AdamW are paged."""
+
+    type: Literal["SGD"] = Field(default="SGD", description="Names this optimizer.")
+    lr: Amount = Field(default=1e-3, description="Learning rate, where no scheduler sets it.")
+    momentum: Amount = Field(default=0.0, description="Decay of the running sum of gradients; 0 keeps none.")
+    dampening: Amount = Field(default=0.0, description="Share of each gradient that the running sum leaves out.")
+    weight_decay: Amount = Field(default=0.0, description="Times the weight, added to its gradient.")
+    nesterov: Flag = Field(
+        default=False, description="Whether the momentum looks ahead; needs `momentum` and no `dampening`."
+    )
+
+    ignored_keys = names_of("differentiable foreach fused torch_adam")
+    fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {"maximize": (False, "losses are minimised")}
+
+
+OptimizerConfig = AdamConfig | SGDConfig
+
+OPTIMIZERS: dict[str, type[Block]] = {"AdamW": AdamConfig, "Adam": AdamConfig, "SGD": SGDConfig}
 
 
 class SchedulerBlock(Block):

@@ -13,7 +13,7 @@ from typing import Any
 from infinity.config.blocks import Block, ZeroConfig
 from infinity.config.check import validated
 from infinity.config.known import NESTED, explain_unknown
-from infinity.config.optimizers import SCHEDULERS, OptimizerConfig, SchedulerBlock
+from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS, AdamConfig
 from infinity.config.rules import FLAG, OptimizerType, SchedulerType, choice
 from infinity.config.whole import Config
 from infinity.config.words import config_error, join, shown
@@ -136,7 +136,9 @@ class _Reader:
                 self._check_fixed(value, path, *model.fixed_keys[name])
             elif model is Config and name in Config.feature_keys:
                 self._check_feature(value, path)
-            elif name not in model.model_fields or (name == "type" and issubclass(model, SchedulerBlock)):
+            elif name not in model.model_fields or (
+                name == "type" and where in ("optimizer.params", "scheduler.params")
+            ):
                 self.problems.append(explain_unknown(written, where))
             elif value is None:
                 continue  # null is the same as leaving the key out
@@ -167,11 +169,16 @@ class _Reader:
         if read is None:
             return
         kind, params = read
-        w_mode = self._pop_flag(params, "adam_w_mode", "optimizer.params.adam_w_mode", default=True)
-        found = self.read_block(params, OptimizerConfig, "optimizer.params")
-        if kind == "Adam":
-            found.setdefault("weight_decay", 0.0)  # the default of the type that is written, before it becomes AdamW
-        values["optimizer"] = {**found, "type": "AdamW" if w_mode else kind}
+        if kind in ("AdamW", "Adam"):
+            w_mode = self._pop_flag(params, "adam_w_mode", "optimizer.params.adam_w_mode", default=True)
+            found = self.read_block(params, AdamConfig, "optimizer.params")
+            if kind == "Adam":
+                found.setdefault(
+                    "weight_decay", 0.0
+                )  # the default of the type that is written, before it becomes AdamW
+            values["optimizer"] = {**found, "type": "AdamW" if w_mode else kind}
+        else:
+            values["optimizer"] = {**self.read_block(params, OPTIMIZERS[kind], "optimizer.params"), "type": kind}
 
     def _take_scheduler(self, values: dict[str, Any], source: Any) -> None:
         read = self._read_typed(source, "scheduler", SchedulerType, "WarmupLR")

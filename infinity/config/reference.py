@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from infinity.config.blocks import Block
 from infinity.config.known import NESTED
-from infinity.config.optimizers import SCHEDULERS, OptimizerConfig
+from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
 from infinity.config.rules import Rule
 from infinity.config.whole import Config
 
@@ -36,7 +36,8 @@ def render_reference() -> str:
     parts = [_INTRO, *_render_block("Top level", "", Config)]
     for path, model in NESTED.items():
         parts += _render_block(f"`{path}`", path, model)
-    parts += _render_block("`optimizer`", "optimizer", OptimizerConfig)
+    parts += _render_block("`optimizer` of type AdamW or Adam", "optimizer", AdamConfig)
+    parts += _render_block("`optimizer` of type SGD", "optimizer", SGDConfig)
     for name, scheduler in SCHEDULERS.items():
         parts += _render_block(f"`scheduler` of type {name}", "scheduler", scheduler)
     return "\n".join(parts)
@@ -67,8 +68,8 @@ def _render_field(name: str, path: str, model: type[Block]) -> str:
     default = field.get_default(call_default_factory=True)
     if isinstance(default, Block) or name in ("optimizer", "scheduler"):
         wanted, shown = "an object", ""
-    elif path == "scheduler" and name == "type":
-        wanted, shown = f'"{default}"', ""
+    elif path in ("optimizer", "scheduler") and name == "type":
+        wanted, shown = " or ".join(f'"{kind}"' for kind in get_args(field.annotation)), ""
     else:
         wanted = _find_wanted(field.metadata, field.annotation)
         shown = "" if default is None else f"`{json.dumps(default)}`"

@@ -22,12 +22,18 @@ def resolve(source: Config, world_size: int, hidden_size: int | None, caller: Ma
     values |= _solve_from_values(values, source.auto, world_size, caller)
     config = validated(values, "config")
     config._ignored = source.ignored
-    shard_size = config.zero_optimization.mics_shard_size
-    if shard_size > 0 and world_size % shard_size:
-        raise config_error(
-            "config",
-            [f"zero_optimization.mics_shard_size: got {shard_size}, expected a divisor of the {world_size} ranks"],
+    problems = []
+    zero = config.zero_optimization
+    if zero.mics_shard_size > 0 and world_size % zero.mics_shard_size:
+        expected = f"a divisor of the {world_size} ranks"
+        problems.append(f"zero_optimization.mics_shard_size: got {zero.mics_shard_size}, expected {expected}")
+    elif (ranks := zero.mics_shard_size if zero.mics_shard_size > 0 else world_size) % zero.zero_hpz_partition_size:
+        expected = f"a divisor of the {ranks} ranks that a copy is sharded over"
+        problems.append(
+            f"zero_optimization.zero_hpz_partition_size: got {zero.zero_hpz_partition_size}, expected {expected}"
         )
+    if problems:
+        raise config_error("config", problems)
     return config
 
 

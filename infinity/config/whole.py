@@ -48,9 +48,11 @@ class Config(Block):
         default=10, description="Optimizer steps between two progress lines; 0 (or Infinity) prints none."
     )
     wall_clock_breakdown: Flag = Field(
-        default=False, description="Whether to report the seconds spent in each part of a step."
+        default=False,
+        description="Whether to print the milliseconds of forward, backward and step, of every micro-batch and of every "
+        "step. Waits for the device around each.",
     )
-    optimizer: OptimizerConfig | None = Field(
+    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = Field(
         default=None, description="The optimizer; the caller brings one when absent."
     )
     scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = Field(

@@ -2,6 +2,18 @@
 
 A group is gathered, or updated before it is: the pool must hold what the larger of the two needs at once, and beside either
 the buffer through which single tensors are read and written, and what stays from step to step.
+
+[Note: Why the worst case fits]
+Leases lie anywhere in the slab. What is in use in k places leaves k + 1 holes, so with room for k + 1 times what is asked for
+the largest hole holds it. Everything else in the pool (what is staged and not used yet, what is on its way back) is dropped or
+waited for. So whoever asks gets it, whatever else there is:
+
+    in use                asked for                    least pool
+    2 groups of G         a group                      2 G + 3 G
+    2 groups of G         a sub-group of S             2 G + 3 S      one of the two is being updated
+    -                     one S after another          3 S            an optimizer step of its own
+
+A group is leased before the first of its sub-groups, when no other sub-group is in use: no group is asked for beside one.
 """
 
 from __future__ import annotations

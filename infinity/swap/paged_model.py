@@ -8,6 +8,12 @@ will give it, and it runs before anybody sees them. That is when its group is ga
 updated, and the new copy goes from lease to lease, so that the gather needs no read of its own; or when a range of it is read
 or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What the update needs (gradient,
 hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an update at once.
+
+[Note: Updates in the backward]
+Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
+be updated as soon as its gradients are reduced, and they need no memory beyond that. The copies were read for its backward and
+are staged still, as the trace knows that they are needed again; so the update reads the state beside them. A group of which a
+gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
 """
 
 from __future__ import annotations
@@ -30,14 +36,16 @@ from infinity.units import PAGE_BYTES, align_up
 _RANGE_NUMEL = (ACCESS_BYTES - 2 * PAGE_BYTES) // 4
 
 
+Update = Callable[[Lease | None], None]
+"""Updates a sub-group in place, whose state is under the lease (None where nothing of it moves)."""
+
+
 @dataclass(eq=False)
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
     `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
     `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy and remainder].
-    `update`: what an optimizer step left to do before anybody uses its values; called with its lease (None where nothing
-    moves), it changes them in place.
     """
 
     layout: SubGroup
@@ -46,12 +54,24 @@ class PagedSubGroup:
     held: dict[Field, torch.Tensor]
     copy_dtype: torch.dtype
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
-    update: Callable[[Lease | None], None] | None = field(default=None, repr=False)
 
     @property
     def moves(self) -> bool:
         """Whether stepping it takes bytes from the arena."""
         return self.layout.nbytes > 0
+
+    def reads(self, *, copy: bool) -> tuple[Span, ...]:
+        """What fetches its state, with the copy where that is a part of the master (or without it)."""
+        fields = [each for each in self.layout.state if copy or each is not Field.COPY]
+        if not fields:
+            return ()
+        first = self.layout.field_offset(fields[0])
+        return (Span(self.extent.offset + first, first, self.layout.nbytes - first),)
+
+    @property
+    def rests(self) -> bool:
+        """Whether gathering it takes bytes from the arena."""
+        return self.layout.gathered in self.layout.resting
 
     def dtype(self, which: Field) -> torch.dtype:
         """Of the field's elements."""
@@ -192,9 +212,9 @@ class PagedGroup:
     """Fires when the device has taken over the last of the shards that were handed over."""
 
     @property
-    def waiting(self) -> list[PagedSubGroup]:
-        """Its members that wait for an update."""
-        return [sub for sub in self.members if sub.update is not None]
+    def completes(self) -> Chunk | None:
+        """What holds copies that are a part of its masters, which an update in the backward takes from there."""
+        return self.chunk if any(sub.rests and sub.layout.split for sub in self.members) else None
 
     @property
     def handed_over(self) -> bool:
@@ -207,6 +227,7 @@ class PagedModel:
 
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
+        in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
         what: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
@@ -220,13 +241,17 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         copy_dtype: torch.dtype,
+        in_backward: bool = False,
         stager: Stager,
         arena: Arena,
         what: str,
     ) -> None:
         self.layout = layout
+        self._in_backward = in_backward
         self.copy_dtype = copy_dtype
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
+        self.updates: dict[PagedSubGroup, Update] = {}
+        """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
         extents = arena.reserve([s.nbytes for s in layout.sub_groups], what) if layout.nbytes else []
@@ -243,7 +268,7 @@ class PagedModel:
             self._place_cached(self._cache)
         for group in self.groups:
             group.chunk = _group_chunk(group)
-            expect(group)
+            self.expect(group)
         self._by_shard: list[list[PagedSubGroup]] = [[] for _ in shapes]
         for sub in self.sub_groups:
             for index in dict.fromkeys(piece.shard for piece in sub.layout.pieces):
@@ -259,10 +284,14 @@ class PagedModel:
             group.beside = list(found.values())
 
     def tear(self, why: str) -> None:
-        """From now on the values are not those of one step: some were updated and some were not, or a write was lost."""
+        """From now on the values are not those of one step: some were updated and some were not, or a write was lost.
+
+        No update is left: what is set anew is not to be updated.
+        """
         self._torn = self._torn or why
-        for sub in self.sub_groups:
-            sub.update = None
+        self.updates.clear()
+        for group in self.groups:
+            self.expect(group)
 
     def mend(self) -> None:
         """All values were set anew."""
@@ -281,7 +310,7 @@ class PagedModel:
             shard.resident = None
         for sub in self.sub_groups:
             sub.held.clear()
-            sub.update = None
+        self.updates.clear()
         if self._cache is not None:
             self._cache.give_back()
         self._open_stager = None
@@ -334,26 +363,49 @@ class PagedModel:
         """The sub-groups that hold a piece of shard number `shard`."""
         return self._by_shard[shard]
 
-    def defer(self, updates: Mapping[int, Callable[[Lease | None], None]]) -> None:
-        """Sub-groups, by number, are to be updated before anybody uses their values: see [Note: Updates that wait].
+    def waiting(self, group: PagedGroup) -> list[PagedSubGroup]:
+        """The group's members that wait for an update."""
+        return [sub for sub in group.members if sub in self.updates]
+
+    def defer(self, updates: Mapping[PagedSubGroup, Update]) -> None:
+        """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
 
         What is staged of any group is forgotten. No sub-group waits for another update.
         """
+        assert not self.updates
         for group in self.groups:
             self.forget(group)
         self._stager.drop_all()
-        for index, update in updates.items():
-            assert self.sub_groups[index].update is None
-            self.sub_groups[index].update = update
+        self.updates.update(updates)
         for group in self.groups:
-            expect(group)
+            self.expect(group)
+
+    def expect(self, group: PagedGroup) -> None:
+        """From now on, staging the group's chunk fetches the copies of those members that don't wait for an update, and staging
+        a member's chunk what its update will need."""
+        for sub in group.members:
+            beside = self._in_backward and group.chunk is not None and sub not in self.updates
+            sub.chunk.reads = sub.reads(copy=not beside)
+        if group.chunk is None:
+            return
+        reads, fills = [], []
+        for sub in group.members:
+            which = sub.layout.gathered
+            itemsize = sub.layout.itemsize(which)
+            start = sub.layout.start * itemsize
+            if which in sub.held:
+                fills.append((start, sub.held[which]))
+            elif sub not in self.updates:
+                offset = sub.extent.offset + sub.layout.field_offset(which)
+                reads.append(Span(offset, start, sub.layout.numel * itemsize))
+        group.chunk.reads, group.chunk.fills = tuple(reads), tuple(fills)
 
     def acquire(self, group: PagedGroup, look_ahead: Callable[[], None]) -> None:
         """Bring the group's copies into its chunk's lease, or up to date where they are cached, and the chunk in use.
 
         Members that wait for an update get it now; `look_ahead` is called after each.
         """
-        waiting, chunk = group.waiting, group.chunk
+        waiting, chunk = self.waiting(group), group.chunk
         lease = self._stager.acquire(chunk) if chunk is not None else None
         try:
             for sub in waiting:
@@ -365,49 +417,82 @@ class PagedModel:
             raise
         finally:
             if waiting:
-                expect(group)
+                self.expect(group)
+
+    def update_in_backward(
+        self, group: PagedGroup, updates: Mapping[PagedSubGroup, Update], look_ahead: Callable[[], None]
+    ) -> None:
+        """Update members of a group whose gradients came: see [Note: Updates in the backward].
+
+        `look_ahead` is called after each. Raises IoError when a transfer failed. After any failure the values are torn.
+        """
+        assert self._in_backward and not self.updates.keys() & updates.keys()
+        chunk = group.completes
+        try:
+            copies = self._stager.acquire(chunk) if chunk is not None else None
+            try:
+                for sub, update in updates.items():
+                    self._update_beside(sub, update, copies)
+                    look_ahead()
+            finally:
+                if chunk is not None:
+                    self._stager.release(chunk, keep=False)
+                self.forget(group)  # its copies are old
+        except BaseException as error:
+            self.tear(f"an update in the backward ({error or type(error).__name__})")
+            raise
+
+    def _update_beside(self, sub: PagedSubGroup, update: Update, copies: Lease | None) -> None:
+        """Update one whose copy is in its group's lease, or held."""
+        if not sub.moves:
+            update(None)
+            return
+        lease = self._stager.acquire(sub.chunk)
+        try:
+            if copies is not None and sub.rests and sub.layout.split:
+                start = sub.layout.start * sub.layout.copy_itemsize
+                sub.view(Field.COPY, lease).copy_(copies.view(self.copy_dtype, start, sub.layout.numel))
+            update(lease)
+        except BaseException:
+            self._stager.release(sub.chunk, keep=False)
+            raise
+        self._stager.write_back(sub.chunk)
 
     def catch_up(self, sub: PagedSubGroup) -> None:
         """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
-        if sub.update is None:
+        if sub not in self.updates:
             return
         group = self.groups[sub.layout.space] if sub.layout.space < len(self.groups) else None
         if group is not None:
             self.forget(group)  # it was staged without what this one stores
         self.run_update(sub)
         if group is not None:
-            expect(group)
+            self.expect(group)
 
     def run_update(self, sub: PagedSubGroup, *, into: Lease | None = None) -> None:
         """Read what a sub-group waits to have updated, update it and write it; its new copy also goes `into` its group's lease.
 
-        Raises IoError when the read failed. After any failure the values are torn.
+        Raises IoError when the read failed: it still waits then, and nothing is lost. After any other failure the values are
+        torn.
         """
-        update, sub.update = sub.update, None
-        assert update is not None
+        lease = self._stager.acquire(sub.chunk) if sub.moves else None
         try:
-            if not sub.moves:
-                update(None)
-                _hand_over(sub, None, into)
-                return
-            lease = self._stager.acquire(sub.chunk)
-            try:
-                update(lease)
+            self.updates.pop(sub)(lease)
+            if into is not None:
                 _hand_over(sub, lease, into)
-            except BaseException:
-                self._stager.release(sub.chunk, keep=False)
-                raise
-            self._stager.write_back(sub.chunk)
         except BaseException as error:
+            if lease is not None:
+                self._stager.release(sub.chunk, keep=False)
             self.tear(f"an optimizer step ({error or type(error).__name__})")
             raise
+        if lease is not None:
+            self._stager.write_back(sub.chunk)
 
     def _sub_group(self, layout: SubGroup, extent: Extent) -> PagedSubGroup:
-        first = layout.field_offset(layout.state[0]) if layout.state else layout.nbytes
-        reads = (Span(extent.offset + first, first, layout.nbytes - first),) if layout.state else ()
         writes = (Span(extent.offset, 0, layout.nbytes),) if layout.nbytes else ()
-        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, reads, writes, on_lost=self.tear)
+        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, (), writes, on_lost=self.tear)
         sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype)
+        chunk.reads = sub.reads(copy=True)
         for which in layout.held:
             if which in layout.fields:
                 sub.held[which] = torch.zeros(layout.numel, dtype=sub.dtype(which))
@@ -456,6 +541,8 @@ class PagedModel:
             self.forget(shard.group)
         for sub, at, low, count in self.ranges(shard, start, numel):
             self.catch_up(sub)
+            if write:
+                self._stager.drop(sub.chunk)  # read ahead for its update
             if which in sub.held:
                 move(sub.held[which][low : low + count], at)
                 continue
@@ -491,12 +578,11 @@ class PagedModel:
                     yield sub, at, piece.offset + at - piece.start, min(_RANGE_NUMEL, high - at)
 
 
-def _hand_over(sub: PagedSubGroup, lease: Lease | None, into: Lease | None) -> None:
+def _hand_over(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
     """Copy what is gathered of a sub-group, which is under `lease`, into the lease of its group."""
-    if into is not None:
-        which = sub.layout.gathered
-        start = sub.layout.start * sub.layout.itemsize(which)
-        into.view(sub.dtype(which), start, sub.layout.numel).copy_(sub.view(which, lease))
+    which = sub.layout.gathered
+    start = sub.layout.start * sub.layout.itemsize(which)
+    into.view(sub.dtype(which), start, sub.layout.numel).copy_(sub.view(which, lease))
 
 
 def _group_chunk(group: PagedGroup) -> Chunk | None:
@@ -507,23 +593,6 @@ def _group_chunk(group: PagedGroup) -> Chunk | None:
     nbytes = (last.start + last.numel) * last.itemsize(last.gathered)
     after = tuple(sub.chunk for sub in group.members)
     return Chunk(f"group {group.name}", nbytes, (), (), after=after)
-
-
-def expect(group: PagedGroup) -> None:
-    """From now on, staging the group's chunk fetches the copies of those members that don't wait for an update."""
-    if group.chunk is None:
-        return
-    reads, fills = [], []
-    for sub in group.members:
-        which = sub.layout.gathered
-        itemsize = sub.layout.itemsize(which)
-        start = sub.layout.start * itemsize
-        if which in sub.held:
-            fills.append((start, sub.held[which]))
-        elif sub.update is None:
-            offset = sub.extent.offset + sub.layout.field_offset(which)
-            reads.append(Span(offset, start, sub.layout.numel * itemsize))
-    group.chunk.reads, group.chunk.fills = tuple(reads), tuple(fills)
 
 
 def _place(sub: PagedSubGroup, which: Field, cache: Lease, at: int) -> int:

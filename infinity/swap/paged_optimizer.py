@@ -7,21 +7,21 @@ the same kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_
 from infinity.store import Field
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedShard, PagedSubGroup
+from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
 
 _MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
@@ -34,11 +34,9 @@ class PagedAdam(torch.optim.Adam):
         params: parameters or parameter groups, as for torch; all of them paged by `swap`.
         swap: the manager that paged the model.
         lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as for torch.
-        update: "step" updates everything in `step`. With "forward", `step` returns at once, and each sub-group is updated just
-            before it is gathered next, or looked at in any other way: the same numbers and 2 bytes less to read per parameter,
-            while the model computes. `step` then takes the gradients: `.grad` is None after it.
 
-    `state_dict`, `load_state_dict`, param_groups and lr schedulers work as with torch: the moments in `state` are paged
+    When a parameter is updated follows from `swap.page(update=...)`. `state_dict`, `load_state_dict`, param_groups and lr
+    schedulers work as with torch: the moments in `state` are paged
     tensors. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
     """
 
@@ -54,7 +52,6 @@ class PagedAdam(torch.optim.Adam):
         maximize: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        update: Literal["step", "forward"] = "step",
     ) -> None:
         super().__init__(
             params,
@@ -67,11 +64,20 @@ class PagedAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self._swap = swap
-        self._deferred = update == "forward"
         for group in self.param_groups:
             _settings(group)
             for parameter in group["params"]:
                 _trained_shard(parameter)
+        self.norms: dict[nn.Parameter, torch.Tensor] = {}
+        """Norms (0-D) of the gradients that were taken in the backward since the last step."""
+        self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
+        self._used: dict[nn.Parameter, AdamSettings] = {}
+        """With what was updated in the backward since the last step."""
+        if swap.update_at == "backward":
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if _trained_shard(parameter).resident is None:
+                        parameter.register_post_accumulate_grad_hook(self._gradient_came)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -79,7 +85,8 @@ class PagedAdam(torch.optim.Adam):
     ) -> float | None:
         """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
 
-        Returns when all are updated, or will be before anybody sees them (`update`); the last writes go on in the background.
+        Returns when all are updated, or will be before anybody sees them (`swap.page(update=...)`); the last writes go on in
+        the background.
         Raises IoError when a transfer failed; what is stored is torn then, and no step, read or gather is possible before
         state is loaded.
         """
@@ -88,24 +95,84 @@ class PagedAdam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_used(grad_scale)
         self._swap.finish_updates()
         stepping = self._stepping(grad_scale)
         updates = {}
         for sub in self._swap.paged.sub_groups:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
-                updates[sub.layout.index] = partial(self._update, sub, own)
+                updates[sub] = partial(self._update, sub, own)
         self._swap.paged.defer(updates)
         for each in stepping.values():
             self.state[each.parameter]["step"] += 1
             each.shard.stepped = True
-        if self._deferred:
+        if self._swap.update_at != "step":
             for each in stepping.values():
                 each.parameter.grad = None  # whoever changed it would change the update
         else:
-            self._swap.finish_updates()
+            self._finish_updates()
+        self._end_backward()
         self._swap.end_step()
         return loss
+
+    def discard(self) -> None:
+        """Forget the gradients, and that some were applied in the backward, because all values are set anew."""
+        self._end_backward()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def _gradient_came(self, parameter: nn.Parameter) -> None:
+        """In the backward: the gradient of a parameter is reduced. With the last one of its group, the group is updated."""
+        group = _trained_shard(parameter).group
+        if parameter in self._used:
+            self._swap.paged.tear(f"an update in the backward (more than one gradient for {group.name})")
+            raise InfinityError(
+                f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
+                '(update= of SwapManager.page) to "forward" for a model that is used more than once per step'
+            )
+        if not self._swap.gradients_are_final(group):
+            return
+        arrived = self._arrived.setdefault(group, [])
+        arrived.append(parameter)
+        if len(arrived) < sum(shard.trained and shard.resident is None for shard in group.shards):
+            return
+        stepping = self._stepping(1.0, set(self._arrived.pop(group)))
+        updates = {}
+        for sub in group.members:
+            own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
+            if own:
+                updates[sub] = partial(self._update, sub, own)
+        for each in stepping.values():
+            assert each.parameter.grad is not None
+            self.norms[each.parameter] = torch._foreach_norm([each.parameter.grad])[0]
+            self._used[each.parameter] = each.settings
+            self.state[each.parameter]["step"] += 1
+            each.shard.stepped = True
+            each.parameter.grad = None
+        stepping.clear()
+        self._swap.update_in_backward(group, updates)
+
+    def _check_used(self, grad_scale: float) -> None:
+        """Raise InfinityError where the backward applied gradients in another way than this step would."""
+        now = {p: _settings(group) for group in self.param_groups for p in group["params"]} if self._used else {}
+        if self._used and (grad_scale != 1.0 or any(now[p] != used for p, used in self._used.items())):
+            raise InfinityError(
+                "the gradients were applied in the backward already, with other settings than those of this step: set the "
+                'learning rate before the backward, or infinity.update (update= of SwapManager.page) to "forward"'
+            )
+
+    def _end_backward(self) -> None:
+        self.norms.clear()
+        self._arrived.clear()
+        self._used.clear()
+
+    def _finish_updates(self) -> None:
+        try:
+            self._swap.finish_updates()
+        except BaseException as error:  # whoever repeats the step would repeat a part of it
+            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
+            raise
 
     def init_state(self) -> None:
         """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""
@@ -135,13 +202,13 @@ class PagedAdam(torch.optim.Adam):
             self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._swap.paged.mend()
 
-    def _stepping(self, grad_scale: float) -> dict[int, _Stepping]:
+    def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, _Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
         found: dict[int, _Stepping] = {}
         for group in self.param_groups:
             settings = _settings(group)
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or (only is not None and parameter not in only):
                     continue
                 self._init_state_of(parameter)
                 grad = parameter.grad

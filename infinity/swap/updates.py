@@ -6,24 +6,24 @@ Sub-group k+1 is being read while k is updated and k-1 is being written; the poo
 from __future__ import annotations
 
 from infinity.swap.chunk import ChunkState
-from infinity.swap.paged_model import PagedModel, PagedSubGroup, expect
+from infinity.swap.paged_model import PagedModel, PagedSubGroup
 from infinity.swap.stager import Stager
 
 
 def finish_updates(paged: PagedModel, stager: Stager, sub_groups_ahead: int) -> None:
     """Run every update that is left, reading `sub_groups_ahead` sub-groups ahead; the last writes go on in the background.
 
-    Raises IoError when a transfer failed; the values are torn then, and no update is left.
+    Raises IoError when a transfer failed: where that was a read, the updates that were not run still wait.
     """
-    waiting = [sub for sub in paged.sub_groups if sub.update is not None]
-    groups = [group for group in paged.groups if group.waiting]
+    waiting = list(paged.updates)
+    groups = [group for group in paged.groups if paged.waiting(group)]
     for group in groups:
         paged.forget(group)
     try:
         _run(paged, stager, waiting, sub_groups_ahead)
     finally:
         for group in groups:
-            expect(group)
+            paged.expect(group)
 
 
 def _run(paged: PagedModel, stager: Stager, waiting: list[PagedSubGroup], sub_groups_ahead: int) -> None:
