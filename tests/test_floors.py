@@ -32,6 +32,7 @@ FLOORS: dict[str, float] = {
     "swap": 4,
     "optim": 3,
     "schedule": 3,
+    "_optim": 2.5,  # the compiled half of optim
     "store": 2,
     "device": 2,
     "aio": 1,
@@ -41,6 +42,8 @@ FLOORS: dict[str, float] = {
     "kernel_files": 0,
     "units": 0,
 }
+
+COMPILED = {"infinity._aio", "infinity._optim"}
 
 # `schedule` is policy: integers in, decisions out. Not even through other modules may it come to these ...
 NEVER_IN_SCHEDULE = {"torch", "infinity.aio", "infinity._aio"}
@@ -84,7 +87,7 @@ class Tree:
     def module_of(self, target: str) -> str | None:
         """The module of ours that importing `target` names: itself, or the one that holds it."""
         while target:
-            if target in self.files or target == "infinity._aio":
+            if target in self.files or target in COMPILED:
                 return target
             target = target.rpartition(".")[0]
         return None
