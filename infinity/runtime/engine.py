@@ -117,10 +117,12 @@ class Engine:
         unless `scale_wrt_gas` is False.
 
         Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With
-        fp16 they are `cur_scale` times as large until `step`.
+        fp16 they are `cur_scale` times as large until `step`. Raises ConfigError when a parameter was unfrozen since
+        `initialize`: nothing would train it.
         """
         if loss.numel() != 1:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+        self._check_none_unfrozen()
         if self.live is not None:
             self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
@@ -136,11 +138,9 @@ class Engine:
         With fp16, a gradient that holds an inf or NaN on any rank leaves optimizer and schedule as they are, is said once, and
         counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
         A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
-        Raises ConfigError when a parameter was unfrozen since `initialize`: nothing would train it.
         """
         if not self.is_gradient_accumulation_boundary():
             return
-        self._check_none_unfrozen()
         self._release_gathered()
         factor = self._gradient_factor()
         self._applied = factor is not None

@@ -342,9 +342,11 @@ class SwapManager:
         largest_group = max(self._unit_bytes[: len(chunks)])
         self._gathered_bytes = [*self._unit_bytes[: len(chunks)], *[0] * len(paged.sub_groups)]
         self._room_bytes = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, largest_group)
-        self._look_ahead_bytes = (
-            self._room_bytes if look_ahead_bytes is None else min(self._room_bytes, look_ahead_bytes)
-        )
+        self._look_ahead_bytes = self._room_bytes
+        if look_ahead_bytes is not None:
+            # One is gathered for the backward before another, whose copies wait for its update, is done with them.
+            least = 2 * largest_group if update == "backward" else 0
+            self._look_ahead_bytes = min(self._room_bytes, max(look_ahead_bytes, least))
         install(model, replacements)
         if update == "backward":
             for number, group in enumerate(groups):

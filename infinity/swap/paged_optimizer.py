@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
-from infinity.optim import AdamSettings, adam_
+from infinity.optim import AdamSettings, adam_, kernel
+from infinity.optim.kernel import GradPiece
 from infinity.store import Field
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup
@@ -222,36 +223,24 @@ class PagedAdam(torch.optim.Adam):
     @torch.no_grad()
     def _update(self, sub: PagedSubGroup, stepping: dict[int, _Stepping], lease: Lease | None) -> None:
         """Step the pieces of one sub-group in place and refresh its copies."""
-        master = sub.master(lease)
-        exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
-        batches: dict[AdamSettings, _Batch] = {}
-        touched = []
+        batches: dict[AdamSettings, list[_Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
             numel = min(piece.numel, each.grad.numel() - piece.start) if each else 0  # padding is never stepped
-            if each is None or numel <= 0:
-                continue
-            place = slice(piece.offset, piece.offset + numel)
-            batch = batches.setdefault(each.settings, _Batch())
-            batch.masters.append(master[place])
-            batch.exp_avgs.append(exp_avg[place])
-            batch.exp_avg_sqs.append(exp_avg_sq[place])
-            batch.grads.append(each.scaled(piece.start, numel))
-            batch.steps.append(each.step.clone())  # a shard in two pieces makes one step
-            touched.append((each.shard, piece.start, place))
+            if each is not None and numel > 0:
+                batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel))
         for settings, batch in batches.items():
-            adam_(
-                settings,
-                masters=batch.masters,
-                grads=batch.grads,
-                exp_avgs=batch.exp_avgs,
-                exp_avg_sqs=batch.exp_avg_sqs,
-                steps=batch.steps,
-            )
-        sub.set_master(master, lease)
-        for shard, start, place in touched:
-            if shard.resident is not None:
-                shard.resident[start : start + place.stop - place.start].copy_(master[place])
+            if kernel.matches_torch(settings):
+                _step_in_one_pass(sub, settings, batch, lease)
+            else:
+                _step_as_torch(sub, settings, batch, lease)
+        resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
+        if resident:
+            master = sub.master(lease)
+            for done in resident:
+                copy = done.stepping.shard.resident
+                assert copy is not None
+                copy[done.start : done.start + done.numel].copy_(master[done.place])
 
     def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
         """Make the state of a parameter that has none: step 0 and moments of zero (or left as they are in the arena)."""
@@ -289,21 +278,71 @@ class _Stepping:
     grad: torch.Tensor
     grad_scale: float
 
-    def scaled(self, start: int, numel: int) -> torch.Tensor:
-        """Elements of the gradient as they are stepped with (fp32, on the CPU)."""
-        piece = self.grad[start : start + numel].to("cpu", torch.float32)
-        return piece if self.grad_scale == 1.0 else piece * self.grad_scale
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated."""
+
+    stepping: _Stepping
+    offset: int
+    start: int
+    numel: int
+
+    @property
+    def place(self) -> slice:
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """On the CPU."""
+        return self.stepping.grad[self.start : self.start + self.numel].to("cpu")
 
 
-class _Batch:
-    """The pieces of one sub-group that have the same settings."""
+def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
+    """With the kernel, which converts, scales, steps and rounds as it goes."""
+    exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
+    alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
+    for piece in batch:
+        each = piece.stepping
+        key = (float(each.step), each.grad_scale, each.grad.dtype)
+        grad = GradPiece(piece.offset, piece.grad, piece.start, each.grad.numel())
+        alike.setdefault(key, []).append(grad)
+    for (step, grad_scale, _), pieces in alike.items():
+        common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
+        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if sub.layout.split:
+            copy, remainder = sub.view(Field.COPY, lease), sub.view(Field.REMAINDER, lease)
+            sub.ties = kernel.update_split(settings, copy=copy, remainder=remainder, ties=sub.ties, **common)
+        else:
+            kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
+    if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
+        sub.set_master(sub.view(Field.MASTER, lease), lease)
 
-    def __init__(self) -> None:
-        self.masters: list[torch.Tensor] = []
-        self.grads: list[torch.Tensor] = []
-        self.exp_avgs: list[torch.Tensor] = []
-        self.exp_avg_sqs: list[torch.Tensor] = []
-        self.steps: list[torch.Tensor] = []
+
+def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
+    """Its 16-bit copy, if it has one."""
+    narrow = Field.COPY in sub.layout.fields and sub.copy_dtype is not torch.float32
+    return sub.view(Field.COPY, lease) if narrow else None
+
+
+def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
+    """With torch's own operations, one after the other."""
+    master = sub.master(lease)
+    exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
+    adam_(
+        settings,
+        masters=[master[piece.place] for piece in batch],
+        grads=[_scaled(piece) for piece in batch],
+        exp_avgs=[exp_avg[piece.place] for piece in batch],
+        exp_avg_sqs=[exp_avg_sq[piece.place] for piece in batch],
+        steps=[piece.stepping.step.clone() for piece in batch],  # a shard in two pieces makes one step
+    )
+    sub.set_master(master, lease)
+
+
+def _scaled(piece: _Piece) -> torch.Tensor:
+    grad = piece.grad.float()
+    return grad if piece.stepping.grad_scale == 1.0 else grad * piece.stepping.grad_scale
 
 
 def _settings(group: dict[str, Any]) -> AdamSettings:

@@ -21,6 +21,8 @@ from torch import nn
 
 import infinity
 from infinity.store import run_folder
+from infinity.swap.chunk import Chunk
+from infinity.swap.stager import Stager
 
 
 @pytest.fixture(autouse=True)
@@ -333,7 +335,7 @@ def test_gradients_of_parameters_left_out_do_not_pile_up(nvme_path: Path) -> Non
 
 
 def test_what_a_module_offers_the_engine_does_too(nvme_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=model(), config=config(nvme_path))
+    engine, *_ = infinity.initialize(model=model(), config=config(nvme_path, infinity={"update": "forward"}))
     with engine:
         assert engine.training and not engine.eval().training and engine.train().training
         assert [name for name, _ in engine.named_parameters()] == list(engine.state_dict())
@@ -432,14 +434,14 @@ def test_bytes_moved_are_the_sum_of_the_design(nvme_path: Path) -> None:
 def test_after_the_first_step_nothing_is_read_on_demand(
     nvme_path: Path, prefetch: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_step = infinity.SwapManager.end_step
+    write_back = Stager.write_back
 
-    def end_written_step(swap: infinity.SwapManager) -> None:
-        """What is still being written can't be read ahead: let that not depend on the machine's mood."""
-        swap.stager.settle_all()
-        end_step(swap)
+    def write_at_once(stager: Stager, chunk: Chunk) -> None:
+        """What is still being written can't be read, nor read into: let that not depend on the machine's mood."""
+        write_back(stager, chunk)
+        stager.settle(chunk)
 
-    monkeypatch.setattr(infinity.SwapManager, "end_step", end_written_step)
+    monkeypatch.setattr(Stager, "write_back", write_at_once)
     settings = config(nvme_path, zero_optimization={"stage3_prefetch_bucket_size": prefetch})
     engine, *_ = infinity.initialize(model=model(6, 512), config=settings)
     assert engine.swap is not None

@@ -212,6 +212,7 @@ def test_an_update_that_fails_half_way_is_told_to_everybody(
 
     with monkeypatch.context() as patch:
         patch.setattr(paged_optimizer, "adam_", fail)
+        patch.setattr(paged_optimizer.kernel, "update_split", fail)
         with pytest.raises(RuntimeError, match="the kernel failed"):
             nvme(torch.ones(2, 8))
     assert waiting(nvme) == 0
@@ -380,6 +381,7 @@ def test_a_kernel_that_fails_in_the_backward_tears_the_values(
 
     with monkeypatch.context() as patch:
         patch.setattr(paged_optimizer, "adam_", fail)
+        patch.setattr(paged_optimizer.kernel, "update_split", fail)
         with pytest.raises(RuntimeError, match="the kernel failed"):
             backward(nvme)
     with pytest.raises(infinity.InfinityError, match=r"torn.*the kernel failed.*load a checkpoint"):
