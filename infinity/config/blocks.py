@@ -1,4 +1,5 @@
-"""Floor 0. The blocks of the config, each a frozen model: what sharding, storage, precision and infinity itself take."""
+"""Floor 0. The blocks of the config, each a frozen model: what sharding, storage, precision and infinity itself "
+"take."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Block(BaseModel):
     """One JSON object of the config.
 
     `ignored_keys` exist in DeepSpeed and mean nothing here; `old_names` are other spellings of a key; `fixed_keys` are
-    accepted with one value only, for the reason that stands beside it.
+    accepted with one value only, for the reason that stands beside it. `units` and `differs` are for the reference: what a
+    number counts, and what is otherwise in DeepSpeed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +52,8 @@ class Block(BaseModel):
     ignored_keys: ClassVar[frozenset[str]] = frozenset()
     old_names: ClassVar[Mapping[str, str]] = {}
     fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {}
+    units: ClassVar[Mapping[str, str]] = {}
+    differs: ClassVar[Mapping[str, str]] = {}
 
 
 class AioConfig(Block):
@@ -57,18 +61,28 @@ class AioConfig(Block):
 
     block_size: Annotated[int, BLOCK_BYTES] = Field(
         default=MIB,
-        description="Bytes per submission to the kernel; a transfer is cut into such blocks. Where absent or auto: the "
-        "drive's profile (`infinity-bench sweep`), or else what its block queue passes on as one request.",
+        description="Bytes per submission to the kernel; a transfer is cut into such blocks. Where absent or "
+        "auto: the drive's profile (`infinity-bench sweep`), or else what its block queue passes on as one "
+        "request.",
     )
     queue_depth: Positive = Field(
         default=32,
-        description="Submissions in flight per ring. Where absent or auto: the drive's profile, or else 32 MiB of blocks. "
-        "DeepSpeed's default is 8.",
+        description="Submissions in flight per ring. Where absent or auto: the drive's profile, or else 32 MiB of "
+        "blocks.",
     )
     intra_op_parallelism: Positive = Field(
         default=1, description="I/O threads; another name for `infinity.rings`, and the larger of the two is used."
     )
 
+    units: ClassVar[Mapping[str, str]] = {
+        "block_size": "bytes",
+        "queue_depth": "submissions",
+        "intra_op_parallelism": "threads",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "block_size": "1 MiB unless set.",
+        "queue_depth": "8 unless set.",
+    }
     ignored_keys = names_of("single_submit overlap_events use_gds")
     old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
 
@@ -82,19 +96,25 @@ class OffloadParamConfig(Block):
     )
     nvme_path: Paths | None = Field(
         default=None,
-        description="Folder on the drive, or a list of folders on several, over which everything is striped by their "
-        "bandwidth; required when `device` is nvme.",
+        description="Folder on the drive, or a list of folders on several, over which everything is striped by "
+        "their bandwidth; required when `device` is nvme.",
     )
     max_in_cpu: Count = Field(
         default=0,
-        description="Elements of parameters kept in host memory from step to step when `device` is nvme. DeepSpeed's "
-        "default is 1e9; here nothing is cached unless asked for.",
+        description="Elements of parameters kept in host memory from step to step when `device` is nvme.",
     )
     pin_memory: Flag = Field(
         default=True,
         description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
     )
 
+    units: ClassVar[Mapping[str, str]] = {
+        "max_in_cpu": "elements",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "nvme_path": "One folder only.",
+        "max_in_cpu": "1e9 unless set; here nothing is cached unless asked for.",
+    }
     ignored_keys = names_of("buffer_count buffer_size")
 
 
@@ -106,8 +126,8 @@ class OffloadOptimizerConfig(Block):
     )
     nvme_path: Paths | None = Field(
         default=None,
-        description="Folder on the drive, or a list of folders on several, over which everything is striped by their "
-        "bandwidth; required when `device` is nvme.",
+        description="Folder on the drive, or a list of folders on several, over which everything is striped by "
+        "their bandwidth; required when `device` is nvme.",
     )
     pin_memory: Flag = Field(
         default=True,
@@ -116,10 +136,17 @@ class OffloadOptimizerConfig(Block):
 
     ratio: Share = Field(
         default=1.0,
-        description="Share of the optimizer's state that rests on NVMe; as many bytes as the others take stay in host memory, "
-        "as with `infinity.host_cache_bytes`. Without effect when `device` is cpu, the only one where DeepSpeed knows it.",
+        description="Share of the optimizer's state that rests on NVMe; as many bytes as the others take stay in "
+        "host memory, as with `infinity.host_cache_bytes`.",
     )
 
+    units: ClassVar[Mapping[str, str]] = {
+        "ratio": "share",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "nvme_path": "One folder only.",
+        "ratio": "For device cpu only, where it has no effect here.",
+    }
     ignored_keys = names_of(
         """
         buffer_count buffer_size cpuadam_cores_perc fast_init pipeline pipeline_read pipeline_write super_offload
@@ -136,8 +163,7 @@ class ZeroConfig(Block):
 
     stage: Annotated[int, STAGE] = Field(
         default=0,
-        description="2 shards gradients and optimizer state, 3 parameters too. 0 and 1, which in DeepSpeed shard nothing and "
-        "the optimizer state, are carried out as 2: the same numbers in less memory.",
+        description="2 shards gradients and optimizer state, 3 parameters too. 0 and 1 are carried out as 2.",
     )
     offload_param: OffloadParamConfig = Field(
         default=OffloadParamConfig(), description="Where parameters rest between uses."
@@ -147,34 +173,34 @@ class ZeroConfig(Block):
     )
     sub_group_size: AutoPositive = Field(
         default="auto",
-        description="At most this many elements of this rank's shards are stepped together, fewer where the pinned budget "
-        "doesn't hold three such sub-groups; their state is one extent. auto derives "
-        "it from the pinned budget. DeepSpeed's default is 1e9.",
+        description="At most this many elements of this rank's shards are stepped together, fewer where the "
+        "pinned budget doesn't hold three such sub-groups; their state is one extent. auto derives it from the "
+        "pinned budget.",
     )
     stage3_prefetch_bucket_size: AutoCount = Field(
         default="auto",
-        description="How far reading and gathering run ahead of use. Read: so many elements of this rank's shards, the next "
-        "group always; auto is as far as the pinned budget allows. Gathered: so many elements, in backward the next group "
-        "unless it is 0; auto is that one alone. DeepSpeed's default is 5e7, its auto 0.9 · hidden size²: less than a group "
-        "here.",
+        description="How far reading and gathering run ahead of use. Read: so many elements of this rank's "
+        "shards, the next group always; auto is as far as the pinned budget allows. Gathered: so many elements, "
+        "in backward the next group unless it is 0; auto is that one alone.",
     )
     stage3_param_persistence_threshold: Count = Field(
         default=100_000, description="Parameters of fewer elements stay gathered. auto is 10 · hidden size."
     )
     stage3_model_persistence_threshold: Count = Field(
-        default=sys.maxsize, description="Upper bound on the elements that stay gathered because they are small."
+        default=sys.maxsize,
+        description="Accepted, without effect yet: an upper bound on the elements that stay gathered because they are small.",
     )
     stage3_max_live_parameters: AutoCount = Field(
         default="auto",
-        description="Elements that may be gathered at one time on one rank: a bound that always holds. auto is what the root, "
-        "a group, the one gathered ahead of it and those kept by stage3_max_reuse_distance come to. DeepSpeed's default is "
-        "1e9.",
+        description="Elements that may be gathered at one time on one rank: a bound that always holds. auto is "
+        "what the root, a group, the one gathered ahead of it and those kept by stage3_max_reuse_distance come "
+        "to.",
     )
     stage3_max_reuse_distance: AutoCount = Field(
         default="auto",
-        description="A group that is used again within this many elements stays gathered in between, as long as the bound on "
-        "live parameters has room: fewer bytes to read, more memory. auto is 0: none does, beyond the root from forward to "
-        "backward. DeepSpeed's default is 1e9.",
+        description="A group that is used again within this many elements stays gathered in between, as long as "
+        "the bound on live parameters has room: fewer bytes to read, more memory. auto is 0: none does, beyond "
+        "the root from forward to backward.",
     )
     stage3_gather_16bit_weights_on_model_save: Flag = Field(
         default=False,
@@ -182,24 +208,48 @@ class ZeroConfig(Block):
         "`Engine.save_16bit_model` writes them without that, whatever is set here.",
     )
     stage3_module_granularity_threshold: Count = Field(
-        default=0, description="Modules with fewer elements per submodule than this are fetched as one; 0 turns it off."
+        default=0, description="Accepted, without effect: what is gathered together is said by `infinity.wrap`."
     )
     reduce_bucket_size: Positive = Field(
         default=500_000_000,
-        description="Elements reduced at one time, as an upper bound: FSDP2 reduces one group at a time. "
-        "auto is hidden size².",
+        description="Elements reduced at one time, as an upper bound: FSDP2 reduces one group at a time. auto is "
+        "hidden size².",
     )
     mics_shard_size: Annotated[int, SIZE_OR_ALL] = Field(
         default=-1,
-        description="Ranks that one copy of the model is sharded over, copies being replicated (HSDP); -1 is all ranks. It "
-        "divides their number. With NVMe, every copy rests on the drives of its own ranks.",
+        description="Ranks that one copy of the model is sharded over, copies being replicated (HSDP); -1 is all "
+        "ranks. It divides their number. With NVMe, every copy rests on the drives of its own ranks.",
     )
     zero_hpz_partition_size: Positive = Field(
         default=1,
-        description="Ranks that parameters are sharded over from forward to backward, in a second copy in the memory of the "
-        "device; 1 is none. It divides the number of ranks, and is not available with NVMe.",
+        description="Ranks that parameters are sharded over from forward to backward, in a second copy in the "
+        "memory of the device; 1 is none. It divides the number of ranks, and is not available with NVMe.",
     )
 
+    units: ClassVar[Mapping[str, str]] = {
+        "sub_group_size": "elements",
+        "stage3_prefetch_bucket_size": "elements",
+        "stage3_param_persistence_threshold": "elements",
+        "stage3_model_persistence_threshold": "elements",
+        "stage3_max_live_parameters": "elements",
+        "stage3_max_reuse_distance": "elements",
+        "stage3_module_granularity_threshold": "elements",
+        "reduce_bucket_size": "elements",
+        "mics_shard_size": "ranks",
+        "zero_hpz_partition_size": "ranks",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "stage": "0 shards nothing, 1 the optimizer's state alone; the same numbers in more memory.",
+        "sub_group_size": "1e9 unless set.",
+        "stage3_prefetch_bucket_size": "5e7 unless set, auto is 0.9 · hidden size²: less than a group here.",
+        "stage3_model_persistence_threshold": "Acted on.",
+        "stage3_max_live_parameters": "1e9 unless set, and for prefetching only; here it always holds.",
+        "stage3_max_reuse_distance": "1e9 unless set, which keeps most models gathered.",
+        "stage3_module_granularity_threshold": "Modules with fewer elements per submodule are fetched as one.",
+        "reduce_bucket_size": "Elements reduced at one time.",
+        "mics_shard_size": "Needs mics.MiCS_Init around the model; here the key is enough.",
+        "zero_hpz_partition_size": "The same, with NVMe too.",
+    }
     ignored_keys = names_of(
         """
         allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint enable_sanity_checks
@@ -232,7 +282,7 @@ class Fp16Config(Block):
     enabled: Flag = Field(default=False, description="Compute in fp16. Excludes `bf16.enabled`.")
     auto_cast: Flag = Field(
         default=False,
-        description="Accepted: FSDP2 casts floating-point inputs in any case; DeepSpeed does so only where this is true.",
+        description="Accepted: floating-point inputs are cast to fp16 in any case.",
     )
     loss_scale: Amount = Field(default=0.0, description="Factor on the loss; 0 adapts it while training.")
     initial_scale_power: Count = Field(default=16, description="The adaptive factor starts at 2 to this power.")
@@ -250,6 +300,16 @@ class Fp16Config(Block):
         default=1.0, description="The adaptive factor does not fall below this; one more overflow there is an error."
     )
 
+    units: ClassVar[Mapping[str, str]] = {
+        "loss_scale": "factor",
+        "initial_scale_power": "power of 2",
+        "loss_scale_window": "steps",
+        "hysteresis": "overflows",
+        "min_loss_scale": "factor",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "auto_cast": "Inputs are cast only where it is true.",
+    }
     ignored_keys = names_of("fp16_master_weights_and_grads fp16_optimizer_states opt_level")
 
 
@@ -269,9 +329,13 @@ class ActivationCheckpointingConfig(Block):
     """What happens to activations that a checkpointed model saves. Which parts are checkpointed, the model decides."""
 
     cpu_checkpointing: Flag = Field(
-        default=False, description="Keep saved activations in host memory between forward and backward."
+        default=False,
+        description="Accepted, without effect yet: keep saved activations in host memory between forward and backward.",
     )
 
+    differs: ClassVar[Mapping[str, str]] = {
+        "cpu_checkpointing": "Acted on.",
+    }
     ignored_keys = names_of(
         """
         contiguous_memory_optimization number_checkpoints partition_activations profile
@@ -283,7 +347,7 @@ class ActivationCheckpointingConfig(Block):
 class FlopsProfilerConfig(Block):
     """A count of floating-point operations at one step."""
 
-    enabled: Flag = Field(default=False, description="Whether to count.")
+    enabled: Flag = Field(default=False, description="Accepted, without effect yet: whether to count.")
     profile_step: Positive = Field(default=1, description="The step that is counted.")
     module_depth: Annotated[int, DEPTH] = Field(
         default=-1, description="Depth of nested modules to report; -1 is the innermost."
@@ -295,6 +359,14 @@ class FlopsProfilerConfig(Block):
         default=0.0, description="Share of the forward pass that checkpointing computes again."
     )
 
+    units: ClassVar[Mapping[str, str]] = {
+        "profile_step": "step",
+        "recompute_fwd_factor": "share",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "enabled": "Acted on.",
+    }
+
 
 class InfinityConfig(Block):
     """What only infinity knows."""
@@ -304,24 +376,25 @@ class InfinityConfig(Block):
     )
     host_cache_bytes: Annotated[int, CACHE_BYTES] = Field(
         default=0,
-        description="So much of the pinned memory, in bytes, keeps 16-bit copies and optimizer state from step to step, those "
-        "that spare the most transfers; they take no space on the drive. Counted in `pinned_bytes_max`; no more is taken than "
-        "there is to keep.",
+        description="So much of the pinned memory, in bytes, keeps 16-bit copies and optimizer state from step to "
+        "step, those that spare the most transfers; they take no space on the drive. Counted in "
+        "`pinned_bytes_max`; no more is taken than there is to keep.",
     )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
         default="auto",
-        description="Class names of the modules that become groups, one `fully_shard` call each. auto is the repeated blocks, "
-        "and parts of them, or of what is left, where stage3_max_live_parameters is less than they need.",
+        description="Class names of the modules that become groups, one `fully_shard` call each. auto is the "
+        "repeated blocks, and parts of them, or of what is left, where stage3_max_live_parameters is less than "
+        "they need.",
     )
     backend: Annotated[Backend, choice(Backend)] = Field(
         default="auto",
-        description="How storage is driven; auto takes the drive's profile, or else the first of io_uring, linux_aio and "
-        "threads that the system permits.",
+        description="How storage is driven; auto takes the drive's profile, or else the first of io_uring, "
+        "linux_aio and threads that the system permits.",
     )
     mix: Annotated[Mix, choice(Mix)] = Field(
         default="auto",
-        description="How reads and writes that wait for one drive share it: interleaved, or in bursts of one, then the "
-        "other; auto takes the drive's profile, or else interleaves.",
+        description="How reads and writes that wait for one drive share it: interleaved, or in bursts of one, "
+        "then the other; auto takes the drive's profile, or else interleaves.",
     )
     rings: Positive = Field(
         default=1, description="Ring threads per drive; each has `aio.queue_depth` submissions in flight."
@@ -336,14 +409,21 @@ class InfinityConfig(Block):
     fused: Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
     master_weights: Annotated[MasterWeights, choice(MasterWeights)] = Field(
         default="split",
-        description="How an fp32 master weight rests on NVMe beside its bf16 copy: split keeps the 16 bits that the copy "
-        "lacks, full keeps all 32. The numbers are the same.",
+        description="How an fp32 master weight rests on NVMe beside its bf16 copy: split keeps the 16 bits that "
+        "the copy lacks, full keeps all 32. The numbers are the same.",
     )
     update: Annotated[Update, choice(Update)] = Field(
         default="auto",
-        description="When the weights of a group are updated: in step, in forward just before the group is gathered, or in "
-        "backward as soon as its gradient is there, which clipping and accumulation exclude. The numbers are the same.",
+        description="When the weights of a group are updated: in step, in forward just before the group is "
+        "gathered, or in backward as soon as its gradient is there, which clipping and accumulation exclude. The "
+        "numbers are the same.",
     )
     reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
         default="fp32", description="Element type in which gradients are reduced over the ranks."
     )
+
+    units: ClassVar[Mapping[str, str]] = {
+        "pinned_bytes_max": "bytes",
+        "host_cache_bytes": "bytes",
+        "rings": "threads",
+    }

@@ -1,4 +1,5 @@
-"""Floor 0. The optimizer and the learning-rate schedules of the config, `{"type": ..., "params": {...}}` in the source."""
+"""Floor 0. The optimizer and the learning-rate schedules of the config, `{"type": ..., "params": {...}}` in the "
+"source."""
 
 from __future__ import annotations
 
@@ -40,13 +41,15 @@ class AdamConfig(Block):
     eps: Amount = Field(default=1e-8, description="Added to the denominator.")
     weight_decay: Amount = Field(
         default=0.01,
-        description="Per unit of learning rate. The default is torch's for the type that is written: 0.01 for AdamW, 0 "
-        "for Adam whatever its `adam_w_mode`. DeepSpeed's own kernels default to 0 for both: write it down to be sure.",
+        description="Per unit of learning rate. The default is torch's for the type that is written: 0.01 for "
+        "AdamW, 0 for Adam whatever its `adam_w_mode`.",
     )
-    torch_adam: Flag = Field(
-        default=False, description="Chooses torch's implementation in DeepSpeed; here it is always torch's."
-    )
+    torch_adam: Flag = Field(default=False, description="Accepted: the implementation is always torch's.")
 
+    differs: ClassVar[Mapping[str, str]] = {
+        "weight_decay": "0 for both types unless set: write it down to be sure.",
+        "torch_adam": "Chooses between torch's and its own.",
+    }
     ignored_keys = names_of("capturable cuda_aware foreach fused set_grad_none")
     fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {
         "amsgrad": (False, "the running maximum of AMSGrad is not kept"),
@@ -75,6 +78,9 @@ class SGDConfig(Block):
         default=False, description="Whether the momentum looks ahead; needs `momentum` and no `dampening`."
     )
 
+    differs: ClassVar[Mapping[str, str]] = {
+        "type": "Any other name of torch.optim is taken too; here pass such an optimizer to `initialize`.",
+    }
     ignored_keys = names_of("differentiable foreach fused torch_adam")
     fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {"maximize": (False, "losses are minimised")}
 
@@ -104,6 +110,13 @@ class WarmupLRConfig(SchedulerBlock):
         default="log", description="Shape of the warmup: logarithmic or linear in the step."
     )
 
+    units: ClassVar[Mapping[str, str]] = {
+        "warmup_num_steps": "steps",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "warmup_num_steps": "0 is an error.",
+    }
+
 
 class WarmupDecayLRConfig(SchedulerBlock):
     """As WarmupLR, then linearly down to `warmup_min_lr` at `total_num_steps`."""
@@ -122,6 +135,14 @@ class WarmupDecayLRConfig(SchedulerBlock):
     )
 
     required_keys = ("total_num_steps",)
+
+    units: ClassVar[Mapping[str, str]] = {
+        "total_num_steps": "steps",
+        "warmup_num_steps": "steps",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "warmup_num_steps": "0 is an error.",
+    }
 
 
 class WarmupCosineLRConfig(SchedulerBlock):
@@ -142,6 +163,15 @@ class WarmupCosineLRConfig(SchedulerBlock):
 
     required_keys = ("total_num_steps",)
 
+    units: ClassVar[Mapping[str, str]] = {
+        "total_num_steps": "steps",
+        "warmup_num_steps": "steps",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "warmup_num_steps": "0 is an error.",
+        "total_num_steps": "After it the cosine rises again; here the rate stays.",
+    }
+
 
 class OneCycleConfig(SchedulerBlock):
     """Up to `cycle_max_lr` and back (Smith, 2018), with momentum going the other way, then an optional decay."""
@@ -157,8 +187,8 @@ class OneCycleConfig(SchedulerBlock):
     )
     cycle_momentum: Flag = Field(
         default=True,
-        description="Whether the first beta is cycled too, against the learning rate. As in DeepSpeed, the second beta "
-        "is 0.99 then.",
+        description="Whether the first beta is cycled too, against the learning rate. As in DeepSpeed, the second "
+        "beta is 0.99 then.",
     )
     cycle_min_mom: Beta = Field(default=0.8, description="First beta at the top of the cycle.")
     cycle_max_mom: Beta = Field(default=0.9, description="First beta at the end of the cycle.")
@@ -168,6 +198,11 @@ class OneCycleConfig(SchedulerBlock):
     )
 
     required_keys = ("cycle_min_lr", "cycle_max_lr")
+    units: ClassVar[Mapping[str, str]] = {
+        "cycle_first_step_size": "steps",
+        "cycle_second_step_size": "steps",
+        "decay_step_size": "steps",
+    }
     ignored_keys = names_of("cycle_first_stair_count cycle_second_stair_count last_batch_iteration")
 
 

@@ -28,6 +28,7 @@ or base64 of the JSON. Every key is optional unless it says otherwise.
   third; what can't be derived is 1.
 - A key that exists in DeepSpeed and means nothing here is accepted and listed in `Config.ignored`. A key that exists
   nowhere is an error, with the nearest name suggested.
+- The last column says what is otherwise in DeepSpeed; where it is empty, a key means the same there.
 """
 
 
@@ -45,7 +46,7 @@ def render_reference() -> str:
 
 def _render_block(title: str, path: str, model: type[Block]) -> list[str]:
     lines = [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
-    lines += ["| Key | Value | Default | Meaning |", "|---|---|---|---|"]
+    lines += ["| Key | Value | Unit | Default | Meaning | In DeepSpeed |", "|---|---|---|---|---|---|"]
     for name in model.model_fields:
         lines.append(_render_field(name, path, model))
     lines.append("")
@@ -73,7 +74,8 @@ def _render_field(name: str, path: str, model: type[Block]) -> str:
     else:
         wanted = _find_wanted(field.metadata, field.annotation)
         shown = "" if default is None else f"`{json.dumps(default)}`"
-    return f"| `{key}` | {wanted} | {shown} | {field.description} |"
+    unit, differs = model.units.get(name, ""), model.differs.get(name, "")
+    return f"| `{key}` | {wanted} | {unit} | {shown} | {field.description} | {differs} |"
 
 
 def _find_wanted(metadata: Sequence[Any], annotation: Any) -> str:

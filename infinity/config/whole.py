@@ -49,8 +49,8 @@ class Config(Block):
     )
     wall_clock_breakdown: Flag = Field(
         default=False,
-        description="Whether to print the milliseconds of forward, backward and step, of every micro-batch and of every "
-        "step. Waits for the device around each.",
+        description="Whether to print the milliseconds of forward, backward and step, of every micro-batch and of "
+        "every step. Waits for the device around each.",
     )
     optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = Field(
         default=None, description="The optimizer; the caller brings one when absent."
@@ -72,6 +72,17 @@ class Config(Block):
     )
     infinity: InfinityConfig = Field(default=InfinityConfig(), description="What only infinity knows.")
 
+    units: ClassVar[Mapping[str, str]] = {
+        "train_batch_size": "samples",
+        "train_micro_batch_size_per_gpu": "samples",
+        "gradient_accumulation_steps": "passes",
+        "gradient_clipping": "norm",
+        "steps_per_print": "steps",
+    }
+    differs: ClassVar[Mapping[str, str]] = {
+        "steps_per_print": "Printed by a logger of its own; here by the logger named infinity, at level INFO.",
+        "wall_clock_breakdown": "Prints the parts of backward too.",
+    }
     ignored_keys = names_of(
         """
         aot autotuning checkpoint comet comms_logger communication_data_type compile compression_training

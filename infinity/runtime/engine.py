@@ -94,6 +94,8 @@ class Engine:
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
+        if config.fp16.enabled:
+            self._tell_optimizer(overflow=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -357,13 +359,13 @@ class Engine:
                 "that initialize(weights=...) reads"
             )
         self._make_optimizer_state()
-        if isinstance(self.optimizer, PagedAdam):
-            self.optimizer.discard()
-        self.zero_grad()
+        self._discard_step()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
         self.skipped_steps = rest.get("skipped_steps", 0)
         self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
+        if self.config.fp16.enabled:
+            self._tell_optimizer(overflow=False)
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
         if load_lr_scheduler_states and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
@@ -446,6 +448,15 @@ class Engine:
                     "trained: unfreeze it before initialize, or set requires_grad to False again"
                 )
 
+    def _discard_step(self) -> None:
+        """Forget what the passes since the last step left, even one that an error ended."""
+        reset = getattr(self.module, "reset_iter_state", None)  # of torch 2.13 on
+        if reset is not None:
+            reset()
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.discard()
+        self.zero_grad()
+
     def _applied_in_backward(self) -> bool:
         """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
         return isinstance(self.optimizer, PagedAdam) and bool(self.optimizer.norms)
@@ -478,6 +489,8 @@ class Engine:
                             exp_avg=torch.zeros_like(parameter.data),
                             exp_avg_sq=torch.zeros_like(parameter.data),
                         )
+                        if group["amsgrad"]:
+                            self.optimizer.state[parameter]["max_exp_avg_sq"] = torch.zeros_like(parameter.data)
 
     def _gradient_factor(self) -> torch.Tensor | None:
         """What gradients are multiplied by before the step, to undo the loss scale and to clip; None where it must be skipped.
@@ -524,9 +537,13 @@ class Engine:
         if told and dist.get_rank() == 0:
             log.warning(told)
         self.skipped_steps += overflow
+        self._tell_optimizer(overflow)
+        return overflow
+
+    def _tell_optimizer(self, overflow: bool) -> None:
+        """What trainers look for on an optimizer that scales its loss."""
         for name, value in (("overflow", overflow), ("cur_scale", self.cur_scale), ("loss_scale", self.cur_scale)):
             setattr(self.optimizer, name, value)
-        return overflow
 
     def _counters(self) -> tuple[float, int, int, float]:
         stats = self.swap.stats() if self.swap is not None else None

@@ -467,6 +467,10 @@ class SwapManager:
         trace, left = self._traces[True], iter(updates)
         self.paged.update_in_backward(group, updates, look_ahead)
 
+    def discard_step(self) -> None:
+        """For the optimizer: what forward and backward passes did since the last step is void."""
+        self._forwards.clear()
+
     def end_step(self) -> None:
         """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
         if self._traces[True].end_cycle():

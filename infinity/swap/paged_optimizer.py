@@ -119,6 +119,7 @@ class PagedAdam(torch.optim.Adam):
     def discard(self) -> None:
         """Forget the gradients, and that some were applied in the backward, because all values are set anew."""
         self._end_backward()
+        self._swap.discard_step()
         self.zero_grad()
 
     @torch.no_grad()

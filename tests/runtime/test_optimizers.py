@@ -202,15 +202,15 @@ def test_a_schedule_of_another_optimizer_is_refused() -> None:
         infinity.initialize(model=trained, config=config(), lr_scheduler=other)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_checkpoint_of_another_optimizer_goes_on(momentum: float, tmp_path: Path) -> None:
-    settings = config(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": momentum}})
-    engine, *_ = infinity.initialize(model=model(), config=settings)
+@pytest.mark.parametrize("name", ["SGD without momentum", *MADE])
+def test_a_checkpoint_of_any_optimizer_goes_on(name: str, tmp_path: Path) -> None:
+    make = MADE.get(name, lambda p: SGD(p, lr=0.1))
+    engine, *_ = infinity.initialize(model=model(), config=config(), optimizer=make)
     with engine:
         train(engine, range(3))
         engine.save_checkpoint(tmp_path)
         expected = train(engine, range(3, 6))
-    engine, *_ = infinity.initialize(model=model(), config=settings)
+    engine, *_ = infinity.initialize(model=model(), config=config(), optimizer=make)
     with engine:
         engine.load_checkpoint(tmp_path)
         assert train(engine, range(3, 6)) == expected

@@ -251,8 +251,9 @@ def test_the_fastest_that_fits_and_runs_is_chosen() -> None:
 
 def test_of_strategies_that_are_as_fast_the_first_is_chosen() -> None:
     """All of the model stays in the host cache of those on NVMe, so that they are faster by what clipping reads again."""
-    plans = plans_for(work_of(B), CPU)
+    plans = plans_for(work_of(B // 5, samples=4), CPU)
     chosen = fastest_that_fits(plans)
+    assert chosen is not None
     assert chosen is plans[0]
     assert min(plan.step_seconds for plan in plans) < chosen.step_seconds
 

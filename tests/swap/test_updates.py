@@ -47,11 +47,11 @@ def _one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def made(nvme_path: Path | None, model: nn.Module | None = None, **own: Any) -> infinity.Engine:
+def made(nvme_path: Path | None, model: nn.Module | None = None, clipping: float = 0.1, **own: Any) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path else {"device": "none"}
     config = {
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.1,
+        "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "zero_optimization": {
             "stage": 3,
@@ -239,7 +239,7 @@ def test_closing_forgets_what_waits(nvme_path: Path) -> None:
     assert waiting(engine) == 0
 
 
-@pytest.mark.parametrize("update", ["step", "forward"])
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
 def test_weights_full_of_ties_train_as_in_memory(nvme_path: Path, update: str) -> None:
     """A checkpoint in fp16 has a tie in every eighth weight: just half-way between two bf16 numbers."""
 
@@ -250,7 +250,7 @@ def test_weights_full_of_ties_train_as_in_memory(nvme_path: Path, update: str) -
                 parameter.copy_(parameter.half().float())
         return model
 
-    engines = [made(None, model()), made(nvme_path, model(), update=update)]
+    engines = [made(None, model(), 0.0), made(nvme_path, model(), 0.0, update=update)]
     assert engines[1].swap is not None
     assert sum(sub.ties.numel() for sub in engines[1].swap.paged.sub_groups) > 1000
     before = [weights(engine) for engine in engines]
@@ -262,3 +262,128 @@ def test_weights_full_of_ties_train_as_in_memory(nvme_path: Path, update: str) -
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def eager(nvme_path: Path) -> Iterator[list[infinity.Engine]]:
+    """The same training in memory and on NVMe, where it is updated in the backward."""
+    engines = [made(None, clipping=0.0), made(nvme_path, clipping=0.0, update="auto")]
+    assert engines[1].swap is not None
+    assert engines[1].swap.update_at == "backward"
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def backward(engine: infinity.Engine, without: int | None = None) -> None:
+    engine.backward(engine(torch.ones(2, 8), without).float().square().mean())
+
+
+def same(engines: list[infinity.Engine], look: Callable[[infinity.Engine], dict[str, torch.Tensor]]) -> bool:
+    expected, got = (look(engine) for engine in engines)
+    return all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_a_backward_takes_the_gradients_of_what_it_updates(eager: list[infinity.Engine]) -> None:
+    for _ in range(3):
+        for engine in eager:
+            backward(engine)
+        nvme = eager[1]
+        assert nvme.swap is not None
+        kept = {name for name, p in released(nvme).items() if p.grad is not None}
+        resident = {shard.name for shard in nvme.swap.paged.shards if shard.resident is not None}
+        assert kept == resident
+        for engine in eager:
+            engine.step()
+        assert eager[0].get_global_grad_norm() == nvme.get_global_grad_norm()
+    assert same(eager, weights)
+    assert same(eager, moments)
+
+
+def test_what_has_no_gradient_or_is_used_twice_is_left_to_the_step(eager: list[infinity.Engine]) -> None:
+    class Twice(nn.Module):
+        """Uses its first block a second time."""
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor, without: int | None) -> Any:
+            h = self.model(x, without)
+            return h + self.model.blocks[0](h)
+
+    for number, without in enumerate((None, 3, 1, 3, None)):
+        losses = []
+        for engine in eager:
+            loss = (Twice(engine.module) if number % 2 else engine)(torch.ones(2, 8), without).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    assert same(eager, weights)
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "match"),
+    [
+        (lambda engine, path: backward(engine), infinity.InfinityError, "more gradients"),
+        (lambda engine, path: engine.zero_grad(), infinity.InfinityError, r"applied in the backward.*forward"),
+        (lambda engine, path: engine.save_checkpoint(path), infinity.CheckpointError, r"middle of a step"),
+        (
+            lambda engine, path: (engine.optimizer.param_groups[0].update(lr=1.0), engine.step()),
+            infinity.InfinityError,
+            "other settings",
+        ),
+    ],
+    ids=["another backward", "zero_grad", "a checkpoint", "another learning rate"],
+)
+def test_what_would_come_too_late_is_refused(
+    eager: list[infinity.Engine], tmp_path: Path, act: Any, error: type[Exception], match: str
+) -> None:
+    nvme = eager[1]
+    nvme.save_checkpoint(tmp_path, tag="before")
+    expected = [step(nvme) for _ in range(2)]
+    backward(nvme)
+    with pytest.raises(error, match=match):
+        act(nvme, tmp_path)
+    released(nvme)
+    nvme.load_checkpoint(tmp_path, tag="before")
+    assert [step(nvme) for _ in range(2)] == expected
+
+
+def test_accumulation_by_hand_is_refused(eager: list[infinity.Engine]) -> None:
+    with pytest.raises(infinity.ConfigError, match=r"accumulated.*forward"):
+        eager[1].set_gradient_accumulation_boundary(False)
+
+
+def test_a_weight_set_by_hand_before_a_backward_is_what_it_updates(eager: list[infinity.Engine]) -> None:
+    """Its state may have been read ahead."""
+    for _ in range(3):
+        for engine in eager:
+            loss = engine(torch.ones(2, 8)).float().square().mean()
+            with torch.no_grad():
+                released(engine)["blocks.4.weight"].fill_(0.25)
+            engine.backward(loss)
+            engine.step()
+    assert same(eager, weights)
+
+
+def test_a_kernel_that_fails_in_the_backward_tears_the_values(
+    eager: list[infinity.Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvme = eager[1]
+    nvme.save_checkpoint(tmp_path)
+    expected = step(nvme)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the kernel failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged_optimizer, "adam_", fail)
+        with pytest.raises(RuntimeError, match="the kernel failed"):
+            backward(nvme)
+    with pytest.raises(infinity.InfinityError, match=r"torn.*the kernel failed.*load a checkpoint"):
+        weights(nvme)
+    released(nvme)
+    nvme.load_checkpoint(tmp_path)
+    assert step(nvme) == expected
