@@ -1,6 +1,7 @@
-"""Builds `infinity._aio` out of csrc/aio; everything else about the package stands in pyproject.toml.
+"""Builds `infinity._aio` out of csrc/aio and `infinity._optim` out of csrc/optim; everything else about the package stands
+in pyproject.toml.
 
-The extension links neither torch nor CUDA, so one build serves every torch. liburing is used where a test program
+The extensions link neither torch nor CUDA, so one build serves every torch. liburing is used where a test program
 compiles and links against it; without it the other I/O backends are built alone.
 
 Environment: INFINITY_DEV=1 turns warnings into errors and keeps asserts; INFINITY_BUILD_JOBS is the number of compilers
@@ -20,12 +21,18 @@ from setuptools import setup
 
 DEV = os.environ.get("INFINITY_DEV") == "1"
 
-# Relative to this file, as setuptools asks; both lists end up in the source distribution.
-SOURCES = sorted(
-    str(path)
-    for path in Path("csrc/aio").glob("*.cpp")
-    if not path.stem.startswith("test_") and not path.stem.endswith("_test")
-)
+
+def sources_in(folder: str) -> list[str]:
+    return sorted(
+        str(path)
+        for path in Path(folder).glob("*.cpp")
+        if not path.stem.startswith("test_") and not path.stem.endswith("_test")
+    )
+
+
+# Relative to this file, as setuptools asks; all of them end up in the source distribution.
+AIO_SOURCES = sources_in("csrc/aio")
+OPTIM_SOURCES = [*sources_in("csrc/optim"), "csrc/aio/process.cpp"]
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))
 
 # The flags and calls that the io_uring backend cannot do without: an older liburing counts as none.
@@ -45,7 +52,7 @@ class BuildExt(pybind11_build_ext):
         if not have_liburing:
             print("liburing (2.3 or newer) not found: building without io_uring; install liburing-dev to have it")
         for extension in self.extensions:
-            if have_liburing:
+            if have_liburing and extension.name == "infinity._aio":
                 extension.define_macros.append(("INFINITY_HAVE_LIBURING", "1"))
                 extension.libraries.append("uring")
         self.build_temp = str(self.objects_folder())
@@ -79,21 +86,24 @@ def needs_recompile(object_path: str, source_path: str) -> bool:
     return compiled.stat().st_mtime <= max(Path(path).stat().st_mtime for path in (source_path, *HEADERS))
 
 
-def aio_extension() -> Pybind11Extension:
+def extension(name: str, sources: list[str]) -> Pybind11Extension:
+    """All have the same flags, as they share objects. No contraction: csrc/optim says itself where a product and a sum are
+    rounded once, and is equal to torch bit for bit only then."""
     warnings = ["-Wall", "-Wextra", "-Werror", "-UNDEBUG"] if DEV else []
     return Pybind11Extension(
-        "infinity._aio",
-        SOURCES,
+        name,
+        sources,
         depends=HEADERS,
         include_dirs=["csrc"],
         cxx_std=17,
-        extra_compile_args=["-O2", "-fvisibility=hidden", "-pthread", *warnings],
+        extra_compile_args=["-O2", "-ffp-contract=off", "-fvisibility=hidden", "-pthread", *warnings],
         extra_link_args=["-pthread"],
     )
 
 
-if not SOURCES:
-    raise SystemExit("no sources in csrc/aio: run this from the root of a complete checkout")
+if not AIO_SOURCES or len(OPTIM_SOURCES) < 2:
+    raise SystemExit("no sources in csrc: run this from the root of a complete checkout")
 
 ParallelCompile("INFINITY_BUILD_JOBS", needs_recompile=needs_recompile).install()
-setup(ext_modules=[aio_extension()], cmdclass={"build_ext": BuildExt})
+EXTENSIONS = [extension("infinity._aio", AIO_SOURCES), extension("infinity._optim", OPTIM_SOURCES)]
+setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt})

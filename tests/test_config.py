@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from infinity.config import (
+    AdamConfig,
     AioConfig,
     Batch,
     Config,
-    OptimizerConfig,
     WarmupCosineLRConfig,
     WarmupDecayLRConfig,
     WarmupLRConfig,
@@ -26,6 +27,7 @@ from infinity.config import (
     render_reference,
     solve_batch,
 )
+from infinity.config.known import all_blocks
 from infinity.errors import ConfigError
 
 NVME = {"device": "nvme", "nvme_path": "/mnt/nvme"}
@@ -363,8 +365,8 @@ def test_unknown_key_gets_the_nearest_name(source: Any, line: str) -> None:
 
 def test_unknown_optimizer_lists_the_supported_ones_and_nothing_else() -> None:
     source = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}
-    assert problems(source) == ['optimizer.type: got "OneBitAdam", expected one of AdamW, Adam']
-    assert problems({"optimizer": {}}) == ["optimizer.type: missing, expected one of AdamW, Adam"]
+    assert problems(source) == ['optimizer.type: got "OneBitAdam", expected one of AdamW, Adam, SGD']
+    assert problems({"optimizer": {}}) == ["optimizer.type: missing, expected one of AdamW, Adam, SGD"]
     assert problems({"scheduler": {"params": {}}}) == [
         "scheduler.type: missing, expected one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle"
     ]
@@ -450,6 +452,93 @@ def test_keys_without_meaning_here_are_collected_in_order() -> None:
     assert config.resolve(world_size=1).ignored == config.ignored
 
 
+def test_every_key_of_a_full_config_is_taken_or_reported_once() -> None:
+    """The keys that DeepSpeed documents, at its defaults."""
+    offload = {"nvme_path": "/mnt/nvme", "buffer_count": 5, "pin_memory": True}
+    source = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 8,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10,
+        "wall_clock_breakdown": False,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": False, "adam_w_mode": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
+        "fp16": {
+            "enabled": True,
+            "auto_cast": False,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": 1,
+        },
+        "bf16": {"enabled": False},
+        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False, "profile": False},
+        "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "intra_op_parallelism": 1,
+            "single_submit": False,
+            "overlap_events": True,
+            "use_gds": False,
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", **offload, "buffer_size": 1e8, "max_in_cpu": 1e9},
+            "offload_optimizer": {
+                "device": "nvme",
+                **offload,
+                "pipeline_read": False,
+                "pipeline_write": False,
+                "fast_init": False,
+                "ratio": 1.0,
+            },
+            "sub_group_size": 1e9,
+            "stage3_prefetch_bucket_size": 5e7,
+            "stage3_param_persistence_threshold": 1e5,
+            "stage3_model_persistence_threshold": sys.maxsize,
+            "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9,
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "stage3_module_granularity_threshold": 0,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 5e8,
+            "round_robin_gradients": False,
+            "ignore_unused_parameters": True,
+            "elastic_checkpoint": False,
+            "mics_shard_size": -1,
+            "zero_hpz_partition_size": 1,
+        },
+    }
+    config = load_config(source)
+    assert len(set(config.ignored)) == len(config.ignored)
+    for path, value in leaves(source):
+        taken = config.model_dump(exclude_unset=True)
+        for name in [part for part in path.split(".") if part != "params"]:
+            taken = taken.get(name, {}) if isinstance(taken, dict) else {}
+        assert (path in config.ignored) != (
+            taken == value or path in ("optimizer.type", "optimizer.params.adam_w_mode")
+        )
+
+
+def leaves(source: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in source.items():
+        path = f"{where}.{name}" if where else name
+        if isinstance(value, dict):
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
 OF_DEEPSPEED = """
     zero_optimization.reduce_scatter zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
     zero_optimization.round_robin_gradients zero_optimization.ignore_unused_parameters
@@ -479,7 +568,7 @@ def test_features_that_change_the_mathematics_are_refused_when_on() -> None:
 # --- Optimizer and scheduler ---
 
 
-def optimizer_of(kind: str, **params: Any) -> OptimizerConfig:
+def optimizer_of(kind: str, **params: Any) -> AdamConfig:
     optimizer = load_config({"optimizer": {"type": kind, "params": params}}).optimizer
     assert optimizer is not None
     return optimizer
@@ -507,8 +596,8 @@ def test_optimizer_type_and_its_weight_decay(written: str, params: Any, kind: st
 def test_optimizer_defaults_are_those_of_torch() -> None:
     optimizer = optimizer_of("AdamW", torch_adam=True, amsgrad=False, bias_correction="true")
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.torch_adam) == (1e-3, (0.9, 0.999), 1e-8, True)
-    assert OptimizerConfig(type="Adam").weight_decay == 0.0
-    assert OptimizerConfig() == OptimizerConfig(type="AdamW", weight_decay=0.01)
+    assert AdamConfig(type="Adam").weight_decay == 0.0
+    assert AdamConfig() == AdamConfig(type="AdamW", weight_decay=0.01)
 
 
 def test_schedulers_are_typed() -> None:
@@ -568,7 +657,7 @@ def test_auto_is_accepted_anywhere_and_listed() -> None:
     assert resolved.auto == ()
     assert (resolved.zero_optimization.stage, resolved.zero_optimization.offload_param.nvme_path) == (3, "/mnt/x")
     assert (resolved.bf16.enabled, resolved.fp16.enabled, resolved.gradient_clipping) == (True, False, 0.0)
-    assert resolved.optimizer == OptimizerConfig()
+    assert resolved.optimizer == AdamConfig()
     assert resolved.aio == AioConfig()
 
 
@@ -610,7 +699,7 @@ def test_optimizer_and_scheduler_are_filled_by_name() -> None:
             "scheduler": {"type": "WarmupDecayLR", "params": warmup},
         }
     ).resolve(world_size=1, lr=3e-4, betas=(0.8, 0.9), weight_decay=0.1, eps=None, total_num_steps=50)
-    assert config.optimizer == OptimizerConfig(type="AdamW", lr=3e-4, betas=(0.8, 0.9), weight_decay=0.1, eps=1e-8)
+    assert config.optimizer == AdamConfig(type="AdamW", lr=3e-4, betas=(0.8, 0.9), weight_decay=0.1, eps=1e-8)
     assert isinstance(config.scheduler, WarmupDecayLRConfig)
     assert (config.scheduler.total_num_steps, config.scheduler.warmup_num_steps) == (50, 1000)
     assert (config.scheduler.warmup_min_lr, config.scheduler.warmup_max_lr) == (0.0, 3e-4)
@@ -642,6 +731,10 @@ def test_resolving_refuses_what_loading_would() -> None:
         config.resolve(world_size=0)
     with pytest.raises(ConfigError, match=r"mics_shard_size: got 3, expected a divisor of the 4 ranks"):
         load_config({"zero_optimization": {"mics_shard_size": 3}}).resolve(world_size=4)
+    with pytest.raises(
+        ConfigError, match=r"zero_hpz_partition_size: got 4, expected a divisor of the 2 ranks that a copy"
+    ):
+        load_config({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 4}}).resolve(world_size=4)
 
 
 def test_resolving_leaves_the_original_alone_and_repeats_itself() -> None:
@@ -735,3 +828,8 @@ def test_no_value_brings_anything_but_a_config_error(value: Any) -> None:
 def test_what_is_no_config_is_refused_in_words(source: Any) -> None:
     with pytest.raises(ConfigError, match="a config is a dict, a path to JSON, or base64 of JSON, got"):
         load_config(source)
+
+
+def test_units_and_differences_are_those_of_fields() -> None:
+    for _, model in all_blocks():
+        assert model.units.keys() | model.differs.keys() <= model.model_fields.keys()

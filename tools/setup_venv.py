@@ -8,7 +8,7 @@ Needs nothing but a Python of 3.10 or newer and its standard library. The steps,
     build tools       setuptools and pybind11, as pyproject.toml asks for them
     torch             the one that is there, else the build for this machine [Note: Which torch]
     package           infinity itself, editable, with what it depends on
-    extension         infinity._aio out of csrc/, in place
+    extension         infinity._aio and infinity._optim out of csrc/, in place
     extras            test, dev, plot: those named on the command line
 
 [Note: Stamps] Each step has a digest of all that it depends on; the digests of finished steps stand in
@@ -132,20 +132,20 @@ def set_up(extras: list[str], this_python: bool) -> bool:
 
     # Compiling is part of the package step, so that one counts as the extension step too.
     extension = extension_digest(facts, have_liburing)
-    extension_file = ROOT / "infinity" / ("_aio" + facts["extension_suffix"])
+    extension_files = [ROOT / "infinity" / (name + facts["extension_suffix"]) for name in ("_aio", "_optim")]
     package_digest = digest(file_digest("pyproject.toml", __file__), facts["version"], facts["torch"])
     with stamp.step("package", package_digest) as due:
         if due:
-            say("installing infinity and what it depends on, and compiling its extension")
+            say("installing infinity and what it depends on, and compiling its extensions")
             pip("install", "--no-build-isolation", "--editable", ".")
             stamp.finish("extension", extension)
 
-    with stamp.step("extension", extension, there=extension_file.exists()) as due:
+    with stamp.step("extension", extension, there=all(file.exists() for file in extension_files)) as due:
         if due:
-            say("compiling the extension")
+            say("compiling the extensions")
             run(
                 [str(VENV_PYTHON), "setup.py", "-q", "build_ext", "--inplace", "--force"],
-                "the extension does not compile",
+                "the extensions do not compile",
             )
 
     for extra in extras:

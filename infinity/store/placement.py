@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-READ_BYTES_PER_PARAMETER = 16
-WRITTEN_BYTES_PER_PARAMETER = 14
+READ_BYTES_PER_PARAMETER = 14
+WRITTEN_BYTES_PER_PARAMETER = 12
 """What a step moves with nothing cached (docs/architecture.md, "The sum"): the mix that a drive is weighed by."""
 
 SLOTS_MAX = 64

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError
 from infinity.swap.names import clean_name, parameter_names
@@ -32,7 +32,7 @@ class ShardedParameter:
     @property
     def padded_shape(self) -> torch.Size:
         """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
-        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size())
+        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size(-1))
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class ShardedGroup:
     for forward only where they stay gathered in between."""
 
     name: str
+    module: FSDPModule
     parameters: tuple[ShardedParameter, ...]
     gathers: int
 
@@ -100,10 +101,8 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     Raises ConfigError where it wasn't, where a group is resharded over fewer ranks after forward, or where a parameter can't be
     paged (not fp32, not sharded on dim 0, 0-d).
     """
-    gathers = {
-        clean_name(name): _gathers(m, not name) for name, m in model.named_modules() if isinstance(m, FSDPModule)
-    }
-    owners = list(gathers)
+    modules = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    owners = list(modules)
     if not owners:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
     for module in model.modules():
@@ -116,7 +115,11 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for parameter, names in parameter_names(model).items():
         owner = _owner(names[0], owners)
         members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
-    return [ShardedGroup(owner or "root", tuple(found), gathers[owner]) for owner, found in members.items() if found]
+    return [
+        ShardedGroup(owner or "root", modules[owner], tuple(found), _gathers(modules[owner], not owner))
+        for owner, found in members.items()
+        if found
+    ]
 
 
 def gathered_dtype(model: nn.Module) -> torch.dtype:
@@ -190,9 +193,9 @@ def _checked(name: str, parameter: nn.Parameter) -> DTensor:
     data = parameter.data
     if not isinstance(data, DTensor):
         raise ConfigError(f"parameter {name} is not sharded by FSDP2: call fully_shard(model) on the root module too")
-    if data.placements != (Shard(0),):
+    if data.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ConfigError(
-            f"parameter {name} is placed {data.placements}; only Shard(0) on a one-dimensional mesh is paged"
+            f"parameter {name} is placed {data.placements}; only Shard(0), alone or in replicas (HSDP), is paged"
         )
     if data.dtype != torch.float32:
         raise ConfigError(

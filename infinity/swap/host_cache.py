@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.schedule.residency import Candidate, choose_resident
+from infinity.schedule.scheme import Scheme
 from infinity.store import Cached, Field, Layout, SubGroup
 from infinity.store.layout import SPACE_ALIGN
 
@@ -22,11 +23,14 @@ class _Part:
     like: SubGroup
 
 
-def plan_cache(layout: Layout, gathers: Sequence[int], cache_bytes: int) -> dict[tuple[int, bool], Cached]:
+def plan_cache(
+    layout: Layout, scheme: Scheme, gathers: Sequence[int], cache_bytes: int
+) -> dict[tuple[int, bool], Cached]:
     """What stays of each part of each flat space in at most `cache_bytes`: what `plan_layout` takes as `cached`.
 
     Args:
         layout: of the model with nothing cached.
+        scheme: when groups are updated, and whether their masters are split where they can be.
         gathers: by group, how often each micro-batch gathers it. Groups that come first are kept first: what is used at the
             end of forward and the beginning of backward may stay staged in between.
     """
@@ -36,11 +40,10 @@ def plan_cache(layout: Layout, gathers: Sequence[int], cache_bytes: int) -> dict
     for part in parts:
         resident = part.key[0] == layout.resident_space
         for gathered, fields in _sets_of_fields(part.like, resident):
-            reads = gathers[part.key[0]] if gathered else 0
-            stepped = part.like.trained
-            read_by_step = stepped and fields != (Field.COPY,)
             unit_bytes = SPACE_ALIGN * sum(part.like.itemsize(each) for each in fields)
-            candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads + read_by_step, int(stepped)))
+            stepped = part.like.trained
+            reads = _copy_reads(part.like, scheme, gathers[part.key[0]]) if gathered else int(stepped)
+            candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads, int(stepped)))
             owners.append((part.key, gathered))
     kept = dict(zip(owners, choose_resident(candidates, cache_bytes), strict=True))
     found = {}
@@ -49,6 +52,14 @@ def plan_cache(layout: Layout, gathers: Sequence[int], cache_bytes: int) -> dict
         whole = part.key[0] == layout.resident_space
         found[part.key] = Cached(state if whole else kept.get((part.key, True), 0) * SPACE_ALIGN, state)
     return found
+
+
+def _copy_reads(sub: SubGroup, scheme: Scheme, gathers: int) -> int:
+    """How often a step reads what is gathered of it, if that doesn't stay."""
+    if not sub.trained:
+        return gathers
+    found = Scheme("split" if sub.split else "full", scheme.update)
+    return found.copy_reads(gathers, sub.itemsize(sub.gathered)) if Field.EXP_AVG in sub.resting else gathers
 
 
 def _parts(layout: Layout) -> list[_Part]:

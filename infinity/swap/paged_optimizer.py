@@ -1,16 +1,15 @@
-"""Floor 4. Adam and AdamW over paged parameters: sub-groups flow through the pinned pool, three or more deep.
+"""Floor 4. Adam and AdamW over paged parameters: what a step does to each sub-group; when, the swap manager decides.
 
-Sub-group k+1 is being read while k is updated and k-1 is being written; the pool is the only bound. Those that stay in host
-memory are updated where they lie. The numbers are those of
-`torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls the same kernels.
+The numbers are those of `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls
+the same kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,12 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
-from infinity.errors import ConfigError
-from infinity.optim import AdamSettings, adam_
+from infinity.errors import ConfigError, InfinityError
+from infinity.optim import AdamSettings, adam_, kernel
+from infinity.optim.kernel import GradPiece
 from infinity.store import Field
-from infinity.swap.chunk import ChunkState
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedShard, PagedSubGroup
+from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
 
 _MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
@@ -37,7 +36,8 @@ class PagedAdam(torch.optim.Adam):
         swap: the manager that paged the model.
         lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as for torch.
 
-    `state_dict`, `load_state_dict`, param_groups and lr schedulers work as with torch: the moments in `state` are paged
+    When a parameter is updated follows from `swap.page(update=...)`. `state_dict`, `load_state_dict`, param_groups and lr
+    schedulers work as with torch: the moments in `state` are paged
     tensors. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
     """
 
@@ -69,35 +69,112 @@ class PagedAdam(torch.optim.Adam):
             _settings(group)
             for parameter in group["params"]:
                 _trained_shard(parameter)
+        self.norms: dict[nn.Parameter, torch.Tensor] = {}
+        """Norms (0-D) of the gradients that were taken in the backward since the last step."""
+        self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
+        self._used: dict[nn.Parameter, AdamSettings] = {}
+        """With what was updated in the backward since the last step."""
+        if swap.update_at == "backward":
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if _trained_shard(parameter).resident is None:
+                        parameter.register_post_accumulate_grad_hook(self._gradient_came)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient (fp32, of the shard's shape).
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+    ) -> float | None:
+        """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
 
-        Returns when all are updated; the last writes go on in the background. Raises IoError when a transfer failed; what
-        is stored is torn then, and no step, read or gather is possible before state is loaded.
+        Returns when all are updated, or will be before anybody sees them (`swap.page(update=...)`); the last writes go on in
+        the background.
+        Raises IoError when a transfer failed; what is stored is torn then, and no step, read or gather is possible before
+        state is loaded.
         """
         self._swap.paged.check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepping = self._stepping()
-        todo = [
-            sub
-            for sub in self._swap.paged.sub_groups
-            if any(piece.shard in stepping for piece in sub.layout.pieces) and sub.layout.trained
-        ]
-        self._swap.begin_step()
-        try:
-            self._run(todo, stepping)
-        except BaseException as error:
-            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
-            raise
+        self._check_used(grad_scale)
+        self._swap.finish_updates()
+        stepping = self._stepping(grad_scale)
+        updates = {}
+        for sub in self._swap.paged.sub_groups:
+            own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
+            if own:
+                updates[sub] = partial(self._update, sub, own)
+        self._swap.paged.defer(updates)
         for each in stepping.values():
             self.state[each.parameter]["step"] += 1
+            each.shard.stepped = True
+        if self._swap.update_at != "step":
+            for each in stepping.values():
+                each.parameter.grad = None  # whoever changed it would change the update
+        else:
+            self._finish_updates()
+        self._end_backward()
         self._swap.end_step()
         return loss
+
+    def discard(self) -> None:
+        """Forget the gradients, and that some were applied in the backward, because all values are set anew."""
+        self._end_backward()
+        self._swap.discard_step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def _gradient_came(self, parameter: nn.Parameter) -> None:
+        """In the backward: the gradient of a parameter is reduced. With the last one of its group, the group is updated."""
+        group = _trained_shard(parameter).group
+        if parameter in self._used:
+            self._swap.paged.tear(f"an update in the backward (more than one gradient for {group.name})")
+            raise InfinityError(
+                f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
+                '(update= of SwapManager.page) to "forward" for a model that is used more than once per step'
+            )
+        if not self._swap.gradients_are_final(group):
+            return
+        arrived = self._arrived.setdefault(group, [])
+        arrived.append(parameter)
+        if len(arrived) < sum(shard.trained and shard.resident is None for shard in group.shards):
+            return
+        stepping = self._stepping(1.0, set(self._arrived.pop(group)))
+        updates = {}
+        for sub in group.members:
+            own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
+            if own:
+                updates[sub] = partial(self._update, sub, own)
+        for each in stepping.values():
+            assert each.parameter.grad is not None
+            self.norms[each.parameter] = torch._foreach_norm([each.parameter.grad])[0]
+            self._used[each.parameter] = each.settings
+            self.state[each.parameter]["step"] += 1
+            each.shard.stepped = True
+            each.parameter.grad = None
+        stepping.clear()
+        self._swap.update_in_backward(group, updates)
+
+    def _check_used(self, grad_scale: float) -> None:
+        """Raise InfinityError where the backward applied gradients in another way than this step would."""
+        now = {p: _settings(group) for group in self.param_groups for p in group["params"]} if self._used else {}
+        if self._used and (grad_scale != 1.0 or any(now[p] != used for p, used in self._used.items())):
+            raise InfinityError(
+                "the gradients were applied in the backward already, with other settings than those of this step: set the "
+                'learning rate before the backward, or infinity.update (update= of SwapManager.page) to "forward"'
+            )
+
+    def _end_backward(self) -> None:
+        self.norms.clear()
+        self._arrived.clear()
+        self._used.clear()
+
+    def _finish_updates(self) -> None:
+        try:
+            self._swap.finish_updates()
+        except BaseException as error:  # whoever repeats the step would repeat a part of it
+            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
+            raise
 
     def init_state(self) -> None:
         """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""
@@ -127,79 +204,43 @@ class PagedAdam(torch.optim.Adam):
             self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._swap.paged.mend()
 
-    def _stepping(self) -> dict[int, _Stepping]:
+    def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, _Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
         found: dict[int, _Stepping] = {}
         for group in self.param_groups:
             settings = _settings(group)
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or (only is not None and parameter not in only):
                     continue
                 self._init_state_of(parameter)
                 grad = parameter.grad
                 local = grad._local_tensor if isinstance(grad, DTensor) else grad
                 shard = _trained_shard(parameter)
-                found[shard.index] = _Stepping(shard, parameter, settings, local.reshape(-1))
+                step = self.state[parameter]["step"].clone()
+                found[shard.index] = _Stepping(shard, parameter, settings, step, local.reshape(-1), grad_scale)
         return found
 
-    def _run(self, todo: list[PagedSubGroup], stepping: dict[int, _Stepping]) -> None:
-        """Send the sub-groups through the pool."""
-        stager = self._swap.stager
-        ahead = self._swap.sub_groups_ahead
-        moving = deque(sub.chunk for sub in todo if sub.moves)
-        for sub in _in_turn([sub for sub in todo if sub.moves], [sub for sub in todo if not sub.moves]):
-            stager.wanted = list(itertools.islice(moving, 1 + ahead))
-            for chunk in stager.wanted:
-                if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
-                    break
-            if not sub.moves:
-                self._update(sub, None, stepping)
-                continue
-            moving.popleft()
-            lease = stager.acquire(sub.chunk)
-            try:
-                self._update(sub, lease, stepping)
-            except BaseException:
-                stager.release(sub.chunk, keep=False)
-                raise
-            stager.write_back(sub.chunk)
-
-    def _update(self, sub: PagedSubGroup, lease: Lease | None, stepping: dict[int, _Stepping]) -> None:
-        """Step the pieces of one sub-group in place and refresh its copy."""
-        master, exp_avg, exp_avg_sq = (
-            sub.view(each, lease) for each in (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
-        )
-        copy = sub.view(Field.COPY, lease) if Field.COPY in sub.layout.fields else master
-        batches: dict[AdamSettings, _Batch] = {}
-        touched = []
+    @torch.no_grad()
+    def _update(self, sub: PagedSubGroup, stepping: dict[int, _Stepping], lease: Lease | None) -> None:
+        """Step the pieces of one sub-group in place and refresh its copies."""
+        batches: dict[AdamSettings, list[_Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
             numel = min(piece.numel, each.grad.numel() - piece.start) if each else 0  # padding is never stepped
-            if each is None or numel <= 0:
-                continue
-            place = slice(piece.offset, piece.offset + numel)
-            batch = batches.setdefault(each.settings, _Batch())
-            batch.masters.append(master[place])
-            batch.exp_avgs.append(exp_avg[place])
-            batch.exp_avg_sqs.append(exp_avg_sq[place])
-            batch.grads.append(each.grad[piece.start : piece.start + numel].to("cpu", torch.float32))
-            batch.steps.append(self.state[each.parameter]["step"].clone())  # a shard in two pieces makes one step
-            each.shard.stepped = True
-            touched.append((each.shard, piece.start, place))
+            if each is not None and numel > 0:
+                batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel))
         for settings, batch in batches.items():
-            adam_(
-                settings,
-                masters=batch.masters,
-                grads=batch.grads,
-                exp_avgs=batch.exp_avgs,
-                exp_avg_sqs=batch.exp_avg_sqs,
-                steps=batch.steps,
-            )
-        if copy is not master:
-            copy.copy_(master)
-        for shard, start, place in touched:
-            if shard.resident is not None:
-                shard.resident[start : start + place.stop - place.start].copy_(copy[place])
+            if kernel.matches_torch(settings):
+                _step_in_one_pass(sub, settings, batch, lease)
+            else:
+                _step_as_torch(sub, settings, batch, lease)
+        resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
+        if resident:
+            master = sub.master(lease)
+            for done in resident:
+                copy = done.stepping.shard.resident
+                assert copy is not None
+                copy[done.start : done.start + done.numel].copy_(master[done.place])
 
     def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
         """Make the state of a parameter that has none: step 0 and moments of zero (or left as they are in the arena)."""
@@ -226,32 +267,82 @@ class PagedAdamW(PagedAdam):
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
 
 
-def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:
-    """All of them, those that stay in memory evenly between the others: the drive reads and writes while they are updated."""
-    placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
-    placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
-    return [sub for _, sub in sorted(placed, key=lambda each: each[0])]
-
-
+@dataclass(frozen=True)
 class _Stepping:
-    """One parameter that is stepped now: its shard, the settings of its group, its gradient (1-D)."""
+    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient (1-D)."""
 
-    def __init__(self, shard: PagedShard, parameter: nn.Parameter, settings: AdamSettings, grad: torch.Tensor) -> None:
-        self.shard = shard
-        self.parameter = parameter
-        self.settings = settings
-        self.grad = grad
+    shard: PagedShard
+    parameter: nn.Parameter
+    settings: AdamSettings
+    step: torch.Tensor
+    grad: torch.Tensor
+    grad_scale: float
 
 
-class _Batch:
-    """The pieces of one sub-group that have the same settings."""
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated."""
 
-    def __init__(self) -> None:
-        self.masters: list[torch.Tensor] = []
-        self.grads: list[torch.Tensor] = []
-        self.exp_avgs: list[torch.Tensor] = []
-        self.exp_avg_sqs: list[torch.Tensor] = []
-        self.steps: list[torch.Tensor] = []
+    stepping: _Stepping
+    offset: int
+    start: int
+    numel: int
+
+    @property
+    def place(self) -> slice:
+        return slice(self.offset, self.offset + self.numel)
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """On the CPU."""
+        return self.stepping.grad[self.start : self.start + self.numel].to("cpu")
+
+
+def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
+    """With the kernel, which converts, scales, steps and rounds as it goes."""
+    exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
+    alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
+    for piece in batch:
+        each = piece.stepping
+        key = (float(each.step), each.grad_scale, each.grad.dtype)
+        grad = GradPiece(piece.offset, piece.grad, piece.start, each.grad.numel())
+        alike.setdefault(key, []).append(grad)
+    for (step, grad_scale, _), pieces in alike.items():
+        common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
+        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if sub.layout.split:
+            copy, remainder = sub.view(Field.COPY, lease), sub.view(Field.REMAINDER, lease)
+            sub.ties = kernel.update_split(settings, copy=copy, remainder=remainder, ties=sub.ties, **common)
+        else:
+            kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
+    if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
+        sub.set_master(sub.view(Field.MASTER, lease), lease)
+
+
+def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
+    """Its 16-bit copy, if it has one."""
+    narrow = Field.COPY in sub.layout.fields and sub.copy_dtype is not torch.float32
+    return sub.view(Field.COPY, lease) if narrow else None
+
+
+def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
+    """With torch's own operations, one after the other."""
+    master = sub.master(lease)
+    exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
+    adam_(
+        settings,
+        masters=[master[piece.place] for piece in batch],
+        grads=[_scaled(piece) for piece in batch],
+        exp_avgs=[exp_avg[piece.place] for piece in batch],
+        exp_avg_sqs=[exp_avg_sq[piece.place] for piece in batch],
+        steps=[piece.stepping.step.clone() for piece in batch],  # a shard in two pieces makes one step
+    )
+    sub.set_master(master, lease)
+
+
+def _scaled(piece: _Piece) -> torch.Tensor:
+    grad = piece.grad.float()
+    return grad if piece.stepping.grad_scale == 1.0 else grad * piece.stepping.grad_scale
 
 
 def _settings(group: dict[str, Any]) -> AdamSettings:

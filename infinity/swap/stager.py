@@ -178,17 +178,21 @@ class Stager:
             raise failure
 
     def make_room(self, nbytes: int, who: str) -> Lease:
-        """A lease of `nbytes`, dropping what is staged (least wanted first) and waiting for writes where it must.
+        """A lease of `nbytes`. What is staged and not wanted is dropped for it, then writes are waited for, then what is wanted
+        is dropped, last needed first: it would have to be read again.
 
         Raises BudgetError, naming `who` and the budget, where all of that is not enough.
         """
         while (lease := self._pool.try_lease(nbytes)) is None:
             if self._reap():
                 continue
-            if self._staged:
-                self.drop(max(self._staged, key=self._distance))
+            last = max(self._staged, key=self._distance, default=None)
+            if last is not None and last not in self.wanted:
+                self.drop(last)
             elif self._writing:
                 self.settle(self._writing[0])
+            elif last is not None:
+                self.drop(last)
             elif self._landing:
                 self._land(self._landing[0])
             else:

@@ -1,4 +1,4 @@
-"""Compiles csrc/aio with the C++ tests of this folder, and runs them under the sanitizers."""
+"""Compiles csrc/aio and csrc/optim with their C++ tests of this folder, and runs them under the sanitizers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,30 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CORE = HERE.parents[1] / "csrc" / "aio"
-FLAGS = ["-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-omit-frame-pointer", "-pthread", f"-I{CORE}"]
+CSRC = HERE.parents[1] / "csrc"
+FLAGS = [
+    *(
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-ffp-contract=off",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fno-omit-frame-pointer",
+        "-pthread",
+    ),
+    *(f"-I{CSRC}", f"-I{CSRC / 'aio'}"),
+]
+SOURCES = {
+    "aio": [*(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp")],
+    "optim": [
+        *(CSRC / "optim").glob("*.cpp"),
+        CSRC / "aio/process.cpp",
+        *HERE.glob("optim/test_*.cpp"),
+        HERE / "test_main.cpp",
+    ],
+}
 VARIANTS = {
     "asan+ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "tsan": ["-fsanitize=thread"],
@@ -41,8 +63,8 @@ def _requirements(folder: Path, sanitizer: list[str]) -> list[str]:
     return uring if _compiles(folder, text, *uring) else []
 
 
-def _build(folder: Path, flags: list[str]) -> Path:
-    sources = [path for path in CORE.glob("*.cpp") if path.name != "bindings.cpp"] + list(HERE.glob("test_*.cpp"))
+def _build(part: str, folder: Path, flags: list[str]) -> Path:
+    sources = [path for path in SOURCES[part] if path.name != "bindings.cpp"]
     sources.sort(key=lambda path: path.stat().st_size, reverse=True)
 
     def compile_one(source: Path) -> Path:
@@ -55,7 +77,7 @@ def _build(folder: Path, flags: list[str]) -> Path:
 
     with ThreadPoolExecutor(COMPILE_JOBS) as pool:
         units = [str(unit) for unit in pool.map(compile_one, sources)]
-    program = folder / "aio_tests"
+    program = folder / f"{part}_tests"
     done = subprocess.run(["g++", *FLAGS, *units, *flags, "-o", str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program
@@ -70,10 +92,11 @@ def _fixed_addresses() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", SOURCES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_cpp_core_is_clean_under(variant: str, tmp_path: Path) -> None:
+def test_cpp_core_is_clean_under(variant: str, part: str, tmp_path: Path) -> None:
     optional = _requirements(tmp_path, VARIANTS[variant])
-    program = _build(tmp_path, [*VARIANTS[variant], *optional])
+    program = _build(part, tmp_path, [*VARIANTS[variant], *optional])
     environment = os.environ | {"INFINITY_TEST_DIR": str(tmp_path), "TSAN_OPTIONS": "halt_on_error=1"}
     command = [*(_fixed_addresses() if variant == "tsan" else []), str(program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS_MAX)

@@ -55,20 +55,21 @@ def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPa
     update = infinity.PagedAdam._update
     spoiled = []
 
-    def spoil(self, sub, lease, stepping):  # type: ignore[no-untyped-def]
-        update(self, sub, lease, stepping)
+    def spoil(self, sub, stepping, lease):  # type: ignore[no-untyped-def]
+        update(self, sub, stepping, lease)
         if not spoiled:
             spoiled.append(True)
             bits = lease.view(torch.int32, sub.layout.numel * sub.layout.copy_itemsize, 1)
-            bits ^= 1
+            bits ^= 1 << 8
 
     monkeypatch.setattr(infinity.PagedAdam, "_update", spoil)
     assert training.differences(expected, training.with_engine(case, str(nvme_path)))
 
 
+@pytest.mark.parametrize("update", ["forward", "backward"])
 @pytest.mark.parametrize("share", caching.SHARES, ids=str)
-def test_a_step_moves_the_fewest_bytes_that_its_cache_allows(share: Fraction, nvme_path: Path) -> None:
-    caching.check(str(nvme_path), share)
+def test_a_step_moves_the_fewest_bytes_that_its_cache_allows(share: Fraction, update: str, nvme_path: Path) -> None:
+    caching.check(str(nvme_path), share, update)
 
 
 @pytest.mark.slow

@@ -1,0 +1,220 @@
+// Cutting the work into spans, sharing it out, and putting the ties together again.
+#include "optim/adam.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "optim/crew.h"
+#include "optim/kernels.h"
+
+namespace infinity::optim {
+namespace {
+
+constexpr int64_t kSpanNumel = 1 << 15;  // what a thread takes at a time: half a MiB of state or so
+
+std::vector<const Kernels*> kernels_here() {
+  std::vector<const Kernels*> found;
+#if defined(__x86_64__)
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx2 && avx512) found.push_back(&kAvx512Kernels);
+  if (avx2) found.push_back(&kAvx2Kernels);
+#endif
+  found.push_back(&kPortableKernels);
+  return found;
+}
+
+const Kernels& kernels_named(const std::string& name) {
+  static const std::vector<const Kernels*> here = kernels_here();
+  for (const Kernels* kernels : here) {
+    if (kernels->name == name) return *kernels;
+  }
+  throw std::invalid_argument("there is no " + name + " on this CPU");
+}
+
+// [Note: Tails]
+// torch's kernel takes a tensor eight elements at a time and, at its end, those that are left one by one; these few are
+// rounded differently (see [Note: Rounding]). To be equal to torch bit for bit on a shard of any length, and to any
+// number of cuts through a shard, the same elements are rounded that way here: the last of the shard, not those of a
+// piece.
+constexpr int64_t kTorchLanes = 8;
+
+int64_t tail_of(int64_t numel) {
+  return numel - numel % kTorchLanes;
+}
+
+void check(const Piece& piece, int64_t numel, int64_t behind) {
+  bool fits = piece.numel >= 0 && piece.offset >= behind && piece.offset + piece.numel <= numel;
+  if (!fits) throw std::invalid_argument("pieces must ascend without overlap, and end within their sub-group");
+  if (piece.start < 0 || piece.start + piece.numel > piece.shard_numel) {
+    throw std::invalid_argument("a piece reaches out of its shard");
+  }
+}
+
+int64_t itemsize(Grad grad) {
+  return grad == Grad::kFloat32 ? 4 : 2;
+}
+
+// The spans of all pieces, in order, none longer than kSpanNumel.
+class Spans {
+ public:
+  Spans(const Fields& fields, Grad grad) : fields_(fields), grad_(grad) {}
+
+  void add(const Piece& piece) {
+    int64_t tail = std::clamp<int64_t>(tail_of(piece.shard_numel) - piece.start, 0, piece.numel);
+    add_range(piece, 0, tail, false);
+    add_range(piece, tail, piece.numel, true);
+  }
+
+  std::vector<Span> take() { return std::move(spans_); }
+
+ private:
+  void add_range(const Piece& piece, int64_t begin, int64_t end, bool tail) {
+    auto at = [](auto* field, int64_t index) { return field == nullptr ? nullptr : field + index; };
+    for (; begin < end; begin += kSpanNumel) {
+      int64_t index = piece.offset + begin;
+      spans_.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad_), at(fields_.exp_avg, index),
+                        at(fields_.exp_avg_sq, index), at(fields_.master, index), at(fields_.copy, index),
+                        at(fields_.remainder, index), index, std::min(kSpanNumel, end - begin), tail});
+    }
+  }
+
+  const Fields& fields_;
+  Grad grad_;
+  std::vector<Span> spans_;
+};
+
+// Where each share of the spans ends: as many spans as make kSpanNumel elements.
+std::vector<size_t> shares_of(const std::vector<Span>& spans) {
+  std::vector<size_t> ends;
+  int64_t numel = 0;
+  for (size_t i = 0; i < spans.size(); ++i) {
+    numel += spans[i].numel;
+    if (numel < kSpanNumel && i + 1 < spans.size()) continue;
+    ends.push_back(i + 1);
+    numel = 0;
+  }
+  return ends;
+}
+
+void check(Ties ties, int64_t numel) {
+  bool ascend = std::adjacent_find(ties.begin, ties.end, std::greater_equal<int32_t>()) == ties.end;
+  bool inside = ties.begin == ties.end || (*ties.begin >= 0 && *(ties.end - 1) < numel);
+  if (!ascend || !inside) throw std::invalid_argument("ties must be ascending indices of elements");
+}
+
+const int32_t* first_from(Ties ties, int64_t index) {
+  return std::lower_bound(ties.begin, ties.end, index);
+}
+
+// Runs `body(share, ties)` for each share; what they find, one after another.
+template <typename Body>
+std::vector<std::vector<int32_t>> run_shares(int64_t shares, Ties ties, int threads, const Body& body) {
+  std::vector<std::vector<int32_t>> found(static_cast<size_t>(shares));
+  Crew::here().run(threads, shares, [&](int64_t share) {
+    TiesOnTheWay on_the_way{ties.begin, ties.end, &found[static_cast<size_t>(share)]};
+    body(share, on_the_way);
+  });
+  return found;
+}
+
+std::vector<int32_t> joined(const std::vector<std::vector<int32_t>>& parts) {
+  std::vector<int32_t> whole;
+  for (const auto& part : parts) whole.insert(whole.end(), part.begin(), part.end());
+  return whole;
+}
+
+// The old ties where no piece lies, and the found ones.
+std::vector<int32_t> renewed(Ties old, const std::vector<Piece>& pieces, const std::vector<int32_t>& found) {
+  std::vector<int32_t> kept;
+  const int32_t* from = old.begin;
+  for (const Piece& piece : pieces) {
+    kept.insert(kept.end(), from, first_from({from, old.end}, piece.offset));
+    from = first_from({from, old.end}, piece.offset + piece.numel);
+  }
+  kept.insert(kept.end(), from, old.end);
+  std::vector<int32_t> whole(kept.size() + found.size());
+  std::merge(kept.begin(), kept.end(), found.begin(), found.end(), whole.begin());
+  return whole;
+}
+
+}  // namespace
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : kernels_here()) names.emplace_back(kernels->name);
+  return names;
+}
+
+// In double until the last, as torch does it, and contracted where its compiler does: see [Note: Rounding].
+Scalars scalars_of(const Settings& from) {
+  Scalars to{};
+  to.grad_scale = from.maximize ? -from.grad_scale : from.grad_scale;
+  if (from.weight_decay != 0) {
+    to.decay = from.decoupled ? Decay::kOfWeight : Decay::kOfGradient;
+    to.decay_by = static_cast<float>(from.decoupled ? std::fma(-from.lr, from.weight_decay, 1.0) : from.weight_decay);
+  }
+  auto one_minus_beta1 = static_cast<float>(1 - from.beta1);
+  to.near_exp_avg = std::fabs(one_minus_beta1) < 0.5f;
+  to.lerp_weight = to.near_exp_avg ? one_minus_beta1 : one_minus_beta1 - 1.0f;
+  to.tail_lerp_weight = to.near_exp_avg ? one_minus_beta1 : -(1.0f - one_minus_beta1);
+  to.beta2 = static_cast<float>(from.beta2);
+  to.one_minus_beta2 = static_cast<float>(1 - from.beta2);
+  to.sqrt_correction2 = static_cast<float>(std::sqrt(1 - std::pow(from.beta2, from.step)));
+  to.eps = static_cast<float>(from.eps);
+  to.minus_step_size = static_cast<float>(-(from.lr / (1 - std::pow(from.beta1, from.step))));
+  return to;
+}
+
+std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
+                            const std::vector<Piece>& pieces, Ties ties, const Means& means) {
+  check(ties, fields.numel);
+  int64_t behind = 0;
+  Spans making(fields, grad);
+  for (const Piece& piece : pieces) {
+    check(piece, fields.numel, behind);
+    behind = piece.offset + piece.numel;
+    making.add(piece);
+  }
+  const Scalars scalars = scalars_of(settings);
+  const std::vector<Span> spans = making.take();
+  const std::vector<size_t> ends = shares_of(spans);
+  auto* kernel = kernels_named(means.instructions).update[static_cast<size_t>(grad)][static_cast<size_t>(kind)];
+  auto found =
+      run_shares(static_cast<int64_t>(ends.size()), ties, means.threads, [&](int64_t share, TiesOnTheWay& way) {
+        auto number = static_cast<size_t>(share);
+        size_t first = number == 0 ? 0 : ends[number - 1];
+        way.next = first_from(ties, spans[first].index);
+        for (size_t i = first; i < ends[number]; ++i) kernel(scalars, spans[i], way);
+      });
+  return kind == Master::kSplit ? renewed(ties, pieces, joined(found)) : std::vector<int32_t>{};
+}
+
+void join(const uint16_t* copy, const uint16_t* remainder, int64_t numel, Ties ties, float* master,
+          const Means& means) {
+  check(ties, numel);
+  auto* kernel = kernels_named(means.instructions).join;
+  run_shares((numel + kSpanNumel - 1) / kSpanNumel, ties, means.threads, [&](int64_t share, TiesOnTheWay& way) {
+    int64_t index = share * kSpanNumel;
+    way.next = first_from(ties, index);
+    kernel(copy + index, remainder + index, index, std::min(kSpanNumel, numel - index), way, master + index);
+  });
+}
+
+std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* copy, uint16_t* remainder,
+                           const Means& means) {
+  auto* kernel = kernels_named(means.instructions).split;
+  Ties none{nullptr, nullptr};
+  int64_t shares = (numel + kSpanNumel - 1) / kSpanNumel;
+  return joined(run_shares(shares, none, means.threads, [&](int64_t share, TiesOnTheWay& way) {
+    int64_t index = share * kSpanNumel;
+    kernel(master + index, index, std::min(kSpanNumel, numel - index), copy + index, remainder + index, way);
+  }));
+}
+
+}  // namespace infinity::optim

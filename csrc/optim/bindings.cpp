@@ -1,0 +1,126 @@
+// The Python names of the kernels: addresses, lengths and numbers cross, and ties as arrays. The GIL is released while
+// memory is worked on; infinity/optim/kernel.py has checked that what lies at an address is what is said.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "optim/adam.h"
+
+namespace py = pybind11;
+
+namespace infinity::optim {
+namespace {
+
+using Address = uintptr_t;
+using TiesArray = py::array_t<int32_t, py::array::c_style>;
+
+template <typename T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);  // NOLINT: that is what an address is for
+}
+
+Ties ties_of(const TiesArray& array) {
+  if (array.ndim() != 1) throw py::value_error("ties must be one-dimensional");
+  return {array.data(), array.data() + array.size()};
+}
+
+// Hands the vector's memory over to the array.
+TiesArray array_of(std::vector<int32_t> ties) {
+  auto* kept = new std::vector<int32_t>(std::move(ties));
+  py::capsule owner(kept, [](void* pointer) { delete static_cast<std::vector<int32_t>*>(pointer); });
+  return TiesArray(static_cast<py::ssize_t>(kept->size()), kept->data(), owner);
+}
+
+Grad grad_of(const std::string& dtype) {
+  if (dtype == "float32") return Grad::kFloat32;
+  if (dtype == "bfloat16") return Grad::kBfloat16;
+  if (dtype == "float16") return Grad::kFloat16;
+  throw py::value_error("gradients must be float32, bfloat16 or float16, got " + dtype);
+}
+
+Master master_of(const Fields& fields, const std::string& copy_dtype) {
+  if (fields.remainder != nullptr) return Master::kSplit;
+  if (fields.copy == nullptr) return Master::kFull;
+  return copy_dtype == "float16" ? Master::kFullWithFloat16 : Master::kFullWithBfloat16;
+}
+
+Means means_of(int threads, const std::string& instructions) {
+  if (threads < 1) throw py::value_error("threads must be positive");
+  return {threads, instructions};
+}
+
+using PieceFields = std::tuple<Address, int64_t, int64_t, int64_t, int64_t>;
+
+std::vector<Piece> pieces_of(const std::vector<PieceFields>& rows) {
+  std::vector<Piece> pieces;
+  pieces.reserve(rows.size());
+  for (const auto& [grad, offset, numel, start, shard_numel] : rows) {
+    pieces.push_back({at<const void>(grad), offset, numel, start, shard_numel});
+  }
+  return pieces;
+}
+
+TiesArray update_fields(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
+                        bool maximize, double step, double grad_scale, const std::string& grad_dtype,
+                        const std::string& copy_dtype, const std::vector<PieceFields>& rows, int64_t numel,
+                        Address exp_avg, Address exp_avg_sq, Address master, Address copy, Address remainder,
+                        const TiesArray& ties, int threads, const std::string& instructions) {
+  Settings settings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, step, static_cast<float>(grad_scale)};
+  Fields fields{
+      numel, at<float>(exp_avg), at<float>(exp_avg_sq), at<float>(master), at<uint16_t>(copy), at<uint16_t>(remainder)};
+  Grad grad = grad_of(grad_dtype);
+  Master kind = master_of(fields, copy_dtype);
+  Means means = means_of(threads, instructions);
+  std::vector<Piece> pieces = pieces_of(rows);
+  Ties old = ties_of(ties);
+  std::vector<int32_t> found;
+  {
+    py::gil_scoped_release release;
+    found = update(settings, grad, kind, fields, pieces, old, means);
+  }
+  return array_of(std::move(found));
+}
+
+void join_fields(Address copy, Address remainder, int64_t numel, const TiesArray& ties, Address master, int threads,
+                 const std::string& instructions) {
+  Means means = means_of(threads, instructions);
+  Ties old = ties_of(ties);
+  py::gil_scoped_release release;
+  join(at<uint16_t>(copy), at<uint16_t>(remainder), numel, old, at<float>(master), means);
+}
+
+TiesArray split_fields(Address master, int64_t numel, Address copy, Address remainder, int threads,
+                       const std::string& instructions) {
+  Means means = means_of(threads, instructions);
+  std::vector<int32_t> found;
+  {
+    py::gil_scoped_release release;
+    found = split(at<float>(master), numel, at<uint16_t>(copy), at<uint16_t>(remainder), means);
+  }
+  return array_of(std::move(found));
+}
+
+}  // namespace
+}  // namespace infinity::optim
+
+PYBIND11_MODULE(_optim, module) {
+  namespace optim = infinity::optim;
+  module.doc() = "Adam in one pass over memory. See csrc/optim/README.md.";
+  module.def("instruction_sets", &optim::instruction_sets);
+  module.def("update", &optim::update_fields, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+             py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
+             py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("copy_dtype"), py::arg("pieces"), py::arg("numel"),
+             py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"), py::arg("copy"), py::arg("remainder"),
+             py::arg("ties"), py::arg("threads"), py::arg("instructions"));
+  module.def("join", &optim::join_fields, py::kw_only(), py::arg("copy"), py::arg("remainder"), py::arg("numel"),
+             py::arg("ties"), py::arg("master"), py::arg("threads"), py::arg("instructions"));
+  module.def("split", &optim::split_fields, py::kw_only(), py::arg("master"), py::arg("numel"), py::arg("copy"),
+             py::arg("remainder"), py::arg("threads"), py::arg("instructions"));
+}

@@ -1,0 +1,69 @@
+// The loops over elements, one set of them for each instruction set. What they compute is in kernels.inc.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "optim/adam.h"
+
+namespace infinity::optim {
+
+enum class Decay { kNone, kOfGradient, kOfWeight };
+
+// The hyper-parameters as the loops use them, rounded where torch's kernel rounds them.
+struct Scalars {
+  float grad_scale;  // negative to maximize
+  Decay decay;
+  float decay_by;          // of the gradient: weight_decay; of the weight: what it is multiplied by
+  bool near_exp_avg;       // whether the lerp starts from exp_avg or from the gradient
+  float lerp_weight;       // from there
+  float tail_lerp_weight;  // the same but for the sign of zero: [Note: Tails]
+  float beta2;
+  float one_minus_beta2;
+  float sqrt_correction2;
+  float eps;
+  float minus_step_size;
+};
+
+Scalars scalars_of(const Settings& settings);
+
+// Consecutive elements, the first of which is number `index` of the sub-group.
+struct Span {
+  const void* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* master;
+  uint16_t* copy;
+  uint16_t* remainder;
+  int64_t index;
+  int64_t numel;
+  bool tail;  // [Note: Tails]
+};
+
+// [Note: Ties]
+// The remainder is the lower half of a master's bits, the copy the upper half rounded to nearest even. So the copy was
+// rounded up where the remainder is above 0x8000, and not where it is below. At 0x8000 exactly, a tie, it was rounded
+// to the even neighbour, which says nothing of where it came from: the elements whose ties were rounded up stand in a
+// list, about one in 131072 of them. With it every master comes back bit for bit, whatever rounds up to infinity
+// included. A NaN is kept as 0x7FC0 with nothing remaining, so that no NaN is ever taken for a tie.
+//
+// Both lists ascend, as the loops do.
+struct TiesOnTheWay {
+  const int32_t* next;  // those of the elements to come, and perhaps of some already passed
+  const int32_t* end;
+  std::vector<int32_t>* found;
+};
+
+struct Kernels {
+  const char* name;
+  void (*update[3][4])(const Scalars&, const Span&, TiesOnTheWay&);  // by Grad and Master
+  void (*join)(const uint16_t* copy, const uint16_t* remainder, int64_t index, int64_t numel, TiesOnTheWay&,
+               float* master);
+  void (*split)(const float* master, int64_t index, int64_t numel, uint16_t* copy, uint16_t* remainder, TiesOnTheWay&);
+};
+
+extern const Kernels kAvx512Kernels;
+extern const Kernels kAvx2Kernels;
+extern const Kernels kPortableKernels;
+
+}  // namespace infinity::optim

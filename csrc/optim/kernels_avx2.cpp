@@ -1,0 +1,106 @@
+// Sixteen lanes in pairs of registers: AVX2 with FMA and F16C, which every CPU that has AVX2 has, too.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstring>
+#include <type_traits>
+
+#include "optim/kernels.h"
+
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define INLINE TARGET __attribute__((always_inline)) inline
+
+namespace infinity::optim {
+namespace {
+
+struct Lanes {
+  static constexpr int kWidth = 16;
+  struct Floats {
+    __m256 low, high;
+  };
+  using Halves = __m256i;
+
+  INLINE static Floats floats(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  INLINE static Floats load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+  INLINE static void store(float* to, Floats value) {
+    _mm256_storeu_ps(to, value.low);
+    _mm256_storeu_ps(to + 8, value.high);
+  }
+  INLINE static Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+  INLINE static Floats subtract(Floats a, Floats b) {
+    return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)};
+  }
+  INLINE static Floats multiply(Floats a, Floats b) {
+    return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+  }
+  INLINE static Floats divide(Floats a, Floats b) {
+    return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
+  }
+  INLINE static Floats square_root(Floats a) { return {_mm256_sqrt_ps(a.low), _mm256_sqrt_ps(a.high)}; }
+  INLINE static Floats multiply_add(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  }
+  INLINE static bool any_nan(Floats a) { return _mm256_movemask_ps(unordered(a)) != 0; }
+
+  INLINE static Halves halves(uint16_t value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
+  INLINE static Halves load_halves(const uint16_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+  INLINE static void store_halves(uint16_t* to, Halves value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
+  }
+  INLINE static Halves add(Halves a, Halves b) { return _mm256_add_epi16(a, b); }
+  INLINE static Halves bit_and(Halves a, Halves b) { return _mm256_and_si256(a, b); }
+  INLINE static Halves average(Halves a, Halves b) { return _mm256_avg_epu16(a, b); }
+  INLINE static Halves sign_bit(Halves a) { return _mm256_srli_epi16(a, 15); }
+  INLINE static Halves minus_one_where_negative(Halves a) { return _mm256_srai_epi16(a, 15); }
+  INLINE static bool any_equal(Halves a, uint16_t value) {
+    __m256i equal = _mm256_cmpeq_epi16(a, halves(value));
+    return !_mm256_testz_si256(equal, equal);
+  }
+  INLINE static bool any_equal_or_nan(Halves a, uint16_t value, Floats b) {
+    __m256i either = _mm256_or_si256(_mm256_cmpeq_epi16(a, halves(value)), _mm256_castps_si256(unordered(b)));
+    return !_mm256_testz_si256(either, either);
+  }
+
+  // Instructions that narrow or widen work on each 128 bits, so the middle quarters change places around them.
+  INLINE static Floats interleave(Halves upper, Halves lower) {
+    upper = _mm256_permute4x64_epi64(upper, kMiddleSwapped);
+    lower = _mm256_permute4x64_epi64(lower, kMiddleSwapped);
+    return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(lower, upper)),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(lower, upper))};
+  }
+  INLINE static Halves upper_halves(Floats a) {
+    __m256i low = _mm256_srli_epi32(_mm256_castps_si256(a.low), 16);
+    __m256i high = _mm256_srli_epi32(_mm256_castps_si256(a.high), 16);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), kMiddleSwapped);
+  }
+  INLINE static Halves lower_halves(Floats a) {
+    __m256i low = _mm256_blend_epi16(_mm256_castps_si256(a.low), _mm256_setzero_si256(), 0xAA);
+    __m256i high = _mm256_blend_epi16(_mm256_castps_si256(a.high), _mm256_setzero_si256(), 0xAA);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), kMiddleSwapped);
+  }
+  INLINE static Floats from_float16(Halves a) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
+  }
+  INLINE static Halves to_float16(Floats a) {
+    __m128i low = _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m128i high = _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+  }
+
+ private:
+  static constexpr int kMiddleSwapped = 0xD8;
+
+  // In some lane of the result, where one of the two that it comes from is a NaN.
+  INLINE static __m256 unordered(Floats a) { return _mm256_cmp_ps(a.low, a.high, _CMP_UNORD_Q); }
+};
+
+#include "optim/kernels.inc"
+
+}  // namespace
+
+const Kernels kAvx2Kernels = INFINITY_KERNELS("avx2");
+
+}  // namespace infinity::optim
+#endif

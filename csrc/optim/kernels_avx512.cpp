@@ -1,0 +1,74 @@
+// Sixteen lanes: AVX-512 (F, with BW, DQ and VL, which every CPU but the first that had F has).
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstring>
+#include <type_traits>
+
+#include "optim/kernels.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define INLINE TARGET __attribute__((always_inline)) inline
+
+namespace infinity::optim {
+namespace {
+
+struct Lanes {
+  static constexpr int kWidth = 16;
+  using Floats = __m512;
+  using Halves = __m256i;
+
+  INLINE static Floats floats(float value) { return _mm512_set1_ps(value); }
+  INLINE static Floats load(const float* from) { return _mm512_loadu_ps(from); }
+  INLINE static void store(float* to, Floats value) { _mm512_storeu_ps(to, value); }
+  INLINE static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+  INLINE static Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+  INLINE static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  INLINE static Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+  INLINE static Floats square_root(Floats a) { return _mm512_maskz_sqrt_ps(kAll, a); }
+  INLINE static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  INLINE static bool any_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
+
+  INLINE static Halves halves(uint16_t value) { return _mm256_set1_epi16(static_cast<int16_t>(value)); }
+  INLINE static Halves load_halves(const uint16_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+  INLINE static void store_halves(uint16_t* to, Halves value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
+  }
+  INLINE static Halves add(Halves a, Halves b) { return _mm256_add_epi16(a, b); }
+  INLINE static Halves bit_and(Halves a, Halves b) { return _mm256_and_si256(a, b); }
+  INLINE static Halves average(Halves a, Halves b) { return _mm256_avg_epu16(a, b); }
+  INLINE static Halves sign_bit(Halves a) { return _mm256_srli_epi16(a, 15); }
+  INLINE static Halves minus_one_where_negative(Halves a) { return _mm256_srai_epi16(a, 15); }
+  INLINE static bool any_equal(Halves a, uint16_t value) { return _mm256_cmpeq_epi16_mask(a, halves(value)) != 0; }
+  INLINE static bool any_equal_or_nan(Halves a, uint16_t value, Floats b) {
+    return (_mm256_cmpeq_epi16_mask(a, halves(value)) | _mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q)) != 0;
+  }
+
+  INLINE static Floats interleave(Halves upper, Halves lower) {
+    __m512i shifted = _mm512_maskz_slli_epi32(kAll, _mm512_maskz_cvtepu16_epi32(kAll, upper), 16);
+    return _mm512_castsi512_ps(_mm512_or_si512(shifted, _mm512_maskz_cvtepu16_epi32(kAll, lower)));
+  }
+  INLINE static Halves upper_halves(Floats a) {
+    return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_maskz_srli_epi32(kAll, _mm512_castps_si512(a), 16));
+  }
+  INLINE static Halves lower_halves(Floats a) { return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_castps_si512(a)); }
+  INLINE static Floats from_float16(Halves a) { return _mm512_maskz_cvtph_ps(kAll, a); }
+  INLINE static Halves to_float16(Floats a) {
+    return _mm512_maskz_cvtps_ph(kAll, a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+
+ private:
+  // Some headers of GCC warn of an uninitialised register in what has no mask (bug 105593).
+  static constexpr __mmask16 kAll = 0xFFFF;
+};
+
+#include "optim/kernels.inc"
+
+}  // namespace
+
+const Kernels kAvx512Kernels = INFINITY_KERNELS("avx512");
+
+}  // namespace infinity::optim
+#endif

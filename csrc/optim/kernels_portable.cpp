@@ -1,0 +1,86 @@
+// One lane, on any CPU. The numbers are those of the other sets; without an FMA instruction they take long.
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "optim/kernels.h"
+
+#define TARGET
+#define INLINE inline
+
+namespace infinity::optim {
+namespace {
+
+template <typename To, typename From>
+To bits_as(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof result);
+  return result;
+}
+
+// A float16 is a float with 13 bits less of fraction and an exponent smaller by 112; multiplying by 2^112 shifts that
+// back, denormals included.
+float float16_to_float(uint16_t half) {
+  uint32_t magnitude = (half & 0x7FFFu) << 13;
+  uint32_t sign = (half & 0x8000u) << 16;
+  if (magnitude >= 0x0F800000u) return bits_as<float>(sign | magnitude | 0x7F800000u);  // infinity and NaN
+  return bits_as<float>(sign | bits_as<uint32_t>(bits_as<float>(magnitude) * 0x1p112f));
+}
+
+uint16_t float_to_float16(float value) {
+  uint32_t bits = bits_as<uint32_t>(value);
+  uint32_t magnitude = bits & 0x7FFFFFFFu;
+  auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  if (magnitude > 0x7F800000u) return static_cast<uint16_t>(sign | 0x7E00u);
+  if (magnitude >= 0x477FF000u) return static_cast<uint16_t>(sign | 0x7C00u);  // from halfway to 2^16 on
+  if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 leaves the last bit at 2^-24, that of the denormals
+    return static_cast<uint16_t>(sign | (bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3F000000u));
+  }
+  uint32_t rounded = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+struct Lanes {
+  static constexpr int kWidth = 1;
+  using Floats = float;
+  using Halves = uint16_t;
+
+  static Floats floats(float value) { return value; }
+  static Floats load(const float* from) { return *from; }
+  static void store(float* to, Floats value) { *to = value; }
+  static Floats add(Floats a, Floats b) { return a + b; }
+  static Floats subtract(Floats a, Floats b) { return a - b; }
+  static Floats multiply(Floats a, Floats b) { return a * b; }
+  static Floats divide(Floats a, Floats b) { return a / b; }
+  static Floats square_root(Floats a) { return std::sqrt(a); }
+  static Floats multiply_add(Floats a, Floats b, Floats c) { return std::fma(a, b, c); }
+  static bool any_nan(Floats a) { return std::isnan(a); }
+
+  static Halves halves(uint16_t value) { return value; }
+  static Halves load_halves(const uint16_t* from) { return *from; }
+  static void store_halves(uint16_t* to, Halves value) { *to = value; }
+  static Halves add(Halves a, Halves b) { return static_cast<Halves>(a + b); }
+  static Halves bit_and(Halves a, Halves b) { return a & b; }
+  static Halves average(Halves a, Halves b) { return static_cast<Halves>((a + b + 1) >> 1); }
+  static Halves sign_bit(Halves a) { return a >> 15; }
+  static Halves minus_one_where_negative(Halves a) { return a >> 15 ? 0xFFFF : 0; }
+  static bool any_equal(Halves a, uint16_t value) { return a == value; }
+  static bool any_equal_or_nan(Halves a, uint16_t value, Floats b) { return a == value || std::isnan(b); }
+
+  static Floats interleave(Halves upper, Halves lower) {
+    return bits_as<float>(static_cast<uint32_t>(upper) << 16 | lower);
+  }
+  static Halves upper_halves(Floats a) { return static_cast<Halves>(bits_as<uint32_t>(a) >> 16); }
+  static Halves lower_halves(Floats a) { return static_cast<Halves>(bits_as<uint32_t>(a)); }
+  static Floats from_float16(Halves a) { return float16_to_float(a); }
+  static Halves to_float16(Floats a) { return float_to_float16(a); }
+};
+
+#include "optim/kernels.inc"
+
+}  // namespace
+
+const Kernels kPortableKernels = INFINITY_KERNELS("portable");
+
+}  // namespace infinity::optim

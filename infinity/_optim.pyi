@@ -1,0 +1,60 @@
+"""Floor 2.5, compiled from csrc/optim: Adam in one pass over memory, and the master weight as copy and remainder.
+
+Memory crosses as addresses: the caller answers for what lies there, and keeps it. infinity/optim/kernel.py is the face that
+checks. Any thread may call; the GIL is released while memory is worked on. Dtypes are "float32", "bfloat16", "float16".
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+def instruction_sets() -> list[str]:
+    """Those that this CPU has, the fastest first: of "avx512", "avx2", "portable"."""
+
+def update(
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
+    step: float,
+    grad_scale: float,
+    grad_dtype: str,
+    copy_dtype: str,
+    pieces: Sequence[tuple[int, int, int, int, int]],
+    numel: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    master: int,
+    copy: int,
+    remainder: int,
+    ties: npt.NDArray[np.int32],
+    threads: int,
+    instructions: str,
+) -> npt.NDArray[np.int32]:
+    """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel), ascending.
+
+    Of the addresses `master`, `copy` and `remainder`, 0 says that there is none; `copy_dtype` tells what lies at `copy` where
+    there is a master. Returns the ties of the sub-group. Raises ValueError for what does not fit.
+    """
+
+def join(
+    *,
+    copy: int,
+    remainder: int,
+    numel: int,
+    ties: npt.NDArray[np.int32],
+    master: int,
+    threads: int,
+    instructions: str,
+) -> None:
+    """Set `master` (fp32) from `copy` (bf16), `remainder` (16-bit) and their ties."""
+
+def split(
+    *, master: int, numel: int, copy: int, remainder: int, threads: int, instructions: str
+) -> npt.NDArray[np.int32]:
+    """Set `copy` and `remainder` from `master`, and return the ties that were rounded up."""

@@ -1,0 +1,142 @@
+"""Floor 7. `infinity-bench doctor`: would training with NVMe work here, and what would make it work better?
+
+Runs the checks, prints what they found, and leaves nothing behind. Runs on the main thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinity.cli.arguments import add_described
+from infinity.errors import StoreError
+
+if TYPE_CHECKING:
+    from infinity.cli.doctor.checks import Finding, Section
+
+JSON_FORMAT = 1
+"""Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
+
+_MARKS = {"ok": ("ok", "green"), "info": ("-", "dim"), "warn": ("WARN", "yellow"), "fail": ("FAIL", "bold red")}
+_WIDTH_MAX = 120
+_WIDTH_MIN = 30
+
+_DESCRIPTION = """\
+Look at the machine, its limits and the drive under PATH, and write and read back a few MiB there through the I/O engine.
+Nothing is left behind. Every warning and failure comes with the next move."""
+
+_EPILOG = """\
+exit code: 0 if training with NVMe works here, warnings or not; 1 if it doesn't, with the reason; 2 for wrong usage.
+docs/doctor.md lists the keys of --json."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the commands of `infinity-bench`."""
+    what = "check whether training with NVMe works here, and what would make it work better"
+    parser = add_described(subparsers, "doctor", help=what, description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument(
+        "path",
+        nargs="?",
+        type=_path,
+        metavar="PATH",
+        help="the folder meant as nvme_path (default: the current directory)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
+    parser.set_defaults(func=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Report on the path asked for; 0 where training with NVMe works, else 1."""
+    from infinity.cli.doctor.checks import Mark, examine
+
+    try:
+        path = (asked.path or Path()).absolute()
+        Path.cwd()
+    except FileNotFoundError:  # libraries of torch end the process there
+        raise StoreError(errno.ENOENT, "the current directory does not exist any more: cd to one that does") from None
+    sections = list(examine(path))
+    failures = [each for section in sections for each in section.findings if each.mark is Mark.FAIL]
+    if asked.json:
+        print(json.dumps(_as_json(path, sections, failures), indent=2))
+    else:
+        _print(path, asked.path is None, sections, failures)
+    return 1 if failures else 0
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("PATH is empty (an unset variable?): name a folder, or leave PATH out")
+    return Path(text)
+
+
+def _as_json(path: Path, sections: list[Section], failures: list[Finding]) -> dict[str, object]:
+    report: dict[str, object] = {
+        "format": JSON_FORMAT,
+        "works": not failures,
+        "reasons": [each.text for each in failures],
+        "path": str(path),
+    }
+    report["sections"] = {section.name: section.facts for section in sections}
+    report["findings"] = [
+        {
+            "section": section.name,
+            "name": each.name,
+            "mark": each.mark.value,
+            "text": each.text,
+            "next_move": each.next_move,
+        }
+        for section in sections
+        for each in section.findings
+    ]
+    return report
+
+
+def _print(path: Path, by_default: bool, sections: list[Section], failures: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what the terminal's encoding does not
+    console = Console(highlight=False)
+    width = min(console.width, _WIDTH_MAX)
+
+    def show(text: str, style: str, mark: str = "", mark_style: str = "", name: str = "") -> None:
+        """`text` wrapped beside mark and name, if any. rich itself would fill the lines up with blanks."""
+        head = [(f"{mark:6}", mark_style), (f"{name:17}", "")] if name else []
+        indent = " " * sum(len(each) for each, _ in head)
+        room = max(width - len(indent), _WIDTH_MIN)
+        for number, line in enumerate(textwrap.wrap(_printable(text), room, break_on_hyphens=False)):
+            console.print(Text.assemble(*([indent] if number else head), (line, style)), soft_wrap=True)
+
+    if by_default:
+        show(f"No PATH given: checking the current directory, {path}", "")
+    for section in sections:
+        console.print()
+        show(section.title, "bold")
+        for each in section.findings:
+            show(each.text, "", *_MARKS[each.mark.value], each.name)
+            if each.next_move:
+                show(f"next: {each.next_move}", "bold", name=" ")
+    console.print()
+    show(_verdict(path, sections, failures), "bold red" if failures else "bold green")
+
+
+def _verdict(path: Path, sections: list[Section], failures: list[Finding]) -> str:
+    if failures:
+        return f"FAIL: training with NVMe does not work here: {'; '.join(each.text for each in failures)}"
+    warnings = sum(each.mark.value == "warn" for section in sections for each in section.findings)
+    more = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
+    return f"ok: training with NVMe works in {path}{more}"
+
+
+def _printable(text: str) -> str:
+    """`text` without what a terminal would obey: a path may hold any byte."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode() for each in text
+    )

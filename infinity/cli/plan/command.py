@@ -1,0 +1,337 @@
+"""Floor 7. `infinity-bench plan`: does this model train on that machine, how, and how fast? Runs on the main thread.
+
+Reads what was asked, plans every strategy (schedule/planner.py), and tells. Only --here measures anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinity.cli.arguments import (
+    add_described,
+    add_scheme,
+    checked_value,
+    count,
+    scheme_from,
+    why_no_file,
+    why_not_written,
+)
+from infinity.errors import ConfigError, InfinityError
+from infinity.units import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from infinity.schedule.estimate import Work
+    from infinity.schedule.floor import DriveSpeed
+    from infinity.schedule.planner import Machine, Plan
+    from infinity.schedule.transformer import Transformer
+
+_DESCRIPTION = """\
+Plan a training: memory per tier, bytes, time and what limits it, for every way to place a model's states, and the
+fastest that fits. Describe the model by --params, by --layers and --hidden, or by --hf-config; the machine by --preset, by
+--here, or by its figures, which also change those of a preset. Rates are in GB/s and TFLOP/s, sizes like "80GB"."""
+
+_EPILOG = """\
+exit code: 0 if something that infinity can run fits; 1 if nothing does, with the reasons; 2 for wrong usage.
+docs/plan.md says where each figure comes from, and lists the keys of --json."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `plan` to the commands of `infinity-bench`."""
+    what = "predict memory and step time of a model on this machine or on another"
+    parser = add_described(subparsers, "plan", help=what, description=_DESCRIPTION, epilog=_EPILOG)
+    _add_model(parser)
+    _add_machine(parser)
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--batch",
+        type=count,
+        default=1,
+        metavar="N",
+        help="samples per GPU and pass (default: 1)",
+    )
+    training.add_argument(
+        "--accumulation",
+        type=count,
+        default=1,
+        metavar="N",
+        help="passes per step (default: 1)",
+    )
+    training.add_argument("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
+    training.add_argument(
+        "--pinned",
+        type=checked_value(parse_bytes, at_least=1),
+        metavar="BYTES",
+        help="pinned pool of a rank, beside its cache (default: auto)",
+    )
+    training.add_argument(
+        "--cache",
+        type=checked_value(parse_bytes, at_least=0),
+        metavar="BYTES",
+        help="host memory of a rank that keeps copies and optimizer state from step to step (default: all that is left)",
+    )
+    add_scheme(training)
+    training.add_argument(
+        "--groups-per-block",
+        type=count,
+        default=1,
+        metavar="N",
+        help="wrap the parts of a block as so many groups: less memory, more collectives (default: 1)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--write-config", type=Path, metavar="FILE", help="write a training config for the chosen strategy"
+    )
+    output.add_argument(
+        "--nvme-path", metavar="PATH", help="nvme_path of that config (default: that of --here, else /local_nvme)"
+    )
+    output.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw step time over parameters (needs matplotlib)"
+    )
+    output.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write what the chosen strategy does when, for chrome://tracing"
+    )
+    parser.set_defaults(func=run)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--params",
+        type=checked_value(parse_count, at_least=1),
+        metavar="COUNT",
+        help='number of parameters, such as "70B"',
+    )
+    for name, what in (("layers", "blocks"), ("hidden", "hidden size"), ("heads", "attention heads")):
+        model.add_argument(f"--{name}", type=count, metavar="N", help=what)
+    model.add_argument("--vocab", type=count, metavar="N", help="vocabulary (default: 32000)")
+    model.add_argument("--seq", type=count, metavar="N", help="tokens of a sample (default: 2048)")
+    model.add_argument("--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--preset", metavar="NAME", help='a machine that is known here; "list" names them')
+    machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
+    machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
+    machine.add_argument("--gpus", type=count, metavar="N", help="GPUs of a node, or processes")
+    for name, what in (
+        ("gpu-memory", "memory of a GPU"),
+        ("host-memory", "memory of a node"),
+        ("drive-size", "capacity of a node's drives together"),
+    ):
+        machine.add_argument(f"--{name}", type=checked_value(parse_bytes, at_least=1), metavar="BYTES", help=what)
+    for name, what in (
+        ("tflops", "TFLOP/s that a GPU reaches while training"),
+        ("gpu-bandwidth", "GB/s of a GPU's memory"),
+        ("link", "GB/s between host and GPU, each way"),
+        ("host-bandwidth", "GB/s of a node's memory"),
+        ("read", "GB/s that a node's drives read"),
+        ("write", "GB/s that they write"),
+        ("mixed", "GB/s that they read and write together while doing as much of each; without it they take turns"),
+        ("node-link", "GB/s between the GPUs of a node"),
+        ("network", "GB/s from a node to the others"),
+    ):
+        machine.add_argument(f"--{name}", type=_rate, metavar="RATE", help=what)
+    machine.add_argument("--cpu", action="store_true", help="compute on the CPU: there is no GPU")
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Plan what was asked for: 0 where something fits, 1 where nothing does, 2 where it can't be planned as asked."""
+    if asked.preset == "list":
+        return _list_presets()
+    try:
+        _check(asked)
+        model, machine = _what_and_where(asked)
+    except ConfigError as error:
+        print(f"infinity-bench plan: error: {error}", file=sys.stderr)
+        return 2
+    from infinity.schedule.planner import fastest_that_fits, plans_for
+
+    work = _work(model, machine, asked)
+    plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
+    chosen = fastest_that_fits(plans)
+    _tell(asked, plans, chosen)
+    if chosen is not None:
+        _write(asked, chosen)
+    if asked.plot is not None:
+        from infinity.cli.plan.plot import draw
+
+        draw(work, machine, asked.plot, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
+    return 0 if chosen is not None else 1
+
+
+def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> None:
+    from infinity.cli.plan.report import as_json, print_report
+
+    if asked.json != "-":
+        print_report(plans, chosen)
+    if asked.json is not None:
+        text = json.dumps(as_json(plans, chosen, _nvme_path(asked)), indent=2) + "\n"
+        if asked.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(asked.json).write_text(text)
+
+
+def _write(asked: argparse.Namespace, chosen: Plan) -> None:
+    """The files about the chosen strategy."""
+    from infinity.cli.plan.report import config_for, trace_events
+
+    if asked.write_config is not None:
+        asked.write_config.write_text(json.dumps(config_for(chosen, _nvme_path(asked)), indent=2) + "\n")
+    if asked.timeline is not None:
+        asked.timeline.write_text(json.dumps({"traceEvents": trace_events(chosen)}) + "\n")
+
+
+def _nvme_path(asked: argparse.Namespace) -> str:
+    return asked.nvme_path or (str(asked.here.absolute()) if asked.here else "/local_nvme")
+
+
+def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
+    from infinity.schedule.estimate import Work
+
+    return Work(
+        model,
+        ranks=machine.ranks,
+        samples=asked.batch,
+        micro_batches=asked.accumulation,
+        checkpointing=not asked.no_checkpointing,
+        groups_per_block=asked.groups_per_block,
+        clipping=not asked.no_clipping,
+        scheme=scheme_from(asked, accumulation=asked.accumulation),
+    )
+
+
+def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
+    """The model and the machine. Raises ConfigError."""
+    from infinity.cli.plan.model import model_from
+
+    model = model_from(asked)
+    if asked.here is not None:
+        from infinity.cli.plan.here import measure_machine
+
+        try:
+            machine = measure_machine(asked.here, model, samples=asked.batch, report=_progress)
+        except InfinityError as error:
+            raise ConfigError(f"--here: {error}") from error
+    else:
+        machine = _base(asked)
+    return model, _with_figures(machine, asked)
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _check(asked: argparse.Namespace) -> None:
+    """What contradicts itself, or can't be written, before anything is measured. Raises ConfigError."""
+    if asked.preset is not None and asked.here is not None:
+        raise ConfigError("--preset is another machine than --here: choose one")
+    if asked.here is not None and not asked.here.is_dir():
+        raise ConfigError(f"--here {asked.here}: name an existing folder on the drive to plan with")
+    if (asked.read is None) != (asked.write is None):
+        raise ConfigError("--read and --write go together: give both")
+    scheme_from(asked, accumulation=asked.accumulation)
+    reason = why_not_written(asked)
+    for file in (asked.write_config, asked.timeline):
+        reason = reason or (why_no_file(file) if file is not None else None)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def _base(asked: argparse.Namespace) -> Machine:
+    """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
+    from infinity.cli.plan.machines import PRESETS
+    from infinity.schedule.planner import Machine
+
+    if asked.preset is not None:
+        if asked.preset not in PRESETS:
+            raise ConfigError(f"--preset {asked.preset}: there is no such preset, but {', '.join(PRESETS)}")
+        return PRESETS[asked.preset]
+    needed = ["tflops", "host_memory", "host_bandwidth"] + (
+        [] if asked.cpu else ["gpu_memory", "gpu_bandwidth", "link"]
+    )
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(asked, name) is None]
+    if missing:
+        raise ConfigError(
+            f"say which machine: --preset NAME, --here PATH, or its figures, of which {', '.join(missing)} lack"
+        )
+    return Machine(
+        name="the machine given",
+        device_is_host=asked.cpu,
+        flops_per_s=asked.tflops * 1e12,
+        host_bytes=asked.host_memory,
+        host_bytes_per_s=asked.host_bandwidth * 1e9,
+    )
+
+
+def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
+    """`machine` with the figures that were given. Raises ConfigError where one is missing that now counts."""
+    given: dict[str, object] = {}
+    for name, attribute, factor in _FIGURES:
+        value = getattr(asked, name)
+        if value is not None:
+            given[attribute] = value * factor if factor != 1 else value
+    if asked.drive_size is not None:
+        given["drive_free_bytes"] = None
+    if asked.read is not None or asked.mixed is not None:
+        given["drive"] = _drive(machine, asked)
+    if machine.device_is_host and asked.gpus is not None and asked.tflops is None:
+        given["flops_per_s"] = machine.flops_per_s / asked.gpus * machine.ranks_per_node  # they share its cores
+    changed: Machine = dataclasses.replace(machine, **given)  # type: ignore[arg-type]
+    if changed.ranks_per_node > 1 and changed.node_link_bytes_per_s == float("inf") and not changed.device_is_host:
+        raise ConfigError("several GPUs: say --node-link, the GB/s between those of a node")
+    if changed.nodes > 1 and changed.network_bytes_per_s == float("inf"):
+        raise ConfigError("several nodes: say --network, the GB/s from a node to the others")
+    return changed
+
+
+def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
+    """The drives with the rates that were given. Raises ConfigError for a mixed rate alone."""
+    from infinity.schedule.floor import DriveSpeed
+
+    drive = machine.drive if asked.read is None else DriveSpeed(asked.read * 1e9, asked.write * 1e9)
+    if drive is None:
+        raise ConfigError("--mixed goes with --read and --write: give all three")
+    half = None if asked.mixed is None else asked.mixed * 1e9 / 2
+    return drive if half is None else dataclasses.replace(drive, together=(half, half))
+
+
+_FIGURES = (
+    ("nodes", "nodes", 1),
+    ("gpus", "ranks_per_node", 1),
+    ("gpu_memory", "device_bytes", 1),
+    ("host_memory", "host_bytes", 1),
+    ("drive_size", "drive_bytes", 1),
+    ("tflops", "flops_per_s", 1e12),
+    ("gpu_bandwidth", "device_bytes_per_s", 1e9),
+    ("link", "link_bytes_per_s", 1e9),
+    ("host_bandwidth", "host_bytes_per_s", 1e9),
+    ("node_link", "node_link_bytes_per_s", 1e9),
+    ("network", "network_bytes_per_s", 1e9),
+)
+"""Argument, attribute of Machine, and what one is in the other's unit."""
+
+
+def _list_presets() -> int:
+    from infinity.cli.plan.machines import PRESETS
+
+    for name, machine in PRESETS.items():
+        print(f"{name:14} {machine.name}")
+    return 0
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a rate above 0, such as 12.5, got {text}")
+    return value

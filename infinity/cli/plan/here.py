@@ -1,0 +1,211 @@
+"""Floor 7. This machine as numbers for the planner: its memory, its drive's profile or a short look, and a few training steps.
+
+What compute reaches is measured where it will be used: blocks of the model's width under infinity's engine, held in memory, so
+that FSDP2's copies and the real AdamW are in the figures. Runs on the main thread; leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import infinity
+from infinity.cli.environment import read_machine
+from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
+from infinity.schedule.transformer import BLOCK_FACTOR, Transformer, heads_for
+from infinity.store.drive import drive_of
+from infinity.store.measure import DriveTest, Settings, Workload
+from infinity.store.profile import load_profile
+from infinity.store.run_folder import free_bytes
+from infinity.units import MIB
+
+_BLOCK_NUMEL_MAX = {"cpu": 32 << 20, "cuda": 512 << 20}
+"""Wider blocks are measured at this size: their operations per second are the same."""
+
+_NUMEL_MIN = 16 << 20
+"""Of the measured model: more than any cache holds."""
+
+_FLOPS_MAX = {"cpu": 3e11, "cuda": 2e14}
+"""Of one measured step: a second or two on few cores."""
+
+_STEPS = 5
+_DRIVE_FILE_BYTES = 256 * MIB
+_DRIVE_ROUNDS = 3
+_DRIVE_SECONDS = 0.15
+_COPY_BYTES = 256 * MIB
+
+
+def measure_machine(path: Path, model: Transformer, *, samples: int, report: Callable[[str], None]) -> Machine:
+    """This machine, with the drive under `path`, for training `model` in micro-batches of `samples`.
+
+    `report` is told what is measured, a line each. Raises StoreError or IoError for a path that can't be used.
+    """
+    drive, source = _drive_speed(path)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    report(
+        f"drive ({source}): {drive.read_bytes_per_s / 1e9:.2f} GB/s read, {drive.write_bytes_per_s / 1e9:.2f} GB/s write"
+    )
+    training = measure_training(model, samples=samples, kind=kind)
+    report(
+        f"training steps: {training.flops_per_s / 1e12:.3g} TFLOP/s on {training.what}; "
+        f"AdamW at {training.update_bytes_per_s / 1e9:.1f} GB/s of memory traffic"
+    )
+    known = read_machine()
+    sizes = [disk.nbytes for disk in drive_of(path).disks]
+    shared: dict[str, Any] = {
+        "name": f"this machine, {path}",
+        "flops_per_s": training.flops_per_s,
+        "host_bytes": _usable_host_bytes(
+            known.memory_available_bytes, known.memory_limit_bytes, known.memory_limit_used_bytes
+        ),
+        "drive": drive,
+        "drive_bytes": sum(size for size in sizes if size) if all(sizes) else 0,
+        "drive_free_bytes": free_bytes(path),
+    }
+    if kind == "cpu":
+        return Machine(device_is_host=True, host_bytes_per_s=training.update_bytes_per_s, **shared)
+    return Machine(
+        device_bytes=torch.cuda.mem_get_info()[0],
+        device_bytes_per_s=training.update_bytes_per_s,
+        link_bytes_per_s=_copy_rate(torch.device("cuda")),
+        host_bytes_per_s=2 * _copy_rate(torch.device("cpu")),
+        **shared,
+    )
+
+
+def _usable_host_bytes(available: int | None, limit: int | None, used: int | None) -> int:
+    """What the kernel says is available, and a control group leaves."""
+    rooms = [room for room in (available, None if limit is None else limit - (used or 0)) if room is not None]
+    return min(rooms) if rooms else 0
+
+
+def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
+    """What the drive gives, and whence that is known."""
+    profile = load_profile(path)
+    if profile is not None:
+        half = profile.mixed_bytes_per_s / 2
+        return DriveSpeed(profile.read_bytes_per_s, profile.write_bytes_per_s, (half, half)), "its profile"
+    with DriveTest(path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=64 * MIB) as test:
+        test.fill()
+        found: dict[Workload, float] = {}
+        for workload in Workload:
+            trials = [test.run(workload, Settings(), _DRIVE_SECONDS) for _ in range(_DRIVE_ROUNDS)]
+            found[workload] = statistics.median(trial.bytes_per_s for trial in trials)
+    half = found[Workload.MIXED] / 2
+    return DriveSpeed(found[Workload.READ], found[Workload.WRITE], (half, half)), "a short measurement"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training steps reach on one device.
+
+    Attributes:
+        what: was measured, for people.
+        flops_per_s: of forward and backward, counting 6 per token and parameter.
+        update_bytes_per_s: of the norm, clipping and AdamW, counting the memory traffic of the planner.
+    """
+
+    what: str
+    flops_per_s: float
+    update_bytes_per_s: float
+
+
+def measure_training(model: Transformer, *, samples: int, kind: str) -> Training:
+    """Time a few steps of a small model whose blocks are as wide as those of `model`, or as wide as is quick."""
+    width = math.isqrt(_BLOCK_NUMEL_MAX[kind] // BLOCK_FACTOR) // 64 * 64
+    hidden, heads = (model.hidden, model.heads) if model.hidden <= width else (width, heads_for(width))
+    layers = max(2, min(model.layers, -(-_NUMEL_MIN // (BLOCK_FACTOR * hidden * hidden))))
+    numel = layers * BLOCK_FACTOR * hidden * hidden
+    tokens = max(16, int(_FLOPS_MAX[kind] / 6 / numel))
+    seq = min(model.seq, tokens)
+    batch = torch.randn(max(1, min(samples, tokens // seq)), seq, hidden, dtype=torch.bfloat16)
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "steps_per_print": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
+        "zero_optimization": {"stage": 3},
+    }
+    with infinity.init_empty():
+        blocks = _Blocks(layers, hidden, heads)
+    engine = infinity.initialize(model=blocks, config=config)[0]
+    with engine:
+        passes = [_timed_step(engine, batch.to(kind)) for _ in range(_STEPS + 1)][1:]
+    gradient_seconds, step_seconds = (statistics.median(times) for times in zip(*passes, strict=True))
+    exact = sum(parameter.numel() for parameter in blocks.parameters())
+    return Training(
+        f"{layers} blocks of width {hidden}, {batch.shape[0]} x {seq} tokens",
+        6 * batch.shape[0] * seq * exact / gradient_seconds,
+        (ADAM_BYTES + NORM_BYTES + CLIP_BYTES) * exact / step_seconds,
+    )
+
+
+def _timed_step(engine: infinity.Engine, batch: torch.Tensor) -> tuple[float, float]:
+    """Seconds of forward and backward together, and of the optimizer step."""
+    times = [_now()]
+    engine.backward(engine(batch).float().square().mean())
+    times.append(_now())
+    engine.step()
+    times.append(_now())
+    return times[1] - times[0], times[2] - times[1]
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes per second from pinned host memory to `device`; on the CPU, from memory to memory."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(_STEPS + 1):
+        began = _now()
+        target.copy_(source)
+        times.append(_now() - began)
+    return _COPY_BYTES / statistics.median(times[1:])
+
+
+class _Blocks(nn.Module):
+    """Blocks of a GPT, without embeddings. Input and output: (batch, length, hidden)."""
+
+    def __init__(self, layers: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(hidden, heads) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Block(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.norm_mlp = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
+        fed: torch.Tensor = self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+        return x + fed

@@ -1,0 +1,296 @@
+"""Floor 7. What was planned, for people and for programs: tables, words, JSON, and a complete training config."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from infinity.schedule.estimate import Memory
+from infinity.schedule.planner import Machine, Plan
+from infinity.units import format_bytes, format_count
+
+JSON_FORMAT = 1
+"""Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
+
+_TIERS = (("device", "GPU"), ("host", "host"), ("nvme", "NVMe"))
+
+
+_WIDTH = 132
+"""Characters of the tables at least, whatever the terminal: a column that is cut short says nothing."""
+
+
+# --- For people ---
+
+
+def print_report(plans: list[Plan], chosen: Plan | None) -> None:
+    """Everything, on standard output."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
+    first = plans[0]
+    console.print(_about(first))
+    console.print(_table(plans, chosen))
+    for plan in plans:
+        for reason in plan.reasons:
+            console.print(f"{plan.strategy.name}: [yellow]does not fit[/], {escape(reason)}")
+    if not all(plan.strategy.runs for plan in plans):
+        console.print("not yet: infinity can't update in host memory what rests on a GPU; planned for comparison")
+    shown = chosen or plans[-1]
+    console.print()
+    console.print(_memory_table(shown))
+    for line in words(shown):
+        console.print(line)
+    if shown.work.groups_per_block > 1 and chosen is not None:
+        console.print(
+            "name the classes of those parts in infinity.wrap of the config, as many as make the groups planned"
+        )
+    if chosen is None:
+        console.print("[bold red]nothing that infinity can run fits this machine[/]")
+        console.print(
+            "next: a smaller --batch or --seq, more --groups-per-block, or more --gpus and --nodes to shard over"
+        )
+    else:
+        console.print(f"[bold green]choose: {chosen.strategy.name}[/], the fastest that fits")
+
+
+def _about(plan: Plan) -> str:
+    work, machine = plan.work, plan.machine
+    model = work.model
+    ranks = (
+        f"{machine.nodes} x {machine.ranks_per_node} ranks" if machine.nodes > 1 else f"{machine.ranks_per_node} ranks"
+    )
+    if machine.ranks == 1:
+        ranks = "one rank"
+    recomputed = "recomputed in the backward" if work.checkpointing else "kept"
+    return (
+        f"[bold]{format_count(model.numel)} parameters[/]: {model.layers} blocks, hidden size {model.hidden}, vocabulary "
+        f"{model.vocab}; {work.samples} x {model.seq} tokens a pass and rank, {work.micro_batches} passes a step, activations "
+        f"{recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, {machine.flops_per_s / 1e12:.3g} TFLOP/s each"
+    )
+
+
+def _table(plans: list[Plan], chosen: Plan | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    tiers = [tier for tier, _ in _TIERS if tier != "device" or not plans[0].machine.device_is_host]
+    for tier, title in _TIERS:
+        if tier in tiers:
+            table.add_column(f"{title} / rank", justify="right", no_wrap=True)
+    for name in ("read / step", "written", "floor", "step", "tokens/s", "DWPD"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for plan in plans:
+        table.add_row(
+            plan.strategy.name,
+            "[green]yes[/]" if plan.fits and plan.strategy.runs else "not yet" if plan.fits else "[yellow]no[/]",
+            *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier in tiers),
+            *_cells(plan),
+            style="bold" if plan is chosen else "",
+        )
+    return table
+
+
+def _cells(plan: Plan) -> list[str]:
+    if plan.simulated is None:
+        return ["", "", f"{plan.floor_seconds:.3g} s", "", "", ""]
+    ranks = plan.machine.ranks
+    daily = plan.drive_writes_per_day
+    return [
+        format_bytes(plan.simulated.read_bytes * ranks),
+        format_bytes(plan.simulated.written_bytes * ranks),
+        f"{plan.floor_seconds:.3g} s",
+        f"{plan.step_seconds:.3g} s",
+        f"{plan.tokens_per_s:.3g}" if plan.tokens_per_s < 1e4 else format_count(plan.tokens_per_s),
+        "" if daily is None else f"{daily:.3g}",
+    ]
+
+
+def _memory_table(plan: Plan) -> Table:
+    title = f"{plan.strategy.name}: memory of one rank"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("tier", no_wrap=True)
+    table.add_column("user")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for tier, title in _TIERS:
+        lines = getattr(plan.memory, tier)
+        for number, (user, nbytes) in enumerate(lines.items()):
+            table.add_row("" if number else title, user, format_bytes(nbytes))
+        if lines:
+            table.add_row("", "[bold]sum[/]", f"[bold]{format_bytes(sum(lines.values()))}[/]", end_section=True)
+    return table
+
+
+def words(plan: Plan) -> list[str]:
+    """What the numbers mean, a sentence each."""
+    lines = []
+    for part, resource, share in plan.limits():
+        lines.append(f"{part}: limited by {_LIMITS.get(resource, resource)}, busy {share:.0%} of its time")
+    if plan.simulated is not None and plan.strategy.uses_nvme:
+        lines.append(
+            f"waiting for the drive: {plan.simulated.stall_seconds:.3g} s of {plan.step_seconds:.3g} s a step; "
+            f"{plan.step_seconds / plan.floor_seconds:.2f} times the floor"
+        )
+    daily = plan.drive_writes_per_day
+    if daily == 0:
+        lines.append("wear: none, since all that is written anew stays in the host cache")
+    elif daily is not None:
+        lines.append(
+            f"wear: {daily:.3g} drive writes per day; drives rated for 1 a day over 5 years last {5 / daily:.2g} years"
+        )
+    return lines
+
+
+_LIMITS = {
+    "to device": "the link from host to GPU",
+    "to host": "the link from GPU to host",
+    "update": "the memory that AdamW reads and writes",
+}
+
+
+# --- For programs ---
+
+
+def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str, Any]:
+    """The whole result; docs/plan.md lists the keys."""
+    work, machine = plans[0].work, plans[0].machine
+    model = work.model
+    return {
+        "format": JSON_FORMAT,
+        "model": {
+            "params": model.numel,
+            "layers": model.layers,
+            "hidden": model.hidden,
+            "heads": model.heads,
+            "vocab": model.vocab,
+            "seq": model.seq,
+        },
+        "machine": {"name": machine.name, "nodes": machine.nodes, "ranks_per_node": machine.ranks_per_node}
+        | {name: _finite(getattr(machine, name)) for name in _RATES}
+        | _drive_as_json(machine),
+        "batch": work.samples,
+        "accumulation": work.micro_batches,
+        "checkpointing": work.checkpointing,
+        "groups_per_block": work.groups_per_block,
+        "clipping": work.clipping,
+        "master_weights": work.scheme.master_weights,
+        "update": work.scheme.update,
+        "tokens_per_step": work.tokens,
+        "chosen": chosen.strategy.name if chosen else None,
+        "config": config_for(chosen, nvme_path) if chosen else None,
+        "strategies": [_plan_as_json(plan) for plan in plans],
+    }
+
+
+_RATES = (
+    "flops_per_s",
+    "device_bytes",
+    "device_bytes_per_s",
+    "link_bytes_per_s",
+    "host_bytes",
+    "host_bytes_per_s",
+    "drive_bytes",
+    "node_link_bytes_per_s",
+    "network_bytes_per_s",
+)
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value
+
+
+def _drive_as_json(machine: Machine) -> dict[str, Any]:
+    if machine.drive is None:
+        return {"read_bytes_per_s": None, "write_bytes_per_s": None, "mixed_bytes_per_s": None}
+    both = machine.drive.together
+    return {
+        "read_bytes_per_s": machine.drive.read_bytes_per_s,
+        "write_bytes_per_s": machine.drive.write_bytes_per_s,
+        "mixed_bytes_per_s": None if both is None else sum(both),
+    }
+
+
+def _plan_as_json(plan: Plan) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "name": plan.strategy.name,
+        "stage": plan.strategy.stage,
+        "offload_param": plan.strategy.parameters,
+        "offload_optimizer": plan.strategy.optimizer,
+        "runs": plan.strategy.runs,
+        "fits": plan.fits,
+        "reasons": list(plan.reasons),
+        "memory_bytes_per_rank": _memory_as_json(plan.memory),
+        "pinned_bytes": plan.pipeline.pinned_bytes,
+        "cache_bytes": plan.kept.nbytes,
+        "floor_seconds": plan.floor_seconds,
+        "plain_read_bytes_per_rank": plan.plain_bytes[0],
+        "plain_written_bytes_per_rank": plan.plain_bytes[1],
+    }
+    if plan.simulated is not None:
+        simulated = plan.simulated
+        result |= {
+            "step_seconds": plan.step_seconds,
+            "gradient_seconds": simulated.gradient_seconds,
+            "stall_seconds": simulated.stall_seconds,
+            "tokens_per_s": plan.tokens_per_s,
+            "read_bytes_per_rank": simulated.read_bytes,
+            "written_bytes_per_rank": simulated.written_bytes,
+            "to_device_bytes_per_rank": simulated.to_device_bytes,
+            "to_host_bytes_per_rank": simulated.to_host_bytes,
+            "pool_bytes_peak": simulated.pool_bytes_peak,
+            "live_bytes_peak": simulated.live_bytes_peak,
+            "drive_writes_per_day": plan.drive_writes_per_day,
+            "limits": [{"part": part, "resource": resource, "share": share} for part, resource, share in plan.limits()],
+        }
+    return result
+
+
+def _memory_as_json(memory: Memory) -> dict[str, dict[str, int]]:
+    return {tier: dict(getattr(memory, tier)) for tier, _ in _TIERS}
+
+
+def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
+    """A training config for the plan, complete, and accepted as it stands."""
+    work, strategy = plan.work, plan.strategy
+    zero: dict[str, Any] = {
+        "stage": strategy.stage,
+        "offload_param": _offload(strategy.parameters, nvme_path),
+        "offload_optimizer": _offload(strategy.optimizer, nvme_path),
+    }
+    config: dict[str, Any] = {
+        "train_batch_size": work.ranks * work.samples * work.micro_batches,
+        "train_micro_batch_size_per_gpu": work.samples,
+        "gradient_accumulation_steps": work.micro_batches,
+        "gradient_clipping": 1.0 if work.clipping else 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        "zero_optimization": zero,
+    }
+    if strategy.uses_nvme:
+        zero["sub_group_size"] = plan.pipeline.sub_group_numel
+        config["infinity"] = {
+            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.kept.nbytes,
+            "host_cache_bytes": plan.kept.nbytes,
+        }
+    return config
+
+
+def _offload(device: str, nvme_path: str) -> dict[str, Any]:
+    return {"device": device, "nvme_path": nvme_path} if device == "nvme" else {"device": device}
+
+
+def trace_events(plan: Plan) -> list[dict[str, Any]]:
+    """The timeline of one rank as events of Chrome's trace format (microseconds), a row per resource."""
+    timeline = plan.simulated.timeline if plan.simulated else []
+    rows = {resource: number for number, resource in enumerate(dict.fromkeys(each.resource for each in timeline))}
+    names: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": resource}}
+        for resource, number in rows.items()
+    ]
+    return names + [
+        {"name": what, "ph": "X", "pid": 0, "tid": rows[resource], "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        for resource, what, start, end in timeline
+    ]

@@ -1,0 +1,131 @@
+"""Floor 7. `infinity-bench sweep`: how fast is this drive, and with which settings? Runs on the main thread.
+
+Checks what it was asked, then measures, then tells. What it puts on the drive has no name and is gone when it ends,
+however it ends; only the drive's profile stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from infinity.cli.arguments import checked_value, count, why_not_written
+from infinity.errors import InfinityError
+from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
+
+_SIZE_MAX = 8 * GIB
+_QUICK_SIZE_MAX = 2 * GIB
+_SIZE_MIN = 64 * MIB
+_FREE_SHARE = 10
+"""Without --size the test file takes at most one part in this many of the free space."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `sweep` to the commands of `infinity-bench`."""
+    parser = subparsers.add_parser(
+        "sweep",
+        help="measure a drive and find the settings that serve training best",
+        description="Measure drives at many settings (backend, block size, queue depth, rings, how reads and writes mix) "
+        "and find the ones that serve a training step best. Prints them as a block for the training config and keeps "
+        "them in PATH/.infinity-drive.json. Takes about five minutes, with --quick one.",
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="folder on the drive to measure (nvme_path)"
+    )
+    parser.add_argument("--quick", action="store_true", help="less exact, in about a minute")
+    parser.add_argument(
+        "--size",
+        type=checked_value(parse_bytes, at_least=_SIZE_MIN),
+        metavar="BYTES",
+        help='size of the test file, such as "4GiB" (default: 8 GiB, with --quick 2 GiB, at most a tenth of the free space)',
+    )
+    parser.add_argument("--rounds", type=count, metavar="N", help="final rounds (default: 5, with --quick 3)")
+    parser.add_argument(
+        "--backend", action="append", metavar="NAME", help="only this I/O backend; may be given several times"
+    )
+    parser.add_argument("--fio", action="store_true", help="measure fio on the same bytes and print the ratio")
+    parser.add_argument(
+        "--params",
+        action="append",
+        type=checked_value(parse_count, at_least=1),
+        metavar="COUNT",
+        help='size of the model for the words on endurance, such as "7B"; may be given several times (default: 1B, 7B, 70B)',
+    )
+    parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw bandwidth over block size (needs matplotlib)"
+    )
+    parser.add_argument("--no-profile", action="store_true", help="do not write PATH/.infinity-drive.json")
+    parser.set_defaults(func=run)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Sweep what was asked for: 0 when done, 2 when it can't be done as asked. Raises StoreError or IoError."""
+    reason = _why_not(asked)
+    if reason is not None:
+        print(f"infinity-bench sweep: error: {reason}", file=sys.stderr)
+        return 2
+    from infinity.cli.sweep.run import Sweep
+
+    sweep = Sweep(asked, {path: _file_bytes(path, asked.size, quick=asked.quick) for path in asked.paths})
+    try:
+        sweep.run()
+    except (InfinityError, KeyboardInterrupt, SystemExit):
+        sweep.tell_what_is_known()
+        raise
+    return 0
+
+
+def _file_bytes(path: Path, asked_bytes: int | None, *, quick: bool) -> int:
+    """Size of the test file on the drive of `path`."""
+    from infinity.store.run_folder import free_bytes
+
+    return asked_bytes or min(_QUICK_SIZE_MAX if quick else _SIZE_MAX, free_bytes(path) // _FREE_SHARE)
+
+
+def _why_not(asked: argparse.Namespace) -> str | None:
+    """What stands against it, looked for before the first byte is written."""
+    for path in asked.paths:
+        if (reason := _why_not_on(path, asked)) is not None:
+            return reason
+    return _why_not_backends(asked.backend) or _why_not_fio(asked.fio) or why_not_written(asked)
+
+
+def _why_not_on(path: Path, asked: argparse.Namespace) -> str | None:
+    from infinity.store.run_folder import free_bytes
+
+    if not path.is_dir():
+        return f"{path} is {'no folder' if path.exists() else 'not there'}: name an existing folder on the drive to measure"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"{path} is not writable: change its owner or name another folder"
+    nbytes, free = _file_bytes(path, asked.size, quick=asked.quick), free_bytes(path)
+    if nbytes > free:
+        return f"{path}: a file of {format_bytes(nbytes)} does not fit into the {format_bytes(free)} that are free"
+    if nbytes < _SIZE_MIN:
+        return f"{path}: {format_bytes(free)} are free, too little for an honest measurement: free some, or set --size"
+    return None
+
+
+def _why_not_backends(names: list[str] | None) -> str | None:
+    from infinity.aio import probe
+
+    found = {name: (available, reason) for name, available, reason in probe()}
+    for name in names or ():
+        if name not in found:
+            return f"--backend {name}: there is no such backend, but {', '.join(found)}"
+        if not found[name][0]:
+            return f"--backend {name}: {found[name][1]}"
+    return None if any(available for available, _ in found.values()) else "no I/O backend is available here"
+
+
+def _why_not_fio(wanted: bool) -> str | None:
+    from infinity.cli.sweep.fio import find_fio
+
+    try:
+        if wanted:
+            find_fio()
+    except InfinityError as error:
+        return str(error)
+    return None

@@ -1,0 +1,430 @@
+"""Floor 7. What a sweep found, for people and for programs: tables, words, JSON, and the block for the training config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import infinity
+from infinity.cli.sweep import fio
+from infinity.cli.sweep.search import Choice, Search, Standing, default_settings
+from infinity.schedule.floor import Part, step_bytes
+from infinity.schedule.scheme import Scheme
+from infinity.store.drive import Drive
+from infinity.store.measure import DriveTest, Workload
+from infinity.store.profile import DriveProfile
+from infinity.units import GIB, KIB, MIB, format_bytes, format_count
+
+_DAY_SECONDS = 86_400
+_RATED_DAYS = 5 * 365
+"""Drives are rated in drive writes per day (DWPD) over five years."""
+
+_PARAMS = (10**9, 7 * 10**9, 70 * 10**9)
+_NVME_BYTES_PER_PARAM = 12
+"""16-bit copy, 16-bit remainder of the master and two fp32 moments."""
+
+
+class Swept:
+    """One path: what was found, and what it was found on. Holds no memory of the test itself."""
+
+    def __init__(
+        self, path: Path, drive: Drive, test: DriveTest, search: Search, rival: fio.Fio | None, rounds: int
+    ) -> None:
+        self.path = path
+        self.drive = drive
+        self.file_bytes = test.nbytes
+        self.direct = test.direct
+        self.notes = test.notes
+        self.search = search
+        self.rival_engine = rival.io_engine if rival is not None else None
+        self.rounds = rounds
+        self.seconds = 0.0
+
+
+@dataclass(frozen=True)
+class Together:
+    """Bytes per second of all drives at the same time, each at its recommended settings."""
+
+    bytes_per_s: dict[Workload, float]
+
+
+def name_of(drive: Drive) -> str:
+    """The disks, such as "nvme0n1+nvme1n1"; the source of a file system that has none."""
+    return "+".join(disk.name for disk in drive.disks) or drive.source
+
+
+def size_of(drive: Drive) -> int:
+    """Bytes of all its disks; 0 where one doesn't tell."""
+    sizes = [disk.nbytes for disk in drive.disks]
+    return sum(size for size in sizes if size) if all(sizes) else 0
+
+
+def label_of(drive: Drive) -> str:
+    """For people: "nvme0n1 (Samsung SSD 990 PRO 2TB, 1.82 TiB, ext4)"."""
+    size = format_bytes(size_of(drive)) if size_of(drive) else "size unknown"
+    return f"{name_of(drive)} ({', '.join(dict.fromkeys([drive.model, size, drive.file_system]))})"
+
+
+def block_in_words(nbytes: int) -> str:
+    """Such as "4 MiB"."""
+    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
+
+
+def share_a_disk(one: Drive, other: Drive) -> bool:
+    """Whether two drives compete for the same bandwidth."""
+    disks = {disk.name for disk in one.disks} & {disk.name for disk in other.disks}
+    return bool(disks) or one.source == other.source
+
+
+def config_block(choice: Choice) -> dict[str, Any]:
+    """What belongs into the training config, and is accepted there as it stands."""
+    settings = choice.settings
+    return {
+        "aio": {
+            "block_size": settings.block_bytes,
+            "queue_depth": settings.queue_depth,
+            "intra_op_parallelism": settings.rings,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+        "infinity": {"backend": settings.backend, "mix": settings.mix},
+    }
+
+
+def profile_of(swept: Swept) -> DriveProfile | None:
+    """What is kept on the drive for later runs; None where nothing could be recommended."""
+    choice = swept.search.recommended()
+    if choice is None:
+        return None
+    settings = choice.settings
+    return DriveProfile(
+        written=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        path=str(swept.path),
+        drive=label_of(swept.drive),
+        backend=settings.backend,
+        block_bytes=settings.block_bytes,
+        queue_depth=settings.queue_depth,
+        rings=settings.rings,
+        mix=settings.mix,
+        read_bytes_per_s=choice.of[Workload.READ].bytes_per_s,
+        write_bytes_per_s=choice.of[Workload.WRITE].bytes_per_s,
+        mixed_bytes_per_s=choice.of[Workload.MIXED].bytes_per_s,
+        cpu_seconds_per_gib=choice.cpu_seconds_per_gib,
+    )
+
+
+# --- For people ---
+
+
+def print_report(swept: Swept, console: Console, *, params: list[int] | None) -> None:
+    """Everything about one path."""
+    console.print(f"\n[bold]{swept.path}[/] on {label_of(swept.drive)}, file of {format_bytes(swept.file_bytes)}")
+    print_found(swept, console)
+    choice = swept.search.recommended()
+    if choice is None:
+        console.print("Nothing can be recommended: no settings were measured under every load.", style="yellow")
+        return
+    for line in verdict(swept, choice):
+        console.print(line)
+    print_endurance(swept, choice, console, params or list(_PARAMS))
+    console.print("For the training config:")
+    console.print(json.dumps(config_block(choice), indent=2), soft_wrap=True, highlight=False, markup=False)
+
+
+def print_found(swept: Swept, console: Console) -> None:
+    """The table: for every backend the fastest settings under each load."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("backend", "load"):
+        table.add_column(name, no_wrap=True)
+    for name in ("GiB/s", "range", "block", "depth", "rings", "CPU s/GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in swept.search.names:
+        for workload in Workload:
+            if (standing := swept.search.best(name, workload)) is not None:
+                title = name if workload is Workload.READ else ""
+                last = workload is Workload.MIXED
+                load = "mixed, bursts" if last and standing.settings.mix == "bursts" else workload.value
+                table.add_row(title, load, *_cells(standing), end_section=last)
+    console.print(table)
+
+
+def _cells(standing: Standing) -> list[str]:
+    settings = standing.settings
+    return [
+        f"{standing.bytes_per_s / GIB:.2f}",
+        f"{standing.bytes_per_s_min / GIB:.2f}-{standing.bytes_per_s_max / GIB:.2f}",
+        block_in_words(settings.block_bytes),
+        str(settings.queue_depth),
+        str(settings.rings),
+        f"{standing.cpu_seconds_per_gib:.4f}",
+    ]
+
+
+def verdict(swept: Swept, choice: Choice) -> list[str]:
+    """What the numbers mean, a sentence each."""
+    read, write, mixed = (_fastest(swept, workload) for workload in Workload)
+    turns = 2 / (1 / read + 1 / write)
+    lines = [
+        f"It reads {_gib(read)} and writes {_gib(write)}. Doing both at once moves {_gib(mixed)}, "
+        f"{_compared(mixed, turns)} taking turns would ({_gib(turns)})."
+    ]
+    settings = choice.settings
+    lines.append(
+        f"One setting for all loads: {settings.backend}, blocks of {block_in_words(settings.block_bytes)}, "
+        f"{settings.queue_depth} in flight on {f'each of {settings.rings} rings' if settings.rings > 1 else 'one ring'}, "
+        f"reads and writes {'in bursts' if settings.mix == 'bursts' else 'interleaved'}. "
+        f"The bytes of a training step then move at {_gib(choice.step_bytes_per_s)}."
+    )
+    usual = swept.search.choice_of(default_settings(settings.backend))
+    if usual is not None and usual.settings != settings:
+        comparison = _compared(choice.step_bytes_per_s, usual.step_bytes_per_s)
+        lines[-1] += f" That is {comparison} the defaults ({block_in_words(usual.settings.block_bytes)} x 32)."
+    ratios = ratios_to_rival(swept)
+    if ratios:
+        told = ", ".join(f"{workload} {ratio:.2f}" for workload, ratio in ratios.items())
+        lines.append(f"Relative to the best of fio ({swept.rival_engine}) in the same rounds: {told}.")
+    if not swept.direct:
+        lines.append(
+            "[yellow]This file system refuses direct I/O, so this is the speed of memory, not of a drive: "
+            "choose a folder on a local file system such as ext4 or xfs.[/]"
+        )
+    return lines + [f"[yellow]{note}[/]" for note in swept.notes if swept.direct]
+
+
+def ratios_to_rival(swept: Swept) -> dict[str, float]:
+    """Our fastest over the rival's, by load; empty without a rival."""
+    rivals = {workload: swept.search.best(fio.NAME, workload) for workload in Workload}
+    return {
+        workload.value: _fastest(swept, workload) / rival.bytes_per_s
+        for workload, rival in rivals.items()
+        if rival is not None
+    }
+
+
+def print_endurance(swept: Swept, choice: Choice, console: Console, params: list[int]) -> None:
+    """What training writes, and how long a drive lasts under it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("parameters", "on the drive", "read a step", "written a step", "step at least"):
+        table.add_column(name, justify="right")
+    for count in params:
+        read, written = _step_bytes(count)
+        seconds = (read + written) / choice.step_bytes_per_s
+        table.add_row(
+            format_count(count),
+            format_bytes(_NVME_BYTES_PER_PARAM * count),
+            format_bytes(read),
+            format_bytes(written),
+            f"{seconds:.3g} s",
+        )
+    console.print(table)
+    for line in endurance(swept.drive, choice):
+        console.print(line)
+
+
+def endurance(drive: Drive, choice: Choice) -> list[str]:
+    """Drive wear in plain words. The same for models of all sizes: the larger one writes more, less often."""
+    wear = wear_of(drive, choice)
+    lines = [
+        "Wear: a step writes 12 bytes per trained parameter. Training that never waits for compute would write "
+        f"{format_bytes(wear['written_bytes_per_day'])} a day."
+    ]
+    if "drive_writes_per_day" in wear:
+        lines[0] += (
+            f" That is {wear['drive_writes_per_day']:.3g} drive writes per day for this drive of "
+            f"{format_bytes(size_of(drive))}; rated for 1 a day over 5 years, it would last "
+            f"{_days(wear['days_at_1_dwpd_for_5_years'])}."
+        )
+    lines[0] += " Where compute takes longer than that, the drive lasts longer in proportion."
+    return lines
+
+
+def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
+    """Bytes written per day at the measured pace, and what that means for a drive of this size where that is known."""
+    read, written = _step_bytes(1)
+    per_day = written / ((read + written) / choice.step_bytes_per_s) * _DAY_SECONDS
+    if not size_of(drive):
+        return {"written_bytes_per_day": per_day}
+    return {
+        "written_bytes_per_day": per_day,
+        "drive_writes_per_day": per_day / size_of(drive),
+        "days_at_1_dwpd_for_5_years": _RATED_DAYS * size_of(drive) / per_day,
+    }
+
+
+def print_together(swept: list[Swept], together: Together | None, console: Console) -> None:
+    """All paths at once, or why there is no such measurement."""
+    for one, other in _on_one_device(swept):
+        console.print(
+            f"{one.path} and {other.path} are on one device ({name_of(one.drive)}): they share its bandwidth, and a second "
+            "path there gains nothing.",
+            style="yellow",
+        )
+    if together is None:
+        return
+    table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("load", "GiB/s", "sum of each alone", "ratio"):
+        table.add_column(name, justify="right")
+    for workload, rate in together.bytes_per_s.items():
+        alone = _alone(swept, workload)
+        table.add_row(workload.value, f"{rate / GIB:.2f}", f"{alone / GIB:.2f}", f"{rate / alone:.2f}")
+    console.print(table)
+
+
+# --- For programs ---
+
+
+def as_json(swept: list[Swept], together: Together | None, asked: argparse.Namespace) -> dict[str, Any]:
+    """The whole result. Of several paths, each is an entry of `paths`; a single one stands at the top."""
+    about = {
+        "bench": "sweep",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "machine": _machine(),
+        "kernel": platform.release(),
+        "versions": _versions(asked),
+        "quick": asked.quick,
+        "rounds": swept[0].rounds,
+    }
+    results = [_path_as_json(one, asked) for one in swept]
+    if len(results) == 1:
+        return about | results[0]
+    more: dict[str, Any] = {
+        "paths": results,
+        "one_device": [[str(a.path), str(b.path)] for a, b in _on_one_device(swept)],
+    }
+    if together is not None:
+        more["together"] = {
+            workload.value: {"gib_per_s": rate / GIB, "of_sum": rate / _alone(swept, workload)}
+            for workload, rate in together.bytes_per_s.items()
+        }
+    return about | more
+
+
+def _path_as_json(swept: Swept, asked: argparse.Namespace) -> dict[str, Any]:
+    search, drive = swept.search, swept.drive
+    result: dict[str, Any] = {
+        "path": str(swept.path),
+        "drive": {
+            "name": name_of(drive),
+            "model": drive.model,
+            "size_bytes": size_of(drive),
+            "file_system": drive.file_system,
+            "layers": drive.layers,
+        },
+        "file_bytes": swept.file_bytes,
+        "direct": swept.direct,
+        "seconds": round(swept.seconds, 1),
+        "notes": swept.notes,
+    }
+    for workload in Workload:
+        if (standing := search.fastest(workload)) is not None:
+            result[workload.value] = _standing_as_json(standing, workload)
+    result["backends"] = {name: _loads_as_json(swept, name) for name in search.names if name != fio.NAME}
+    if swept.rival_engine is not None:
+        result["fio"] = {"io_engine": swept.rival_engine} | _loads_as_json(swept, fio.NAME)
+        result["ratio"] = ratios_to_rival(swept)
+    choice = search.recommended()
+    if choice is not None:
+        result |= config_block(choice)
+        result["recommended"] = _choice_as_json(choice)
+        usual = search.choice_of(default_settings(choice.settings.backend))
+        result["default"] = _choice_as_json(usual) if usual is not None else None
+        result["endurance"] = wear_of(drive, choice)
+    return result
+
+
+def _loads_as_json(swept: Swept, name: str) -> dict[str, Any]:
+    found = {workload: swept.search.best(name, workload) for workload in Workload}
+    return {load.value: _standing_as_json(best, load, fio_s=name == fio.NAME) for load, best in found.items() if best}
+
+
+def _standing_as_json(standing: Standing, workload: Workload, *, fio_s: bool = False) -> dict[str, Any]:
+    settings = standing.settings
+    names = ("iodepth", "numjobs") if fio_s else ("queue_depth", "rings")
+    found: dict[str, Any] = {
+        "gib_per_s": standing.bytes_per_s / GIB,
+        "gib_per_s_min": standing.bytes_per_s_min / GIB,
+        "gib_per_s_max": standing.bytes_per_s_max / GIB,
+        "rounds": standing.rounds,
+        "cpu_seconds_per_gib": standing.cpu_seconds_per_gib,
+        "backend": settings.backend,
+        "block_bytes": settings.block_bytes,
+        names[0]: settings.queue_depth,
+        names[1]: settings.rings,
+    }
+    if workload is Workload.MIXED and not fio_s:
+        found["mix"] = settings.mix
+    return found
+
+
+def _choice_as_json(choice: Choice) -> dict[str, Any]:
+    loads = {load.value: _standing_as_json(standing, load) for load, standing in choice.of.items()}
+    return {"step_gib_per_s": choice.step_bytes_per_s / GIB} | loads
+
+
+def _machine() -> dict[str, Any]:
+    model = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "architecture": platform.machine()}
+
+
+def _versions(asked: argparse.Namespace) -> dict[str, str]:
+    versions = {"infinity": infinity.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if asked.fio:
+        versions["fio"] = fio.version_of(fio.find_fio())
+    return versions
+
+
+# --- Small things ---
+
+
+def _step_bytes(params: int) -> tuple[int, int]:
+    return step_bytes([Part(params)], Scheme())
+
+
+def _fastest(swept: Swept, workload: Workload) -> float:
+    standing = swept.search.fastest(workload)
+    assert standing is not None, "a recommendation without measurements"
+    return standing.bytes_per_s
+
+
+def _alone(swept: list[Swept], workload: Workload) -> float:
+    choices = [one.search.recommended() for one in swept]
+    return sum(choice.of[workload].bytes_per_s for choice in choices if choice is not None)
+
+
+def _on_one_device(swept: list[Swept]) -> list[tuple[Swept, Swept]]:
+    return [(one, two) for one, two in combinations(swept, 2) if share_a_disk(one.drive, two.drive)]
+
+
+def _gib(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / GIB:.2f} GiB/s"
+
+
+def _compared(value: float, other: float) -> str:
+    """Such as "12 % more than" or "about as much as": it stands before what it is compared with."""
+    percent = 100 * (value / other - 1)
+    if abs(percent) < 2:
+        return "about as much as"
+    return f"{abs(percent):.0f} % {'more' if percent > 0 else 'less'} than"
+
+
+def _days(days: float) -> str:
+    if days < 90:
+        return f"{days:.0f} days" if days >= 3 else f"{24 * days:.0f} hours"
+    return f"{days / 365:.1f} years"

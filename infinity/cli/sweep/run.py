@@ -1,0 +1,216 @@
+"""Floor 7. The sweep itself: every path on its own, then those on different drives all at once; then the results.
+
+Owns the order of things. The policy is in search.py, the measuring in store/measure.py, the words in sweep_report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+from rich.console import Console
+
+from infinity.aio import probe
+from infinity.cli.sweep import fio
+from infinity.cli.sweep.progress import Progress
+from infinity.cli.sweep.report import (
+    Swept,
+    Together,
+    as_json,
+    block_in_words,
+    print_found,
+    print_report,
+    print_together,
+    profile_of,
+    share_a_disk,
+)
+from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
+from infinity.store.drive import drive_of
+from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Settings, Trial, Workload
+from infinity.store.profile import save_profile
+from infinity.units import GIB, MIB
+
+_QUEUE_SECONDS_MAX = 0.1
+_QUEUE_BYTES_MIN = 64 * MIB
+"""More in flight than the drive moves in this time (but at least this much) only makes it slow to answer: not tried."""
+
+_PIPED_WIDTH = 100
+
+_MEMORY_SHARE = 4
+"""The pinned pool takes at most one part in this many of the memory that is available."""
+
+
+class Sweep:
+    """One run of the command. `sizes` are the bytes of the test file of each path."""
+
+    def __init__(self, asked: argparse.Namespace, sizes: dict[Path, int]) -> None:
+        self._asked = asked
+        self._sizes = sizes
+        self._effort: Effort = QUICK if asked.quick else THOROUGH
+        if asked.rounds is not None:
+            self._effort = replace(self._effort, rounds=asked.rounds)
+        self._console = Console(stderr=asked.json == "-")
+        if not self._console.is_terminal:
+            self._console.width = _PIPED_WIDTH
+        self._began = time.monotonic()
+        self._trial_seconds, self._wall_seconds = 4.0, 6.0  # a guess, until there are more trials than it weighs
+        self._swept: list[Swept] = []
+        self._together: Together | None = None
+
+    def run(self) -> None:
+        """Measure everything, then print, write and keep what was asked for. Raises StoreError or IoError."""
+        with Progress() as progress:
+            for path, nbytes in self._sizes.items():
+                self._sweep(path, nbytes, progress)
+            self._together = self._run_together(progress)
+        for swept in self._swept:
+            print_report(swept, self._console, params=self._asked.params)
+            if not self._asked.no_profile:
+                self._keep_profile(swept)
+        print_together(self._swept, self._together, self._console)
+        self._write_files()
+
+    def tell_what_is_known(self) -> None:
+        """After an early end: the best so far."""
+        self._console.print("[bold]Ended early.[/] What was found so far, from short trials:")
+        for swept in self._swept:
+            print_found(swept, self._console)
+
+    def _sweep(self, path: Path, nbytes: int, progress: Progress) -> None:
+        """Fill a file on one drive and search for its best settings."""
+        with DriveTest(path, nbytes=nbytes, pool_bytes=_pool_bytes()) as test:
+            rival = self._rival(test)
+            in_flight_bytes_max = POOL_BYTES
+
+            def fits(settings: Settings) -> bool:
+                if settings.in_flight_bytes > in_flight_bytes_max:
+                    return False
+                return settings.backend == fio.NAME or test.fits(settings)
+
+            def measure(workload: Workload, settings: Settings, seconds: float) -> Trial:
+                self._show(progress, swept, f"{path}: {_in_words(workload, settings)}")
+                began = time.monotonic()
+                runner = rival if rival is not None and settings.backend == fio.NAME else test
+                trial = runner.run(workload, settings, seconds)
+                self._trial_seconds += seconds
+                self._wall_seconds += time.monotonic() - began
+                return trial
+
+            search = Search(
+                measure,
+                backends=self._backends(),
+                mixes=MIX_MODES,
+                fits=fits,
+                effort=self._effort,
+                rivals=[fio.NAME] if rival is not None else [],
+            )
+            swept = Swept(path.resolve(), drive_of(path), test, search, rival, self._effort.rounds)
+            self._swept.append(swept)
+            began = time.monotonic()
+            test.fill(
+                lambda done: self._show(progress, swept, f"{path}: writing the test file, {_share(done, nbytes)}")
+            )
+            usual = default_settings(self._backends()[0])
+            rate = max(measure(workload, usual, self._effort.trial_seconds).bytes_per_s for workload in Workload)
+            in_flight_bytes_max = max(_QUEUE_BYTES_MIN, int(rate * _QUEUE_SECONDS_MAX))
+            search.run()
+            swept.seconds = time.monotonic() - began
+
+    def _rival(self, test: DriveTest) -> fio.Fio | None:
+        if not self._asked.fio:
+            return None
+        io_uring = any(name == "io_uring" and available for name, available, _ in probe())
+        return fio.Fio(fio.find_fio(), test, "io_uring" if io_uring else "libaio")
+
+    def _backends(self) -> list[str]:
+        available = [name for name, available, _ in probe() if available]
+        return [name for name in available if not self._asked.backend or name in self._asked.backend]
+
+    def _show(self, progress: Progress, swept: Swept, what: str) -> None:
+        """Trials take longer than their clock runs: by how much is learned on the way."""
+        stretch = self._wall_seconds / self._trial_seconds
+        waiting = len(self._sizes) - len(self._swept)
+        left = swept.search.remaining_seconds * stretch + waiting * self._effort_seconds(stretch)
+        progress.show(what, done_seconds=time.monotonic() - self._began, left_seconds=left)
+
+    def _effort_seconds(self, stretch: float) -> float:
+        """What a drive takes whose turn has not come."""
+        return stretch * self._effort.seconds(backends=len(self._backends()), rivals=int(self._asked.fio))
+
+    # --- All at once ---
+
+    def _run_together(self, progress: Progress) -> Together | None:
+        """All drives at their recommended settings at the same time; None where that makes no sense."""
+        chosen = [(swept, choice.settings) for swept in self._swept if (choice := swept.search.recommended())]
+        if len(chosen) < 2 or any(share_a_disk(a.drive, b.drive) for a, b in combinations(self._swept, 2)):
+            return None
+        with ExitStack() as stack:
+            tests = []
+            for number, (swept, settings) in enumerate(chosen):
+                left = (len(chosen) - number) * 5.0
+                progress.show("all at once: writing the test files", done_seconds=0, left_seconds=left)
+                test = DriveTest(swept.path, nbytes=self._sizes[swept.path], pool_bytes=_pool_bytes())
+                tests.append((stack.enter_context(test), settings))
+                test.fill()
+            return Together({workload: self._rounds_together(tests, workload) for workload in Workload})
+
+    def _rounds_together(self, tests: list[tuple[DriveTest, Settings]], workload: Workload) -> float:
+        """Bytes per second of all drives together, median of the rounds."""
+
+        def one_round() -> float:
+            with ThreadPoolExecutor(len(tests)) as threads:
+                trials = [threads.submit(test.run, workload, settings, 1.0) for test, settings in tests]
+                return sum(trial.result().bytes_per_s for trial in trials)
+
+        return statistics.median(one_round() for _ in range(self._effort.rounds))
+
+    # --- What stays ---
+
+    def _keep_profile(self, swept: Swept) -> None:
+        profile = profile_of(swept)
+        if profile is None:
+            return
+        try:
+            path = save_profile(profile, swept.path)
+        except OSError as error:
+            self._console.print(f"The profile of the drive could not be kept in {swept.path}: {error}", style="yellow")
+        else:
+            self._console.print(f"Kept in {path}.", soft_wrap=True)
+
+    def _write_files(self) -> None:
+        if self._asked.json is not None:
+            text = json.dumps(as_json(self._swept, self._together, self._asked), indent=2)
+            if self._asked.json == "-":
+                print(text)
+            else:
+                Path(self._asked.json).write_text(text + "\n")
+        if self._asked.plot is not None:
+            from infinity.cli.sweep.plot import draw
+
+            draw(self._swept, self._asked.plot)
+
+
+def _pool_bytes() -> int:
+    """Pinned memory to measure with: the usual amount, or what the machine can spare."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return max(FILE_BYTES_MIN, min(POOL_BYTES, int(line.split()[1]) * 1024 // _MEMORY_SHARE))
+    return POOL_BYTES
+
+
+def _in_words(workload: Workload, settings: Settings) -> str:
+    rings = f" x {settings.rings}" if settings.rings > 1 else ""
+    return (
+        f"{workload.value}, {settings.backend}, {block_in_words(settings.block_bytes)} x {settings.queue_depth}{rings}"
+    )
+
+
+def _share(done: int, nbytes: int) -> str:
+    return f"{done / GIB:.1f} of {nbytes / GIB:.1f} GiB"

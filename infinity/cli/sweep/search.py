@@ -1,0 +1,384 @@
+"""Floor 7. Which settings to try on a drive, and which of them to recommend. Pure policy: it is given a function that
+measures, and does no I/O of its own, so that it is tested on drives made of arithmetic.
+
+[Note: How the search goes]
+For each backend and workload a coarse grid of blocks and depths is tried, then steps from the best point along one setting
+at a time (block, depth, rings, and how reads and writes are mixed), all in short trials. The best few go on as candidates
+for the one setting that must serve all workloads. What is left, with the best of every backend, runs in longer trials,
+interleaved over several rounds; medians of these decide. Short trials may be off by some percent: they choose who goes on,
+never what is reported.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from infinity.store.measure import Settings, Trial, Workload
+from infinity.units import KIB, MIB
+
+Measure = Callable[[Workload, Settings, float], Trial]
+
+BLOCKS = tuple(64 * KIB << power for power in range(9))  # 64 KiB to 16 MiB
+DEPTHS = tuple(1 << power for power in range(9))  # 1 to 256
+RINGS = (1, 2, 3, 4)
+
+_CLEAR_GAIN = 1.01
+"""A step is taken for more than this: less is noise."""
+
+_AS_GOOD = 0.98
+"""Settings within this share of the best count as equal to it; the cheapest of them is taken."""
+
+_AS_LEAN = 1.5
+"""CPU time per byte, relative to the least, up to which settings count as equally cheap."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a search may take.
+
+    Attributes:
+        grid_blocks, grid_depths: the coarse grid (bytes; blocks).
+        steps: trials after the grid, per backend and workload, at most.
+        trial_seconds: of a short trial.
+        candidates: settings per backend and workload that are tried on the other workloads, too.
+        finalists: settings in the final rounds.
+        rounds, round_seconds: the final rounds, and each trial in them.
+    """
+
+    grid_blocks: tuple[int, ...]
+    grid_depths: tuple[int, ...]
+    steps: int
+    trial_seconds: float
+    candidates: int
+    finalists: int
+    rounds: int
+    round_seconds: float
+
+    def seconds(self, *, backends: int, rivals: int) -> float:
+        """Trial time of a whole search at most."""
+        return _Plan(self, backends, rivals).total
+
+
+QUICK = Effort((MIB, 4 * MIB), (8, 32), 6, 0.15, candidates=1, finalists=2, rounds=3, round_seconds=0.2)
+THOROUGH = Effort(
+    (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
+    (1, 4, 16, 64),
+    14,
+    0.3,
+    candidates=2,
+    finalists=6,
+    rounds=5,
+    round_seconds=0.6,
+)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of some settings under one workload: a median and the range of the trials that count."""
+
+    settings: Settings
+    bytes_per_s: float
+    bytes_per_s_min: float
+    bytes_per_s_max: float
+    cpu_seconds_per_gib: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that serve a whole step: its bytes per second, and what each workload gets."""
+
+    settings: Settings
+    step_bytes_per_s: float
+    of: dict[Workload, Standing]
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.of[Workload.MIXED].cpu_seconds_per_gib
+
+
+def step_bytes_per_s(read: float, mixed: float) -> float:
+    """Bytes per second of a training step on a drive with these rates (bytes per second; `mixed` counts both ways).
+
+    Of the 14 bytes read and 12 written per parameter (docs/architecture.md, "The sum"), the 2 of the copies for the backward
+    are read alone, and 12 are read while 12 are written: the harmonic mean of the two.
+    """
+    return 26 / (2 / read + 24 / mixed)
+
+
+class Search:
+    """The best settings of one drive.
+
+    Args:
+        measure: runs one trial.
+        backends: to try, and to recommend one of.
+        mixes: ways to put reads and writes together; the first one is the usual.
+        fits: whether settings can be measured at all.
+        effort: how much to try.
+        rivals: more "backends" that `measure` knows, such as another program: measured alike, never recommended.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        *,
+        backends: Sequence[str],
+        mixes: Sequence[str],
+        fits: Callable[[Settings], bool],
+        effort: Effort,
+        rivals: Sequence[str] = (),
+    ) -> None:
+        self._measure = measure
+        self._backends = tuple(backends)
+        self._rivals = tuple(rivals)
+        self._mixes = tuple(mixes)
+        self._fits = fits
+        self._effort = effort
+        self.trials: list[Trial] = []
+        self._short: dict[tuple[Workload, Settings], list[Trial]] = defaultdict(list)
+        self._final: dict[tuple[Workload, Settings], list[Trial]] = defaultdict(list)
+        self._plan = _Plan(effort, len(backends), len(rivals))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Backends, then rivals."""
+        return self._backends + self._rivals
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Trial time still to come at most; without what it takes to start and stop trials."""
+        return self._plan.total
+
+    def run(self) -> None:
+        """Try everything that the effort allows. Ends early only with what `measure` raises; what is known then stays."""
+        for name in self.names:
+            for workload in Workload:
+                self._explore(name, workload)
+        for settings in self._candidates():
+            for workload in Workload:
+                self._try(workload, settings)
+        self._run_finals()
+
+    def best(self, name: str, workload: Workload) -> Standing | None:
+        """The fastest settings of one backend or rival under one workload; None before any was tried."""
+        known = self._known(workload)
+        return max(
+            (standing for standing in known if standing.settings.backend == name),
+            key=lambda standing: standing.bytes_per_s,
+            default=None,
+        )
+
+    def fastest(self, workload: Workload) -> Standing | None:
+        """The fastest of all backends that may be recommended."""
+        found = [best for name in self._backends if (best := self.best(name, workload)) is not None]
+        return max(found, key=lambda standing: standing.bytes_per_s, default=None)
+
+    def recommended(self) -> Choice | None:
+        """The one setting for all workloads, or None before anything was tried on all three."""
+        choices = self._choices(self._final) or self._choices(self._short)
+        return prefer(choices) if choices else None
+
+    def choice_of(self, settings: Settings) -> Choice | None:
+        """What a step gets from these settings; None if they were not tried on all workloads."""
+        found = [choice for choice in self._choices(self._final) if choice.settings == settings]
+        return found[0] if found else None
+
+    # --- Exploring ---
+
+    def _explore(self, name: str, workload: Workload) -> None:
+        """The grid, then single steps from its best point until none helps."""
+        for block in self._effort.grid_blocks:
+            for depth in self._effort.grid_depths:
+                self._try(workload, Settings(name, block, depth, mix=self._mixes[0]))
+        tried_until = len(self.trials) + self._effort.steps
+        move: str | None = ""
+        while move is not None:
+            move = self._step(name, workload, tried_until, first=move)
+        self._plan.end_exploring()
+
+    def _step(self, name: str, workload: Workload, tried_until: int, *, first: str) -> str | None:
+        """The move from the best point to a clearly better one, which is the best point then; None where none is left.
+        `first` is tried first: what helped once often helps again."""
+        start = self.best(name, workload)
+        if start is None:
+            return None
+        moves = self._moves(start.settings, workload)
+        for move in sorted(moves, key=lambda move: move != first):
+            if len(self.trials) >= tried_until:
+                return None
+            rate = self._try(workload, moves[move])
+            if rate is not None and rate > _CLEAR_GAIN * start.bytes_per_s:
+                return move
+        return None
+
+    def _moves(self, settings: Settings, workload: Workload) -> dict[str, Settings]:
+        """One setting changed, likely gains first; and block against depth at the same bytes in flight."""
+        block, depth, rings = settings.block_bytes, settings.queue_depth, settings.rings
+        moves = {}
+        if workload is Workload.MIXED and settings.backend not in self._rivals:
+            moves = {f"mix {mix}": replace(settings, mix=mix) for mix in self._mixes if mix != settings.mix}
+        moves["deeper"] = replace(settings, queue_depth=_next(DEPTHS, depth, 1))
+        moves["larger blocks"] = replace(settings, block_bytes=_next(BLOCKS, block, 1))
+        moves["more rings"] = replace(settings, rings=_next(RINGS, rings, 1))
+        moves["fewer, larger blocks"] = replace(
+            settings, block_bytes=_next(BLOCKS, block, 1), queue_depth=_next(DEPTHS, depth, -1)
+        )
+        moves["more, smaller blocks"] = replace(
+            settings, block_bytes=_next(BLOCKS, block, -1), queue_depth=_next(DEPTHS, depth, 1)
+        )
+        moves["shallower"] = replace(settings, queue_depth=_next(DEPTHS, depth, -1))
+        moves["smaller blocks"] = replace(settings, block_bytes=_next(BLOCKS, block, -1))
+        moves["fewer rings"] = replace(settings, rings=_next(RINGS, rings, -1))
+        return {move: changed for move, changed in moves.items() if changed != settings}
+
+    def _try(self, workload: Workload, settings: Settings) -> float | None:
+        """A short trial, unless it was done before; bytes per second, or None for what can't be measured."""
+        settings = self._as_tried(workload, settings)
+        if not self._fits(settings):
+            return None
+        if not self._short[workload, settings]:
+            self._short[workload, settings].append(self._record(workload, settings, self._effort.trial_seconds))
+        return self._short[workload, settings][0].bytes_per_s
+
+    def _record(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+        trial = self._measure(workload, settings, seconds)
+        self.trials.append(trial)
+        self._plan.take(seconds)
+        return trial
+
+    def _as_tried(self, workload: Workload, settings: Settings) -> Settings:
+        """The mix means nothing to a workload that goes one way."""
+        return settings if workload is Workload.MIXED else replace(settings, mix=self._mixes[0])
+
+    # --- Choosing ---
+
+    def _candidates(self) -> list[Settings]:
+        """What may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
+        found = [replace(default_settings(name), mix=mix) for name in self._backends[:1] for mix in self._mixes[:1]]
+        for name in self._backends:
+            mixed = self.best(name, Workload.MIXED)
+            for workload in Workload:
+                ranked = _ranked(each for each in self._known(workload) if each.settings.backend == name)
+                chosen = [each.settings for each in ranked[: self._effort.candidates]]
+                good = [each for each in ranked if each.bytes_per_s >= _AS_GOOD * ranked[0].bytes_per_s]
+                chosen += [min(good, key=lambda each: _cost(each.settings)).settings] if good else []
+                if workload is not Workload.MIXED and mixed is not None:
+                    chosen = [replace(settings, mix=mixed.settings.mix) for settings in chosen]
+                found += chosen
+        return list(dict.fromkeys(settings for settings in found if self._fits(settings)))
+
+    def _run_finals(self) -> None:
+        """Rounds over what is left, forwards and backwards in turn, so that a drive that tires hits everybody alike."""
+        entries = self._final_entries()
+        self._plan.begin_finals(len(entries))
+        for number in range(self._effort.rounds):
+            for workload, settings in entries if number % 2 == 0 else reversed(entries):
+                trial = self._record(workload, settings, self._effort.round_seconds)
+                self._final[workload, settings].append(trial)
+
+    def _final_entries(self) -> list[tuple[Workload, Settings]]:
+        choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
+        chosen = [choice.settings for choice in choices[: self._effort.finalists - 1]]
+        chosen += [prefer(choices).settings] if choices else []
+        chosen += [choice.settings for choice in choices if choice.settings == default_settings(self._backends[0])]
+        entries = []
+        for workload in Workload:
+            entries += [(workload, self._as_tried(workload, settings)) for settings in chosen]
+            for name in self.names:
+                ranked = _ranked(each for each in self._known(workload) if each.settings.backend == name)
+                entries += [(workload, each.settings) for each in ranked[: 2 if name in self._rivals else 1]]
+        return list(dict.fromkeys(entries))
+
+    def _known(self, workload: Workload) -> list[Standing]:
+        """Final standings of this workload; short ones of a backend that has no final ones (yet)."""
+        final = _standings(self._final, workload)
+        done = {standing.settings.backend for standing in final}
+        return final + [each for each in _standings(self._short, workload) if each.settings.backend not in done]
+
+    def _choices(self, trials: dict[tuple[Workload, Settings], list[Trial]]) -> list[Choice]:
+        """Everything that was tried on all workloads."""
+        standings = {(workload, each.settings): each for workload in Workload for each in _standings(trials, workload)}
+        found = []
+        for (workload, settings), mixed in standings.items():
+            if workload is not Workload.MIXED or settings.backend in self._rivals:
+                continue
+            one_way = self._as_tried(Workload.READ, settings)
+            read, write = standings.get((Workload.READ, one_way)), standings.get((Workload.WRITE, one_way))
+            if read is not None and write is not None:
+                rate = step_bytes_per_s(read.bytes_per_s, mixed.bytes_per_s)
+                of = {Workload.READ: read, Workload.WRITE: write, Workload.MIXED: mixed}
+                found.append(Choice(settings, rate, of))
+        return found
+
+
+def default_settings(backend: str) -> Settings:
+    """What a training run uses where nobody says anything."""
+    return Settings(backend)
+
+
+def prefer(choices: Sequence[Choice]) -> Choice:
+    """The cheapest of those that are as good as the best: first the lean ones in CPU, then few rings, then little memory."""
+    best = max(choice.step_bytes_per_s for choice in choices)
+    good = [choice for choice in choices if choice.step_bytes_per_s >= _AS_GOOD * best]
+    lean = min(choice.cpu_seconds_per_gib for choice in good)
+    good = [choice for choice in good if choice.cpu_seconds_per_gib <= _AS_LEAN * lean]
+    return min(good, key=lambda choice: (*_cost(choice.settings), -choice.step_bytes_per_s))
+
+
+class _Plan:
+    """Seconds of trials still to come at most, for whoever waits."""
+
+    def __init__(self, effort: Effort, backends: int, rivals: int) -> None:
+        self._effort = effort
+        trials = len(effort.grid_blocks) * len(effort.grid_depths) + effort.steps
+        self._exploring = [trials * effort.trial_seconds] * (len(Workload) * (backends + rivals))
+        joining = len(Workload) * (backends * (effort.candidates + 1) * 2 + 1)
+        self._joining = joining * effort.trial_seconds
+        entries = len(Workload) * (effort.finalists + backends + 2 * rivals)
+        self._finals = entries * effort.rounds * effort.round_seconds
+
+    @property
+    def total(self) -> float:
+        return sum(self._exploring) + self._joining + self._finals
+
+    def take(self, seconds: float) -> None:
+        if self._exploring:
+            self._exploring[0] = max(0.0, self._exploring[0] - seconds)
+        elif self._joining:
+            self._joining = max(0.0, self._joining - seconds)
+        else:
+            self._finals = max(0.0, self._finals - seconds)
+
+    def end_exploring(self) -> None:
+        """One backend and workload is done, whatever it did not need."""
+        del self._exploring[0]
+
+    def begin_finals(self, entries: int) -> None:
+        self._joining = 0.0
+        self._finals = entries * self._effort.rounds * self._effort.round_seconds
+
+
+def _standings(trials: dict[tuple[Workload, Settings], list[Trial]], workload: Workload) -> list[Standing]:
+    found = []
+    for (of, settings), done in trials.items():
+        if of is workload and done:
+            rates = [trial.bytes_per_s for trial in done]
+            cpu = statistics.median(trial.cpu_seconds_per_gib for trial in done)
+            found.append(Standing(settings, statistics.median(rates), min(rates), max(rates), cpu, len(done)))
+    return found
+
+
+def _ranked(standings: Iterable[Standing]) -> list[Standing]:
+    return sorted(standings, key=lambda standing: -standing.bytes_per_s)
+
+
+def _cost(settings: Settings) -> tuple[int, int, int]:
+    return settings.rings, settings.in_flight_bytes, settings.queue_depth
+
+
+def _next(values: tuple[int, ...], value: int, step: int) -> int:
+    """The neighbour of `value`; at the end of the ladder the value itself."""
+    return values[min(max(values.index(value) + step, 0), len(values) - 1)]

@@ -1,0 +1,282 @@
+"""Floor 3. The update kernel: torch's fused Adam and AdamW, bit for bit, in one pass over memory.
+
+The gradient is converted, unscaled and clipped on the way in; the 16-bit copy is made on the way out, and the master weight
+may be kept as that copy and what its rounding left. Tensors are updated in place, on the caller's thread and a few more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity import _optim
+from infinity.optim.adam import AdamSettings, adam_
+
+log = logging.getLogger("infinity")
+
+INSTRUCTIONS: tuple[str, ...] = tuple(_optim.instruction_sets())
+"""The instruction sets of this CPU that the kernel knows, the fastest first. All of them give the same numbers."""
+
+_GRAD_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_COPY_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_BITS = (torch.int16, torch.uint16)
+
+
+@dataclass(frozen=True)
+class GradPiece:
+    """The gradient of elements [offset, offset + numel) of a sub-group.
+
+    grad: fp32, bf16 or fp16, 1-D and contiguous, in host memory; its length is numel. start, shard_numel: the elements are
+    those from `start` on of a shard of `shard_numel` (the piece is the whole shard, if left out). torch rounds the last few
+    elements of a shard in another way, so this decides to which of its results the kernel is equal: to that for the shard,
+    however it was cut.
+    """
+
+    offset: int
+    grad: torch.Tensor
+    start: int = 0
+    shard_numel: int | None = None
+
+    @property
+    def row(self) -> tuple[int, int, int, int, int]:
+        """As the compiled kernel takes it."""
+        numel = self.grad.numel()
+        whole = self.start + numel if self.shard_numel is None else self.shard_numel
+        return self.grad.data_ptr(), self.offset, numel, self.start, whole
+
+
+def update_full(
+    settings: AdamSettings,
+    *,
+    step: float,
+    grad_scale: float,
+    pieces: Sequence[GradPiece],
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    master: torch.Tensor,
+    copy: torch.Tensor | None = None,
+    threads: int | None = None,
+    instructions: str = INSTRUCTIONS[0],
+) -> None:
+    """One step of Adam on the elements of a sub-group that `pieces` name, in place.
+
+    exp_avg, exp_avg_sq and master (fp32) and copy (bf16 or fp16, set from the new master) are the whole sub-group: 1-D and
+    contiguous, in host memory, of one length. Pieces ascend without overlap, and their gradients have one dtype. `step`
+    counts this step, from 1. Gradients are multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads`
+    share the work (torch's number, if None); the calling thread is one of them, and the GIL is released.
+
+    The numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for
+    pieces that do not fit.
+    """
+    _check([exp_avg, exp_avg_sq, master], (torch.float32,), "exp_avg, exp_avg_sq and master", exp_avg.numel())
+    if copy is not None:
+        _check([copy], tuple(_COPY_DTYPES), "the copy", exp_avg.numel())
+    _update(settings, step, grad_scale, pieces, exp_avg, exp_avg_sq, master, copy, None, None, threads, instructions)
+
+
+def update_split(
+    settings: AdamSettings,
+    *,
+    step: float,
+    grad_scale: float,
+    pieces: Sequence[GradPiece],
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    copy: torch.Tensor,
+    remainder: torch.Tensor,
+    ties: torch.Tensor,
+    threads: int | None = None,
+    instructions: str = INSTRUCTIONS[0],
+) -> torch.Tensor:
+    """As `update_full`, for a master weight that is kept as `copy` (bf16), `remainder` (int16 or uint16) and `ties`.
+
+    Returns the ties of the whole sub-group anew: those that lie in no piece are the old ones. See `split`.
+    """
+    _check([exp_avg, exp_avg_sq], (torch.float32,), "exp_avg and exp_avg_sq", exp_avg.numel())
+    _check_split(copy, remainder, exp_avg.numel())
+    return _update(
+        settings, step, grad_scale, pieces, exp_avg, exp_avg_sq, None, copy, remainder, ties, threads, instructions
+    )
+
+
+def split(
+    master: torch.Tensor,
+    copy: torch.Tensor,
+    remainder: torch.Tensor,
+    *,
+    threads: int | None = None,
+    instructions: str = INSTRUCTIONS[0],
+) -> torch.Tensor:
+    """Set `copy` (bf16, rounded to nearest even as torch converts) and `remainder` (int16 or uint16) from `master` (fp32).
+
+    Returns the ties: ascending indices (int32) of the elements that lay halfway between two copies and were rounded up, about
+    one in 131072. `join` gives the master back from the three, bit for bit but for the payload of a NaN. All are 1-D and
+    contiguous, in host memory, of one length.
+    """
+    _check([master], (torch.float32,), "the master", master.numel())
+    _check_split(copy, remainder, master.numel())
+    found = _optim.split(
+        master=master.data_ptr(),
+        numel=master.numel(),
+        copy=copy.data_ptr(),
+        remainder=remainder.data_ptr(),
+        threads=threads or torch.get_num_threads(),
+        instructions=instructions,
+    )
+    return torch.from_numpy(found)
+
+
+def join(
+    copy: torch.Tensor,
+    remainder: torch.Tensor,
+    ties: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    threads: int | None = None,
+    instructions: str = INSTRUCTIONS[0],
+) -> torch.Tensor:
+    """The master (fp32) of which `split` made `copy` and `remainder`, and returned `ties`; into `out` where it is given."""
+    master = torch.empty(copy.numel(), dtype=torch.float32) if out is None else out
+    _check([master], (torch.float32,), "out", copy.numel())
+    _check_split(copy, remainder, copy.numel())
+    _optim.join(
+        copy=copy.data_ptr(),
+        remainder=remainder.data_ptr(),
+        numel=copy.numel(),
+        ties=ties.numpy(),
+        master=master.data_ptr(),
+        threads=threads or torch.get_num_threads(),
+        instructions=instructions,
+    )
+    return master
+
+
+# [Note: The same as torch]
+# The kernel rounds where torch's own binary does, which its source does not fix: the compiler chose where a product and a sum
+# are rounded once. Another torch, or another kind of CPU, may have chosen otherwise, so before the kernel is used it is
+# compared with the torch that is there, once for each way through the arithmetic.
+_CHECK_STEPS = 2
+_CHECK_SIZES = (4096, 1021, 77, 5)
+_found_equal: dict[tuple[object, ...], bool] = {}
+
+
+def matches_torch(settings: AdamSettings) -> bool:
+    """Whether the kernel gives the numbers of torch's fused kernel here for such settings, bit for bit.
+
+    False without a look where settings.fused is not set: torch's plain loop rounds differently. The answer is found by
+    comparing some thousand elements, at the first call for a kind of settings and number of threads. See
+    [Note: The same as torch].
+    """
+    if not settings.fused:
+        return False
+    threads = torch.get_num_threads()
+    decays = settings.weight_decay != 0
+    key = (settings.decoupled_weight_decay, decays, settings.maximize, 1 - settings.betas[0] < 0.5, threads)
+    if key not in _found_equal:
+        _found_equal[key] = all(_same_steps(settings, numel) for numel in _CHECK_SIZES)
+        if not _found_equal[key] and sum(not equal for equal in _found_equal.values()) == 1:
+            log.warning(
+                "torch %s rounds Adam differently from infinity's update kernel on this machine: using torch's own, "
+                "which takes more passes over memory",
+                torch.__version__,
+            )
+    return _found_equal[key]
+
+
+def _same_steps(settings: AdamSettings, numel: int) -> bool:
+    """Whether a few steps on random elements agree, of which some are very large, very small or zero."""
+    random = torch.Generator().manual_seed(numel)
+
+    def draw() -> torch.Tensor:
+        normal = torch.randn(numel, generator=random)
+        powers = torch.randint(-60, 15, (numel,), generator=random) * (torch.rand(numel, generator=random) < 0.3)
+        return normal * torch.exp2(powers.float()) * (torch.rand(numel, generator=random) < 0.98)
+
+    fields = draw(), draw(), draw().square()
+    ours, theirs = [field.clone() for field in fields], [field.clone() for field in fields]
+    for done in range(_CHECK_STEPS):
+        grad = draw()
+        piece = GradPiece(0, grad.clone())
+        update_full(
+            settings,
+            step=done + 1,
+            grad_scale=1.0,
+            pieces=[piece],
+            master=ours[0],
+            exp_avg=ours[1],
+            exp_avg_sq=ours[2],
+        )
+        adam_(
+            settings,
+            masters=[theirs[0]],
+            grads=[grad],
+            exp_avgs=[theirs[1]],
+            exp_avg_sqs=[theirs[2]],
+            steps=[torch.tensor(float(done))],
+        )
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
+
+
+def _update(
+    settings: AdamSettings,
+    step: float,
+    grad_scale: float,
+    pieces: Sequence[GradPiece],
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    master: torch.Tensor | None,
+    copy: torch.Tensor | None,
+    remainder: torch.Tensor | None,
+    ties: torch.Tensor | None,
+    threads: int | None,
+    instructions: str,
+) -> torch.Tensor:
+    grad_dtype = pieces[0].grad.dtype if pieces else torch.float32
+    for piece in pieces:
+        _check([piece.grad], tuple(_GRAD_DTYPES), "gradients", piece.grad.numel())
+        if piece.grad.dtype is not grad_dtype:
+            raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
+    found = _optim.update(
+        lr=settings.lr,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        decoupled=settings.decoupled_weight_decay,
+        maximize=settings.maximize,
+        step=step,
+        grad_scale=grad_scale,
+        grad_dtype=_GRAD_DTYPES[grad_dtype],
+        copy_dtype=_COPY_DTYPES[copy.dtype] if copy is not None else "bfloat16",
+        pieces=[piece.row for piece in pieces],
+        numel=exp_avg.numel(),
+        exp_avg=exp_avg.data_ptr(),
+        exp_avg_sq=exp_avg_sq.data_ptr(),
+        master=_address(master),
+        copy=_address(copy),
+        remainder=_address(remainder),
+        ties=(torch.empty(0, dtype=torch.int32) if ties is None else ties).numpy(),
+        threads=threads or torch.get_num_threads(),
+        instructions=instructions,
+    )
+    return torch.from_numpy(found)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check_split(copy: torch.Tensor, remainder: torch.Tensor, numel: int) -> None:
+    _check([copy], (torch.bfloat16,), "the copy", numel)
+    _check([remainder], _BITS, "the remainder", numel)
+
+
+def _check(tensors: list[torch.Tensor], dtypes: tuple[torch.dtype, ...], what: str, numel: int) -> None:
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{what} must be 1-D, contiguous and in host memory for the update kernel")
+        if tensor.dtype not in dtypes or tensor.numel() != numel:
+            raise ValueError(f"{what} must be {numel} elements of {dtypes}, got {tensor.numel()} of {tensor.dtype}")

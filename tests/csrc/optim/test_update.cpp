@@ -1,0 +1,127 @@
+// The update kernel under the sanitizers: no byte outside the fields is touched, and threads share the work without a
+// race.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "optim/adam.h"
+#include "optim/crew.h"
+
+namespace infinity::optim {
+namespace {
+
+const Settings kSettings{1e-2, 0.9, 0.999, 1e-8, 0.1, true, false, 1, 0.5f};
+
+// Vectors of exactly the length, so that ASan sees the first byte behind them.
+struct State {
+  explicit State(int64_t numel, unsigned seed = 1)
+      : numel(numel),
+        grad(size()),
+        exp_avg(size()),
+        exp_avg_sq(size()),
+        master(size()),
+        copy(size()),
+        remainder(size()) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (auto* field : {&grad, &exp_avg, &exp_avg_sq, &master}) {
+      for (float& value : *field) value = normal(random);
+    }
+    for (float& value : exp_avg_sq) value = std::fabs(value);
+    for (size_t i = 0; i < master.size(); i += 3) master[i] = 1.0f + 3.0f / 256;  // ties that are rounded up
+  }
+
+  size_t size() const { return static_cast<size_t>(numel); }
+  Ties known() const { return {ties.data(), ties.data() + ties.size()}; }
+
+  void split_master(const Means& means) { ties = split(master.data(), numel, copy.data(), remainder.data(), means); }
+  void step_full(const std::vector<Piece>& pieces, const Means& means) {
+    Fields fields{numel, exp_avg.data(), exp_avg_sq.data(), master.data(), nullptr, nullptr};
+    update(kSettings, Grad::kFloat32, Master::kFull, fields, pieces, {nullptr, nullptr}, means);
+  }
+  void step_split(const std::vector<Piece>& pieces, const Means& means) {
+    Fields fields{numel, exp_avg.data(), exp_avg_sq.data(), nullptr, copy.data(), remainder.data()};
+    ties = update(kSettings, Grad::kFloat32, Master::kSplit, fields, pieces, known(), means);
+  }
+  std::vector<float> joined(const Means& means) const {
+    std::vector<float> value(size());
+    join(copy.data(), remainder.data(), numel, known(), value.data(), means);
+    return value;
+  }
+  Piece piece(int64_t begin, int64_t end) const { return {grad.data() + begin, begin, end - begin, begin, numel}; }
+
+  int64_t numel;
+  std::vector<float> grad, exp_avg, exp_avg_sq, master;
+  std::vector<uint16_t> copy, remainder;
+  std::vector<int32_t> ties;
+};
+
+bool equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+}  // namespace
+
+TEST_CASE("a split master takes the steps of a full one, for every length and instruction set") {
+  for (const std::string& instructions : instruction_sets()) {
+    Means means{1, instructions};
+    for (int64_t numel = 1; numel < 70; ++numel) {
+      State full(numel);
+      State halves(numel);
+      halves.split_master(means);
+      full.step_full({full.piece(0, numel)}, means);
+      halves.step_split({halves.piece(0, numel)}, means);
+      CHECK(equal_bits(full.master, halves.joined(means)));
+      CHECK(equal_bits(full.exp_avg, halves.exp_avg));
+      CHECK(equal_bits(full.exp_avg_sq, halves.exp_avg_sq));
+    }
+  }
+}
+
+TEST_CASE("instruction sets, threads and cuts change no bit") {
+  constexpr int64_t kNumel = 200'003;
+  State one(kNumel);
+  one.step_full({one.piece(0, kNumel)}, {1, "portable"});
+  for (const std::string& instructions : instruction_sets()) {
+    State cut(kNumel);
+    Means means{3, instructions};
+    cut.split_master(means);
+    cut.step_split({cut.piece(0, 77), cut.piece(77, 100'001), cut.piece(100'001, kNumel)}, means);
+    CHECK(equal_bits(one.master, cut.joined(means)));
+    CHECK(equal_bits(one.exp_avg_sq, cut.exp_avg_sq));
+  }
+}
+
+TEST_CASE("several threads may update at once") {
+  std::vector<std::thread> callers;
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    callers.emplace_back([seed] {
+      State state(150'001, seed);
+      Means means{3, instruction_sets().front()};
+      state.split_master(means);
+      for (int step = 0; step < 3; ++step) state.step_split({state.piece(0, state.numel)}, means);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+}
+
+TEST_CASE("a job that fails throws where it was brought, and the next one runs") {
+  for (int round = 0; round < 20; ++round) {
+    CHECK_THROWS_AS(Crew::here().run(3, 100,
+                                     [](int64_t i) {
+                                       if (i == 50) throw std::runtime_error("out of something");
+                                     }),
+                    std::runtime_error);
+    std::vector<int> done(100);
+    Crew::here().run(3, 100, [&done](int64_t i) { done[static_cast<size_t>(i)] = 1; });
+    CHECK(done == std::vector<int>(100, 1));
+  }
+}
+
+}  // namespace infinity::optim

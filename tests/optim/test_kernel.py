@@ -1,0 +1,474 @@
+"""What the update kernel promises: the bits of torch's own sequence of operations, whatever the lengths, dtypes, cuts, threads
+and instructions; and that a master weight comes back from its copy and remainder."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity.optim import AdamSettings, adam_, kernel
+from infinity.optim import split as torch_split
+from infinity.optim.kernel import GradPiece
+
+# Of the torch that the kernel was written beside; an older one, or one without AVX2, may round otherwise (see matches_torch).
+KNOWN_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+KNOWN_CPU = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+like_torch = pytest.mark.skipif(not (KNOWN_TORCH and KNOWN_CPU), reason="this torch may round otherwise")
+every_instruction_set = pytest.mark.parametrize("instructions", kernel.INSTRUCTIONS)
+
+WAYS = {
+    "defaults": {},
+    "no decay": {"weight_decay": 0.0},
+    "maximize": {"maximize": True},
+    "maximize, no decay": {"maximize": True, "weight_decay": 0.0},
+    "large": {"lr": 0.3, "weight_decay": 0.5, "betas": (0.5, 0.9), "eps": 1e-3},
+    "short memory": {"betas": (0.3, 0.8), "lr": 3e-5},
+    "no memory": {"betas": (0.0, 0.0)},
+    "at rest": {"lr": 0.0},
+}
+STEPS = 3
+
+
+def settings_of(*, decoupled: bool = True, fused: bool | None = True, **hyper: Any) -> AdamSettings:
+    chosen = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False, **hyper}
+    return AdamSettings(decoupled_weight_decay=decoupled, fused=fused, **chosen)
+
+
+class State:
+    """The fields of one sub-group, and gradients, drawn from a seed; many a number is very large, very small or zero."""
+
+    def __init__(self, numel: int, *, seed: int = 0) -> None:
+        self.numel = numel
+        self.random = torch.Generator().manual_seed(seed)
+        self.master = self.draw()
+        self.exp_avg = torch.zeros(numel)
+        self.exp_avg_sq = torch.zeros(numel)
+
+    def draw(self) -> torch.Tensor:
+        powers = torch.randint(-140, 60, (self.numel,), generator=self.random)
+        powers *= torch.rand(self.numel, generator=self.random) < 0.2
+        kept = torch.rand(self.numel, generator=self.random) < 0.98
+        return torch.randn(self.numel, generator=self.random) * torch.exp2(powers.float()) * kept
+
+    def twin(self) -> State:
+        other = State(self.numel)
+        other.random.set_state(self.random.get_state())
+        other.master, other.exp_avg, other.exp_avg_sq = (
+            each.clone() for each in (self.master, self.exp_avg, self.exp_avg_sq)
+        )
+        return other
+
+    def fields(self) -> list[torch.Tensor]:
+        return [self.master, self.exp_avg, self.exp_avg_sq]
+
+    def step_like_torch(self, chosen: AdamSettings, grad: torch.Tensor, step: int) -> None:
+        adam_(
+            chosen,
+            masters=[self.master],
+            grads=[grad],
+            exp_avgs=[self.exp_avg],
+            exp_avg_sqs=[self.exp_avg_sq],
+            steps=[torch.tensor(step - 1.0)],
+        )
+
+    def step(self, chosen: AdamSettings, pieces: list[GradPiece], step: int, **more: Any) -> None:
+        kernel.update_full(
+            chosen,
+            step=step,
+            pieces=pieces,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            master=self.master,
+            **{"grad_scale": 1.0, **more},
+        )
+
+
+class SplitState(State):
+    """The same, with the master as copy and remainder."""
+
+    def __init__(self, whole: State, instructions: str = kernel.INSTRUCTIONS[0]) -> None:
+        self.numel = whole.numel
+        self.copy = torch.empty(self.numel, dtype=torch.bfloat16)
+        self.remainder = torch.empty(self.numel, dtype=torch.int16)
+        self.ties = kernel.split(whole.master, self.copy, self.remainder, instructions=instructions)
+        self.exp_avg, self.exp_avg_sq = whole.exp_avg.clone(), whole.exp_avg_sq.clone()
+
+    def step(self, chosen: AdamSettings, pieces: list[GradPiece], step: int, **more: Any) -> None:
+        self.ties = kernel.update_split(
+            chosen,
+            step=step,
+            pieces=pieces,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            copy=self.copy,
+            remainder=self.remainder,
+            ties=self.ties,
+            **{"grad_scale": 1.0, **more},
+        )
+
+    def fields(self) -> list[torch.Tensor]:
+        return [kernel.join(self.copy, self.remainder, self.ties), self.exp_avg, self.exp_avg_sq]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+
+
+def equal_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Where one has a NaN the other has one, too; its payload may differ."""
+    return all(bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all()) for a, b in zip(left, right, strict=True))
+
+
+# The arithmetic
+
+
+@pytest.fixture
+def one_thread_of_torch() -> Iterator[None]:
+    """Many small tensors take long where torch wakes its threads for each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@like_torch
+@every_instruction_set
+@pytest.mark.usefixtures("one_thread_of_torch")
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_equal_torchs_fused_kernel_for_every_length(way: str, decoupled: bool, instructions: str) -> None:
+    chosen = settings_of(decoupled=decoupled, **WAYS[way])
+    for numel in [*range(1, 36), 63, 127, 128, 999]:
+        ours = State(numel, seed=numel)
+        theirs = ours.twin()
+        for step in range(1, STEPS + 1):
+            ours.step(chosen, [GradPiece(0, ours.draw())], step, instructions=instructions)
+            theirs.step_like_torch(chosen, theirs.draw(), step)
+        assert equal_bits(ours.fields(), theirs.fields()), numel
+
+
+@like_torch
+@every_instruction_set
+@pytest.mark.parametrize("oracle", [torch.optim.AdamW, torch.optim.Adam])
+def test_millions_of_elements_equal_torchs_optimizer(
+    oracle: type[torch.optim.AdamW | torch.optim.Adam], instructions: str
+) -> None:
+    numel = 200_007 if instructions == "portable" else 2_000_007
+    chosen = settings_of(decoupled=oracle is torch.optim.AdamW)
+    ours = State(numel)
+    theirs = ours.twin()
+    parameter = torch.nn.Parameter(theirs.master)
+    optimizer = oracle(
+        [parameter],
+        lr=chosen.lr,
+        betas=chosen.betas,
+        eps=chosen.eps,
+        weight_decay=chosen.weight_decay,
+        fused=True,
+    )
+    for step in range(1, STEPS + 1):
+        ours.step(chosen, [GradPiece(0, ours.draw())], step, instructions=instructions)
+        parameter.grad = theirs.draw()
+        optimizer.step()
+    state = optimizer.state[parameter]
+    assert equal_bits(ours.fields(), [parameter.data, state["exp_avg"], state["exp_avg_sq"]])
+
+
+@like_torch
+def test_late_steps_equal_torchs_bias_corrections() -> None:
+    for step in [10, 1000, 65_537, 1 << 23]:
+        ours = State(1000, seed=step)
+        theirs = ours.twin()
+        ours.step(settings_of(), [GradPiece(0, ours.draw())], step)
+        theirs.step_like_torch(settings_of(), theirs.draw(), step)
+        assert equal_bits(ours.fields(), theirs.fields())
+
+
+@like_torch
+@every_instruction_set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.125, 0.3, 1 / 65536 / 3, 0.0])
+def test_gradients_are_converted_and_scaled_as_by_torch(dtype: torch.dtype, scale: float, instructions: str) -> None:
+    ours = State(5003)
+    theirs = ours.twin()
+    for step in range(1, STEPS + 1):
+        ours.step(
+            settings_of(), [GradPiece(0, ours.draw().to(dtype))], step, grad_scale=scale, instructions=instructions
+        )
+        theirs.step_like_torch(settings_of(), theirs.draw().to(dtype).float().mul_(scale), step)
+    assert equal_bits(ours.fields(), theirs.fields())
+
+
+@every_instruction_set
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copy_is_rounded_as_by_torch(dtype: torch.dtype, instructions: str) -> None:
+    """At rest, with decay off, a step writes every master as it was: here all that round in some way of their own."""
+    upper = torch.arange(1 << 16, dtype=torch.int64)
+    lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF]
+    state = State((1 << 16) * len(lower))
+    state.master = torch.cat([(upper << 16) + low for low in lower]).to(torch.int32).view(torch.float32)
+    before = state.master.clone()
+    copy = torch.empty(state.numel, dtype=dtype)
+    grad = torch.zeros(state.numel)
+    at_rest = settings_of(lr=0.0, weight_decay=0.0)
+    state.step(at_rest, [GradPiece(0, grad)], 1, copy=copy, instructions=instructions)
+    assert equal_bits([state.master, copy], [before, before.to(dtype)])
+
+
+@every_instruction_set
+@pytest.mark.parametrize("decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_split_master_takes_the_same_steps(way: str, decoupled: bool, instructions: str) -> None:
+    chosen = settings_of(decoupled=decoupled, **WAYS[way])
+    whole = State(30_011)
+    whole.master[::3] = whole.master[::3].half().float()  # weights that came from fp16: one in eight is a tie
+    halves = SplitState(whole, instructions)
+    assert halves.ties.numel() > 400
+    copy = torch.empty(whole.numel, dtype=torch.bfloat16)
+    for step in range(1, STEPS + 1):
+        grad = whole.draw()
+        grad[::2] = 0
+        whole.step(chosen, [GradPiece(0, grad)], step, copy=copy, instructions=instructions)
+        halves.step(chosen, [GradPiece(0, grad)], step, instructions=instructions)
+        assert equal_bits(whole.fields(), halves.fields())
+        assert equal_bits([halves.copy], [copy])
+
+
+# Pieces of a sub-group
+
+
+@given(
+    numel=st.integers(1, 3000),
+    cuts=st.sets(st.integers(1, 2999), max_size=6),
+    split=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=80, deadline=None)
+def test_cutting_a_shard_anywhere_changes_no_bit(
+    numel: int, cuts: set[int], split: bool, threads: int, seed: int
+) -> None:
+    """Not even where a vector would not end: the pieces know which elements are the last of the shard."""
+    uncut, cut = State(numel, seed=seed), State(numel, seed=seed)
+    places = [0, *sorted(place for place in cuts if place < numel), numel]
+    target = SplitState(cut) if split else cut
+    for step in range(1, STEPS + 1):
+        grad = uncut.draw()
+        uncut.step(settings_of(), [GradPiece(0, grad)], step)
+        pieces = [GradPiece(a, grad[a:b], start=a, shard_numel=numel) for a, b in itertools.pairwise(places)]
+        target.step(settings_of(), pieces, step, threads=threads)
+    assert equal_bits(uncut.fields(), target.fields())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_elements_in_no_piece_stay(split: bool) -> None:
+    """Padding, and shards without a gradient; the ties among them, too."""
+    before = State(1000)
+    before.master[:] = 1.0 + 3 / 256  # halfway between two bf16 numbers, and rounded up
+    after = SplitState(before.twin()) if split else before.twin()
+    pieces = [GradPiece(0, torch.ones(100)), GradPiece(128, torch.ones(300)), GradPiece(640, torch.ones(1))]
+    after.step(settings_of(), pieces, 1)
+    inside = torch.zeros(1000, dtype=torch.bool)
+    for piece in pieces:
+        inside[piece.offset : piece.offset + piece.grad.numel()] = True
+    for new, old in zip(after.fields(), before.fields(), strict=True):
+        assert torch.equal(new[~inside], old[~inside])
+        assert not (new[inside] == old[inside]).any()
+    if isinstance(after, SplitState):
+        assert after.ties.tolist() == (~inside).nonzero().squeeze(1).tolist()
+
+
+def test_no_pieces_change_nothing() -> None:
+    state = State(10)
+    halves = SplitState(state)
+    halves.step(settings_of(), [], 1)
+    assert equal_bits(state.fields(), halves.fields())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pieces": [GradPiece(8, torch.ones(4)), GradPiece(0, torch.ones(4))]}, "ascend"),
+        ({"pieces": [GradPiece(0, torch.ones(4)), GradPiece(3, torch.ones(4))]}, "ascend"),
+        ({"pieces": [GradPiece(14, torch.ones(4))]}, "end within"),
+        ({"pieces": [GradPiece(0, torch.ones(4), start=5, shard_numel=8)]}, "shard"),
+        ({"pieces": [GradPiece(0, torch.ones(4, dtype=torch.float64))]}, "gradients"),
+        ({"pieces": [GradPiece(0, torch.ones(4)), GradPiece(4, torch.ones(4).half())]}, "one dtype"),
+        ({"pieces": [GradPiece(0, torch.ones(8)[::2])]}, "contiguous"),
+        ({"exp_avg_sq": torch.zeros(15)}, "16 elements"),
+        ({"master": torch.zeros(16, dtype=torch.bfloat16)}, "float32"),
+        ({"master": torch.zeros(4, 4)}, "1-D"),
+        ({"copy": torch.zeros(16)}, "bfloat16"),
+        ({"copy": torch.zeros(17, dtype=torch.bfloat16)}, "16 elements"),
+        ({"threads": -1}, "threads"),
+        ({"instructions": "sse9"}, "sse9"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "pieces": [GradPiece(0, torch.ones(16))],
+        "exp_avg": torch.zeros(16),
+        "exp_avg_sq": torch.zeros(16),
+        "master": torch.zeros(16),
+    }
+    with pytest.raises(ValueError, match=message):
+        kernel.update_full(settings_of(), step=1, grad_scale=1.0, **(given | change))
+
+
+def test_ties_out_of_the_sub_group_are_refused() -> None:
+    copy, remainder = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int16)
+    for ties in ([16], [-1], [3, 2], [5, 5]):
+        with pytest.raises(ValueError, match="ties"):
+            kernel.join(copy, remainder, torch.tensor(ties, dtype=torch.int32))
+
+
+# Threads
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_change_no_bit(threads: int) -> None:
+    one = State(400_001)
+    one.master[::3] = one.master[::3].half().float()
+    many, halves = one.twin(), SplitState(one)
+    grad = one.draw()
+    pieces = [GradPiece(0, grad[:150_000]), GradPiece(150_016, grad[150_016:])]
+    one.step(settings_of(), pieces, 1, threads=1)
+    many.step(settings_of(), pieces, 1, threads=threads)
+    halves.step(settings_of(), pieces, 1, threads=threads)
+    assert equal_bits(one.fields(), many.fields())
+    assert equal_bits(one.fields(), halves.fields())
+
+
+def test_several_python_threads_may_update_at_once() -> None:
+    def run(seed: int) -> list[torch.Tensor]:
+        state = State(200_003, seed=seed)
+        for step in range(1, STEPS + 1):
+            state.step(settings_of(), [GradPiece(0, state.draw())], step, threads=3)
+        return state.fields()
+
+    with ThreadPoolExecutor(4) as pool:
+        at_once = list(pool.map(run, range(8)))
+    assert all(equal_bits(found, run(seed)) for seed, found in enumerate(at_once))
+
+
+def test_a_forked_child_updates_with_threads_of_its_own() -> None:
+    state = State(200_003)
+    pieces = [GradPiece(0, torch.ones(200_003))]
+    state.step(settings_of(), pieces, 1, threads=3)
+    child = multiprocessing.get_context("fork").Process(
+        target=state.step, args=(settings_of(), pieces, 2), kwargs={"threads": 3}
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_the_gil_is_released() -> None:
+    state = State(6_000_000)
+    counted = 0
+    done = threading.Event()
+
+    def update() -> None:
+        state.step(settings_of(), [GradPiece(0, state.exp_avg)], 1, threads=1, instructions="portable")
+        done.set()
+
+    worker = threading.Thread(target=update)
+    worker.start()
+    while not done.wait(1e-4):
+        counted += 1
+    worker.join()
+    assert counted > 3
+
+
+# The master as copy and remainder
+
+any_bits = st.lists(
+    st.one_of(
+        st.integers(0, (1 << 32) - 1),
+        st.builds(lambda upper: (upper << 16) | 0x8000, st.integers(0, (1 << 16) - 1)),
+        st.sampled_from(
+            [0x7F7FFFFF, 0x7F7F8000, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x80000000, 0x7F800001, 0x00008000]
+        ),
+    ),
+    min_size=1,
+    max_size=70,
+)
+
+
+def masters_of(values: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.uint32).view(np.float32))
+
+
+def check_split(master: torch.Tensor, instructions: str) -> None:
+    copy = torch.empty(master.numel(), dtype=torch.bfloat16)
+    remainder = torch.empty(master.numel(), dtype=torch.uint16)
+    ties = kernel.split(master, copy, remainder, instructions=instructions)
+    assert equal_bits([copy], [master.bfloat16()])
+    value = master.view(torch.int32).numpy()
+    tied = ((value & 0x1FFFF) == 0x18000) & ~np.isnan(master.numpy())
+    assert ties.dtype is torch.int32
+    assert ties.tolist() == np.flatnonzero(tied).tolist()
+    assert equal_bits([kernel.join(copy, remainder, ties, instructions=instructions)], [master])
+
+
+@every_instruction_set
+@given(values=any_bits)
+@settings(max_examples=300, deadline=None)
+def test_join_inverts_split(instructions: str, values: list[int]) -> None:
+    check_split(masters_of(values), instructions)
+
+
+@every_instruction_set
+def test_join_inverts_split_for_every_upper_half(instructions: str) -> None:
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for low in [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]:
+        check_split(torch.from_numpy((upper | low).astype(np.uint32).view(np.float32)), instructions)
+
+
+@given(values=any_bits)
+@settings(max_examples=100, deadline=None)
+def test_torchs_way_to_split_is_understood(values: list[int]) -> None:
+    master = masters_of(values)
+    copy, remainder = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
+    ties = torch_split(master, copy, remainder)
+    assert equal_bits([kernel.join(copy, remainder, ties)], [master])
+
+
+# Whether to use it
+
+
+@like_torch
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_it_matches_this_torch(way: str, decoupled: bool) -> None:
+    assert kernel.matches_torch(settings_of(decoupled=decoupled, **WAYS[way]))
+
+
+def test_torchs_plain_loop_is_left_to_torch() -> None:
+    assert not kernel.matches_torch(settings_of(fused=False))
+    assert not kernel.matches_torch(settings_of(fused=None))
+
+
+def test_another_rounding_is_noticed_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rounds_otherwise(*args: Any, **lists: Any) -> None:
+        adam_(*args, **lists)
+        lists["exp_avg_sqs"][0][-1:].nextafter_(torch.ones(1))
+
+    monkeypatch.setattr(kernel, "adam_", rounds_otherwise)
+    monkeypatch.setattr(kernel, "_found_equal", {})
+    with caplog.at_level(logging.WARNING, "infinity"):
+        assert not any(kernel.matches_torch(settings_of(decoupled=decoupled)) for decoupled in (True, False, True))
+    assert [torch.__version__ in record.message for record in caplog.records] == [True]
