@@ -94,12 +94,13 @@ def losses(engine: infinity.Engine, first: int, count: int) -> list[str]:
     return [scene.step(engine, number).hex() for number in range(first, first + count)]
 
 
-def arena_descriptor() -> str:
-    """This process's way to its only arena, which has no name."""
+def arena_descriptor(folder: Path) -> str:
+    """This process's way to its arena in `folder`, which has no name."""
     found = []
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            found += [each] if ".arena (deleted)" in str(each.readlink()) else []
+            link = str(each.readlink())
+            found += [each] if link.startswith(str(folder)) and link.endswith(".arena (deleted)") else []
     assert len(found) == 1
     return str(found[0])
 
@@ -139,7 +140,7 @@ def test_an_arena_truncated_underneath_is_an_error(nvme_path: Path) -> None:
     losses(engine, 0, 1)
     assert engine.swap is not None
     engine.swap.flush()
-    os.truncate(arena_descriptor(), 4096)
+    os.truncate(arena_descriptor(nvme_path), 4096)
     with pytest.raises(infinity.IoError, match=r"the file ends before offset"):
         losses(engine, 1, 1)
     with contextlib.suppress(infinity.IoError):

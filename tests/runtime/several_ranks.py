@@ -99,7 +99,7 @@ def failing_alone(folder: Path) -> None:
             lambda: engine.save_checkpoint(folder / "c", client_state=state),
         )
         own = folder / "d" / ".one.partial" / "rank1.pt"
-        with mock.patch.object(checkpoint, "_write_durably", _failing_for(own)):
+        with mock.patch.object(checkpoint, "write_durably", _failing_for(own)):
             told(infinity.CheckpointError, "rank1.pt", lambda: engine.save_checkpoint(folder / "d", tag="one"))
         assert not (folder / "d" / "one").exists()
         engine.save_checkpoint(folder / "e", tag="one")
@@ -199,7 +199,7 @@ def _failing(kind: type[Exception]) -> Any:
 
 
 def _failing_for(file: Path) -> Any:
-    write = checkpoint._write_durably
+    write = checkpoint.write_durably
 
     def write_or_fail(path: Path, content: bytes) -> None:
         if path == file:
