@@ -26,7 +26,7 @@ import torch
 from infinity.aio import Lease
 from infinity.device import Landing
 from infinity.errors import InfinityError
-from infinity.optim import join, split
+from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
