@@ -16,7 +16,7 @@ SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: error: no $(PYTHON)
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev demo test lint lint-style lint-layout lint-types lint-cxx format clean distclean
+.PHONY: help setup setup-test setup-dev demo test torture lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,6 +35,9 @@ demo: setup ## train a language model whose weights rest on disk (ARGS="--help" 
 
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 	$(VENV_PYTHON) -m pytest $(ARGS)
+
+torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
+	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) $(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
 
 lint: setup-dev ## ruff, mypy --strict, clang-format; changes nothing
 	@$(MAKE) --no-print-directory --keep-going lint-style lint-layout lint-types lint-cxx

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_live,
     )
     from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
+    from infinity.runtime.consolidate import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
     from infinity.runtime.engine import Engine as DeepSpeedEngine
     from infinity.runtime.initialize import initialize
     from infinity.store.probe import DriveRates, measure_drive
@@ -47,10 +51,12 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "checkpointing",
+    "convert_zero_checkpoint_to_fp32_state_dict",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "init_empty",
     "initialize",
@@ -68,6 +74,10 @@ _NAMES_OF = {
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
     "infinity.runtime": ("Engine", "add_config_arguments", "init_distributed", "init_empty", "initialize"),
+    "infinity.runtime.consolidate": (
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+    ),
     "infinity.store.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),
 }

@@ -211,6 +211,8 @@ class Engine:
         iopoll: bool = False,
         sqpoll: bool = False,
         limits: Sequence[tuple[float, float]] = (),
+        faults: Mapping[str, float] | None = None,
+        silence_seconds_max: float = 300.0,
     ) -> None:
         """Start `rings` ring threads per drive, each with at most `queue_depth` blocks of `block_bytes` bytes in flight.
 
@@ -218,7 +220,9 @@ class Engine:
         the kernel where permitted, which saves CPU; transfers may use others too. `drives`: how many drives the files lie
         on. `mix`: "interleaved" alternates reads and writes that wait for one drive, "bursts" lets it do one for a while,
         then the other. `iopoll`, `sqpoll`: io_uring polls for completions, for submissions. `limits`: (bytes per second,
-        seconds of latency per block) to which each drive is slowed down, 0 for as it is; for experiments.
+        seconds of latency per block) to which each drive is slowed down, 0 for as it is; for experiments. `faults`: the
+        fields of `infinity.aio.FaultPlan`. `silence_seconds_max`: a ring whose drive answers nothing for so long fails all
+        it has, and the engine starts nothing any more; 0 for never.
 
         Raises ValueError for a number or a name that can't be, IoError if the named backend is refused here.
         """
@@ -300,6 +304,7 @@ class Engine:
 
         `read_bytes`, `written_bytes`: really moved. `read_transfers`, `write_transfers`: done without failure.
         `failed_transfers`. `in_flight_blocks`, `queued_bytes`: now. `resubmitted_blocks`: short or interrupted ones.
+        `faults`: how often each fault of the plan has happened.
         `drives`: a dict per drive with `read_bytes`, `written_bytes`, `in_flight_blocks`, `queued_bytes` of its own, and
         `read_seconds`, `write_seconds` during which it had at least one read, one write in flight.
         """

@@ -5,6 +5,7 @@
 #include <array>
 #include <cassert>
 #include <cerrno>
+#include <cmath>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -22,6 +23,7 @@ constexpr int kRetriesMax = 100;             // interruptions of one block in a 
 constexpr size_t kUnseenFailuresMax = 1024;  // kept for close(), which raises the first
 constexpr size_t kTimingsMax = 65536;        // kept for take_timings()
 constexpr std::chrono::microseconds kPauseMax{1000};
+constexpr int kLooks = 4;  // at a silent ring, per silence_seconds_max
 constexpr const char* kNoPollQueues =
     "the drive has no poll queues: turn iopoll off, or give its driver some (nvme.poll_queues)";
 
@@ -42,6 +44,10 @@ const EngineOptions& checked(const EngineOptions& options) {
   if (!options.limits.empty() && static_cast<int>(options.limits.size()) != options.drives) {
     refuse("limits must be empty or one per drive: " + std::to_string(options.drives) + ", got " +
            std::to_string(options.limits.size()));
+  }
+  if (options.faults.has_value()) options.faults->check();
+  if (!(options.silence_seconds_max >= 0.0 && options.silence_seconds_max <= 1e6)) {
+    refuse("silence_seconds_max must be from 0 to 1000000, got " + std::to_string(options.silence_seconds_max));
   }
   if ((options.iopoll || options.sqpoll) && options.backend != "auto" && options.backend != kUringName) {
     refuse(std::string("iopoll and sqpoll are options of io_uring; the backend is ") + options.backend);
@@ -85,6 +91,11 @@ struct Engine::State {
     bool has_room = false;       // it sleeps with fewer blocks in flight than it could have
     bool ready = false;
     std::exception_ptr refusal;  // why its backend could not be made
+    size_t in_flight = 0;        // blocks, when it last slept
+    int64_t reaped = 0;          // completions
+    int64_t reaped_before = 0;   // at the last look
+    int silent_looks = 0;        // in a row
+    bool given_up = false;
   };
 
   // One drive: what waits for it, who serves it, what went through it.
@@ -162,7 +173,11 @@ struct Engine::State {
   std::array<int64_t, 2> done_transfers{0, 0};  // by operation
   int64_t failed_transfers = 0;
   int64_t resubmitted_blocks = 0;
+  std::shared_ptr<FaultTally> faults = std::make_shared<FaultTally>();
   std::mutex close_mutex;  // lets one close() at a time join the threads
+  std::thread watch;
+  std::condition_variable watch_ends;
+  bool joined = false;
 
   explicit State(const EngineOptions& options) {
     TurnOptions turns;
@@ -193,6 +208,32 @@ struct Engine::State {
         if (ring->thread.joinable()) ring->thread.join();
       }
     }
+    {
+      std::lock_guard<std::mutex> state_lock(mutex);
+      joined = true;
+    }
+    watch_ends.notify_all();
+    if (watch.joinable()) watch.join();
+  }
+
+  // The thread of [Note: silence].
+  void watch_rings(double silence_seconds_max) {
+    std::chrono::duration<double> pause(silence_seconds_max / kLooks);
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!watch_ends.wait_for(lock, pause, [this] { return joined; })) {
+      for (auto& drive : drives) {
+        for (auto& ring : drive->rings) look_at(*ring);
+      }
+    }
+  }
+
+  void look_at(Ring& ring) {
+    bool silent = ring.in_flight > 0 && ring.reaped == ring.reaped_before;
+    ring.reaped_before = ring.reaped;
+    ring.silent_looks = silent ? ring.silent_looks + 1 : 0;
+    if (ring.silent_looks < kLooks || ring.backend == nullptr) return;
+    ring.given_up = true;
+    ring.backend->wake();
   }
 
   // A transfer's last block has ended: first the books, then the news. Holding the mutex.
@@ -300,6 +341,9 @@ class Engine::RingThread {
     std::lock_guard<std::mutex> lock(state_.mutex);
     double now = monotonic_seconds();
     write_books(now);
+    ring_.reaped += static_cast<int64_t>(completions_.size());
+    if (ring_.given_up && completions_.empty()) throw std::runtime_error(silence());
+    ring_.given_up = false;  // it has answered after all
     while (!free_.empty()) {
       std::optional<Block> taken = drive_.take_block(options_.block_bytes, now);
       if (!taken.has_value()) break;
@@ -312,7 +356,13 @@ class Engine::RingThread {
     ring_.has_room = false;
     if (drive_.rings.size() > 1 && drive_.turns.next(drive_.heads(), now).has_value()) drive_.wake_rings(1);
     ring_.has_room = !free_.empty();
+    ring_.in_flight = slots_.size() - free_.size();
     return !(state_.closing && free_.size() == slots_.size());
+  }
+
+  std::string silence() const {
+    return "the drive has not answered for " + std::to_string(std::lround(options_.silence_seconds_max)) +
+           " s: look for its errors in dmesg";
   }
 
   // Holding the mutex.
@@ -401,6 +451,7 @@ class Engine::RingThread {
     {
       std::lock_guard<std::mutex> lock(state_.mutex);
       ring_.has_room = false;
+      ring_.in_flight = 0;
     }
     state_.break_down(reason);
     for (Block& block : slots_) {
@@ -495,7 +546,8 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
     RingThread(state, drive, ring, *backend, engine).run();
     std::lock_guard<std::mutex> lock(state.mutex);
     ring.has_room = false;
-    ring.backend = nullptr;  // from here on nobody wakes it, so it can go
+    ring.backend = nullptr;  // from here on nobody wakes it, so it can go; but what it would wait for may never come
+    if (ring.given_up) keep_for_good(std::shared_ptr<Backend>(std::move(backend)));
   };
 
   std::exception_ptr refusal;
@@ -505,6 +557,7 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
     State::Drive& drive = *state.drives[number];
     BackendFactory make =
         options_.limits.empty() ? factory : throttled(factory, options_.limits[number].shared_by(options_.rings));
+    if (options_.faults.has_value()) make = faulty(std::move(make), *options_.faults, i, state.faults);
     auto ring = std::make_unique<State::Ring>();
     State::Ring& mine = *ring;
     {
@@ -523,6 +576,14 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
     state.ready.wait(lock, [&mine] { return mine.ready; });
     refusal = mine.refusal;
   }
+  if (refusal == nullptr && options_.silence_seconds_max > 0) {
+    try {
+      state.watch =
+          start_io_thread("inf-watch", [&state, limit = options_.silence_seconds_max] { state.watch_rings(limit); });
+    } catch (const std::system_error&) {
+      state.note("no thread could be had to watch for a drive that stops answering: raise ulimit -u");
+    }
+  }
   if (refusal == nullptr) {
     options_.slab.reset();
     return;
@@ -530,6 +591,7 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
   state.join();
   for (auto& drive : state.drives) drive->rings.clear();
   state.closing = false;
+  state.joined = false;
   std::rethrow_exception(refusal);
 }
 
@@ -615,6 +677,7 @@ Counters Engine::counters() const {
   counters.write_transfers = state_->done_transfers[1];
   counters.failed_transfers = state_->failed_transfers;
   counters.resubmitted_blocks = state_->resubmitted_blocks;
+  for (size_t i = 0; i < kFaultKinds; ++i) counters.faults[i] = (*state_->faults)[i].load(std::memory_order_relaxed);
   for (const auto& drive : state_->drives) {
     const auto& [reads, writes] = drive->busy;
     counters.drives.push_back({drive->moved_bytes[0], drive->moved_bytes[1], reads.seconds(now), writes.seconds(now),

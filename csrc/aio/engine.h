@@ -1,14 +1,17 @@
 // Engine: takes requests from any thread and moves their bytes on its own ring threads.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "backend.h"
 #include "buffer.h"
+#include "faults.h"
 #include "process.h"
 #include "transfer.h"
 #include "turns.h"
@@ -26,6 +29,8 @@ struct EngineOptions {
   bool iopoll = false;                     // io_uring only: poll the drive for completions
   bool sqpoll = false;                     // io_uring only: a kernel thread polls for submissions
   std::vector<DriveLimit> limits;          // makes drives slower than they are; empty, or one per drive
+  std::optional<FaultPlan> faults;         // makes drives fail
+  double silence_seconds_max = 300.0;      // see [Note: silence]; 0 for as long as it takes
 };
 
 // Of one drive, since the engine was made.
@@ -46,9 +51,17 @@ struct Counters {
   int64_t failed_transfers = 0;
   int64_t in_flight_blocks = 0;
   int64_t queued_bytes = 0;
-  int64_t resubmitted_blocks = 0;  // submitted again: the rest of short ones, and interrupted ones
+  int64_t resubmitted_blocks = 0;             // submitted again: the rest of short ones, and interrupted ones
+  std::array<int64_t, kFaultKinds> faults{};  // on purpose, by Fault
   std::vector<DriveCounters> drives;
 };
+
+// [Note: silence]
+// A drive, or the network behind one, can stop answering without an error: a block never comes back, and whoever waits
+// for it waits for ever. A thread of the engine looks at each ring four times per silence_seconds_max; a ring that has
+// blocks in flight and has read no completion at four looks in a row is given up as one that broke: its transfers fail,
+// and the memory and the files that the kernel may still use are kept for good. Looks are counted, not seconds, so that
+// a process which was stopped and goes on gives up nothing.
 
 // One transfer that is over.
 struct Timing {

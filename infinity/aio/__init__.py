@@ -1,12 +1,13 @@
 """Floor 1. The typed Python face of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
 from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, probe
-from infinity.aio.engine import DriveLimit, DriveStats, IoEngine, Request
+from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request
 from infinity.aio.pool import Lease, PinnedPool
 
 __all__ = [
     "DriveLimit",
     "DriveStats",
+    "FaultPlan",
     "File",
     "IoEngine",
     "Lease",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,43 @@ class DriveLimit:
 
     bytes_per_s: float = 0.0
     latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultPlan:
+    """Makes the drives of an engine fail, by lot: what a bad drive, cable or kernel does, for tests and experiments.
+
+    Each field but the last three is the probability (0 to 1) that it happens to a submission; of those before `late`, one at
+    most. The same seed and the same submissions give the same faults, in whatever order the drive answers.
+
+    Attributes:
+        interrupted, again: EINTR, EAGAIN; nothing was moved. The engine tries again.
+        io, space, memory: EIO, ENOSPC (EIO for a read), ENOMEM; sometimes after a part was moved. The transfer fails.
+        short: a part was moved. The engine goes on with the rest.
+        corrupt: one bit of what was moved is wrong, and nobody says so.
+        lost: a write that reports success and moved nothing. A read fails with EIO.
+        stuck: no answer ever; see `silence_seconds_max` of `IoEngine`.
+        late: the answer comes up to `delay_seconds_max` later.
+        overtaken: the answer comes after some that should have come later.
+        seed: of the lots.
+        delay_seconds_max: of `late`.
+        after_blocks: so many submissions of each ring go well first.
+    """
+
+    interrupted: float = 0.0
+    again: float = 0.0
+    io: float = 0.0
+    space: float = 0.0
+    memory: float = 0.0
+    short: float = 0.0
+    corrupt: float = 0.0
+    lost: float = 0.0
+    stuck: float = 0.0
+    late: float = 0.0
+    overtaken: float = 0.0
+    seed: int = 0
+    delay_seconds_max: float = 0.002
+    after_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +112,9 @@ class IoEngine:
         mix: how reads and writes that wait for one drive share it: "interleaved", or "bursts" of one, then the other.
         iopoll, sqpoll: io_uring polls for completions (the drive needs poll queues), for submissions (burns a core).
         limits: one per drive, to make drives slower than they are; empty for none.
+        faults: makes them fail; None for none.
+        silence_seconds_max: a drive that leaves blocks unanswered for so long is given up: what waits for it fails, and
+            nothing can be started any more. 0 waits for ever.
 
     Raises IoError where a backend asked for by name is not available (with the reason), ValueError on bad numbers.
     """
@@ -92,6 +132,8 @@ class IoEngine:
         iopoll: bool = False,
         sqpoll: bool = False,
         limits: Sequence[DriveLimit] = (),
+        faults: FaultPlan | None = None,
+        silence_seconds_max: float = 300.0,
     ) -> None:
         self._pool = pool
         self._core = _aio.Engine(
@@ -105,6 +147,8 @@ class IoEngine:
             iopoll=iopoll,
             sqpoll=sqpoll,
             limits=[(limit.bytes_per_s, limit.latency_seconds) for limit in limits],
+            faults=asdict(faults) if faults is not None else None,
+            silence_seconds_max=silence_seconds_max,
         )
         self.stall_seconds = 0.0
 
@@ -138,6 +182,11 @@ class IoEngine:
         """What each drive has moved so far."""
         keys = ("read_bytes", "written_bytes", "read_seconds", "write_seconds")
         return [DriveStats(*(drive[key] for key in keys)) for drive in self._core.counters()["drives"]]
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each fault of the plan has happened so far, by its name."""
+        return dict(self._core.counters()["faults"])
 
     def take_timings(self) -> npt.NDArray[np.void]:
         """When each transfer that ended since the last call was queued, submitted and done; see `_aio.Engine`."""

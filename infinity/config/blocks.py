@@ -406,6 +406,10 @@ class InfinityConfig(Block):
         default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
     )
     lock_memory: Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
+    checkpoint_keep: Count = Field(
+        default=0,
+        description="How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all.",
+    )
     fused: Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
     master_weights: Annotated[MasterWeights, choice(MasterWeights)] = Field(
         default="split",

@@ -1,8 +1,8 @@
 """Floor 5. Checkpoints in PyTorch's own format (torch.distributed.checkpoint), and 16-bit models as safetensors.
 
-A checkpoint is `DIR/TAG/`: the masters and moments under the names that FSDP2 + AdamW uses, written tensor by tensor, and a
-small file per rank with the rest. It is written under another name and renamed when it is whole; `DIR/latest` names it last.
-DCP reshards on load, so another number of ranks is fine.
+A checkpoint is `DIR/TAG/`: the masters and moments under the names that FSDP2 + AdamW uses, written tensor by tensor, a small
+file per rank with the rest, and a manifest with the hash of every file, taken while it was written. It is written under another
+name and renamed when it is whole; `DIR/latest` names it last. DCP reshards on load, so another number of ranks is fine.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +26,31 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from infinity.errors import CheckpointError
 from infinity.runtime.materialize import named_full_tensors
+from infinity.runtime.stored import Planner, Reader, Writer
+from infinity.store.files import is_own_folder, open_regular, sync, write_durably
+from infinity.store.manifest import (
+    FILE_NAME,
+    LATEST,
+    Manifest,
+    StoredFile,
+    damage,
+    find_checkpoint,
+    load_manifest,
+    others,
+    read_latest,
+)
 from infinity.swap import PagedAdam
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 from infinity.units import GIB, format_bytes
 
-_LATEST = "latest"
+log = logging.getLogger("infinity")
+
 SAFETENSORS_BYTES_MAX = 2 * GIB
 """Bytes per file of a 16-bit model: also what saving holds in memory at once."""
 
@@ -45,8 +61,12 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     rest: dict[str, Any],
+    *,
+    keep: int = 0,
 ) -> None:
     """Write a checkpoint. `rest` (plain values and tensors only) is this rank's own. A collective.
+
+    `keep`: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
 
     Raises CheckpointError on all ranks when `rest` of one can't be stored, or the folder can't be written or lacks the space.
     An earlier checkpoint stays then.
@@ -63,16 +83,24 @@ def save(
         with together():
             if writer:
                 _check_space(root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
-        failure = _write(state, partial)
+        files = Writer(partial)
+        failure = _write(state, files)
+        own = f"rank{dist.get_rank()}.pt"
         with together():
             if failure is not None:
                 raise failure
             with _in_our_words(f"writing the checkpoint {root / tag}"):
-                _write_durably(partial / f"rank{dist.get_rank()}.pt", blob)
+                write_durably(partial / own, blob)
+        written = {**files.written, own: StoredFile(len(blob), sha256(blob).hexdigest())}
+        everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everything, written)
         with together():
             if writer:
+                manifest = _manifest_of(model, rest, {k: v for each in everything for k, v in each.items()})
                 with _in_our_words(f"writing the checkpoint {root / tag}"):
+                    write_durably(partial / FILE_NAME, manifest.to_json())
                     _publish(root, tag)
+                _rotate(root, tag, keep)
     except BaseException:
         if writer:
             shutil.rmtree(partial, ignore_errors=True)
@@ -80,9 +108,17 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike[str], tag: str | None, model: nn.Module, optimizer: torch.optim.Optimizer
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    verify: bool = True,
 ) -> tuple[Path, dict[str, Any]]:
     """Read a checkpoint into the model and the optimizer, whose state must exist. A collective.
+
+    `verify`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
+    held to it always.
 
     Returns its folder and what this rank stored beside it (rank 0's, less "rng", where the number of ranks has grown).
     Raises CheckpointError on all ranks when there is none, it is damaged (naming the file), or it is of another model (naming
@@ -93,7 +129,8 @@ def load(
         if dist.get_rank() == 0:
             _recover(root)
     with together():
-        path = _find(root, tag)
+        path = find_checkpoint(root, tag or read_latest(root))
+        _verify(path, everything=verify)
         rest = _rest_of(path)
         _reshard(model)  # what is gathered now would be stale
         state = _state_of(model, optimizer)
@@ -177,8 +214,10 @@ class _Parts:
                 weight_map.update(dict.fromkeys(names, file))
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             text = json.dumps(index, indent=2) + "\n"
-            _write_durably(self._root / "model.safetensors.index.json", text.encode())
-        _sync(self._root)
+            path = self._root / "model.safetensors.index.json"
+            path.write_text(text)
+            sync(path)
+        sync(self._root)
 
     def clean_up(self) -> None:
         """Remove what has not got its name."""
@@ -188,7 +227,7 @@ class _Parts:
     def _flush(self) -> None:
         path = self._path(len(self._files))
         save_file(self._part, path, metadata={"format": "pt"})
-        _sync(path)
+        sync(path)
         self._files.append(list(self._part))
         self._part.clear()
         self._part_bytes = 0
@@ -211,9 +250,10 @@ def _make_place(root: Path, partial: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         _recover(root)
         for left in [*root.glob(".*.partial"), *root.glob(".*.old")]:
-            if left.is_dir():
+            if is_own_folder(left):
                 shutil.rmtree(left, ignore_errors=True)
-        partial.mkdir()
+        _note(root).unlink(missing_ok=True)
+        partial.mkdir(mode=0o700)
 
 
 def _recover(root: Path) -> None:
@@ -228,30 +268,68 @@ def _recover(root: Path) -> None:
 def _publish(root: Path, tag: str) -> None:
     """Give what was written its name. A whole checkpoint stands under one of the names all the time."""
     final, partial, old = root / tag, _partial(root, tag), _old(root, tag)
-    _sync(partial)
+    sync(partial)
     if final.exists():
         final.rename(old)
     partial.rename(final)
-    _sync(root)
-    note = root / f".{_LATEST}.partial"
-    _write_durably(note, tag.encode())
-    note.rename(root / _LATEST)
-    _sync(root)
+    sync(root)
+    note = _note(root)
+    write_durably(note, tag.encode())
+    note.rename(root / LATEST)
+    sync(root)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_durably(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    _sync(path)
+def _note(root: Path) -> Path:
+    """What becomes `latest`."""
+    return root / f".{LATEST}.partial"
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the drive."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _rotate(root: Path, tag: str, keep: int) -> None:
+    """Remove the oldest checkpoints that save wrote, down to `keep`; `tag` stays. What goes loses its name first."""
+    found = []
+    for folder in root.iterdir() if keep else ():
+        if is_own_folder(folder) and not folder.name.startswith(".") and folder.name != tag:
+            with contextlib.suppress(CheckpointError):
+                manifest = load_manifest(folder)
+                if manifest is not None:
+                    found.append((manifest.saved, manifest.global_steps, folder))
+    for _, _, folder in sorted(found, reverse=True)[keep - 1 :]:
+        try:
+            gone = folder.rename(_partial(root, folder.name))
+        except OSError as error:
+            log.warning("checkpoint %s should go, as %d are kept, and can't be removed: %s", folder, keep, error)
+        else:
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _manifest_of(model: nn.Module, rest: dict[str, Any], files: dict[str, StoredFile]) -> Manifest:
+    return Manifest(
+        saved=datetime.now(timezone.utc).isoformat(),
+        global_steps=rest["global_steps"],
+        ranks=dist.get_world_size(),
+        files=files,
+        aliases={alias: names[0] for names in parameter_names(model).values() for alias in names[1:]},
+        buffers=[name for names in buffer_names(model, persistent=True).values() for name in names],
+    )
+
+
+def _verify(path: Path, *, everything: bool) -> None:
+    """Hold the files that this rank parses to the manifest, and its share of the others."""
+    manifest = load_manifest(path)
+    if manifest is None:
+        if dist.get_rank() == 0:
+            log.warning("%s has no %s: its files can't be verified", path, FILE_NAME)
+        return
+    names = {".metadata", _own_rest(path).name}
+    if unknown := names - manifest.files.keys():
+        raise CheckpointError(
+            f"{path} is damaged (its manifest doesn't know {', '.join(sorted(unknown))}): {others(path.parent, but=path.name)}"
+        )
+    if everything:
+        names.update(sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+    for name, why in damage(path, manifest, sorted(names)):
+        raise CheckpointError(f"{path / name} is damaged ({why}): {others(path.parent, but=path.name)}")
 
 
 def _check_space(root: Path, nbytes: int, what: str) -> None:
@@ -280,23 +358,22 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _write(state: dict[str, Any], partial: Path) -> CheckpointError | None:
+def _write(state: dict[str, Any], files: Writer) -> CheckpointError | None:
     """Write masters and moments. A collective, so the failure is returned."""
-    # A file per tensor: the writer holds all tensors of a file until it is complete.
-    writer = dcp.FileSystemWriter(partial, single_file_per_rank=False, thread_count=1, overwrite=True)
+    where = Path(files.path).parent
     try:
-        dcp.save(state, storage_writer=writer)
+        dcp.save(state, storage_writer=files)
     except OSError as error:
-        return CheckpointError(f"writing a checkpoint to {partial.parent} failed: {error}")
+        return CheckpointError(f"writing a checkpoint to {where} failed: {error}")
     except dcp.CheckpointException as error:
-        return CheckpointError(f"writing a checkpoint to {partial.parent} failed: {_cause(error)}")
+        return CheckpointError(f"writing a checkpoint to {where} failed: {_cause(error)}")
     return None
 
 
 def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
     """Read masters and moments into `state`. A collective, so the failure is returned."""
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+        dcp.load(state, storage_reader=Reader(path), planner=Planner())
     except dcp.CheckpointException as error:
         return _damaged(path, _cause(error))
     return None
@@ -311,33 +388,12 @@ def _cause(error: dcp.CheckpointException) -> str:
     return f"rank {rank}: {type(cause).__name__}: {cause}" if dist.get_world_size() > 1 else str(cause)
 
 
-def _find(root: Path, tag: str | None) -> Path:
-    """The folder of a checkpoint, the latest where `tag` is None."""
-    if tag is None:
-        latest = root / _LATEST
-        if not latest.is_file():
-            raise CheckpointError(
-                f"{root} holds no checkpoint: there is no file named {_LATEST!r}; pass tag=... or another folder"
-            )
-        tag = latest.read_bytes().decode(errors="replace").strip()
-        if not tag or tag != Path(tag).name:
-            raise CheckpointError(f"{latest} is damaged: it names no checkpoint; {_others(root / 'x')}")
-    path = root / tag
-    if not (path / ".metadata").is_file():
-        raise CheckpointError(f"{path} is not a checkpoint (no .metadata in it); {_others(path)}")
-    return path
-
-
 def _damaged(path: Path, why: object) -> CheckpointError:
-    root = path if (path / ".metadata").exists() else path.parent
+    """`path`: a checkpoint, or a file of one."""
+    checkpoint = path if (path / ".metadata").exists() else path.parent
     reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch goes on with advice that doesn't fit here
-    return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {_others(root)}")
-
-
-def _others(path: Path) -> str:
-    """The next move: what else could be loaded."""
-    found = sorted(m.parent.name for m in path.parent.glob("*/.metadata") if m.parent != path)
-    return f"there is also tag={', '.join(map(repr, found))}" if found else "there is no other in that folder"
+    other = others(checkpoint.parent, but=checkpoint.name)
+    return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {other}")
 
 
 def _reshard(model: nn.Module) -> None:
@@ -349,10 +405,9 @@ def _reshard(model: nn.Module) -> None:
 
 def _check_fits(path: Path, state: dict[str, Any]) -> None:
     try:
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever a pickle of arbitrary bytes raises
-        raise _damaged(path / ".metadata", error) from None
-    stored = {key: tuple(m.size) for key, m in saved.items() if isinstance(m, TensorStorageMetadata)}
+        stored = {key: tuple(each.size) for key, each in Reader(path).tensors().items()}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}: {others(path.parent, but=path.name)}") from None
     ours = {key: tuple(v.shape) for key, v in _tensors(state).items()}
     missing = sorted(set(ours) - set(stored))
     extra = sorted(set(stored) - set(ours))
@@ -416,18 +471,25 @@ def _encode(rest: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _rest_of(path: Path) -> dict[str, Any]:
-    """What this rank stored, or rank 0 where this rank did not exist."""
+def _own_rest(path: Path) -> Path:
+    """The file of what this rank stored, or rank 0's where this rank did not exist."""
     own = path / f"rank{dist.get_rank()}.pt"
-    file = own if own.is_file() else path / "rank0.pt"
+    return own if own.is_file() else path / "rank0.pt"
+
+
+def _rest_of(path: Path) -> dict[str, Any]:
+    file = _own_rest(path)
     try:
-        loaded: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+        with open_regular(file) as opened:
+            loaded: dict[str, Any] = torch.load(opened, weights_only=True, map_location="cpu")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} has no rank0.pt, so save_checkpoint did not write it: read it with torch.distributed.checkpoint"
         ) from None
     except Exception as error:  # whatever torch.load makes of arbitrary bytes
         raise _damaged(file, error) from None
-    if not own.is_file():
+    if not isinstance(loaded, dict) or not {"global_steps", "lr_scheduler", "client_state"} <= loaded.keys():
+        raise _damaged(file, "it holds something else")
+    if file.name != f"rank{dist.get_rank()}.pt":
         loaded.pop("rng", None)
     return loaded

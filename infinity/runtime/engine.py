@@ -336,7 +336,8 @@ class Engine:
             "client_state": client_state or {},
             "rng": torch.get_rng_state(),
         }
-        checkpoint.save(save_dir, tag, self.module, self.optimizer, rest)
+        keep = self.config.infinity.checkpoint_keep
+        checkpoint.save(save_dir, tag, self.module, self.optimizer, rest, keep=keep)
         return True
 
     def load_checkpoint(
@@ -347,8 +348,12 @@ class Engine:
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        *,
+        verify: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint (default: the latest in `load_dir`), written by any number of ranks. A collective.
+
+        `verify`: hold every file to the hash that was taken when it was written, which reads all of them once more.
 
         Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model. The model
         always fits strictly, and comes with the optimizer's state: what else is asked for is refused with ConfigError.
@@ -360,7 +365,7 @@ class Engine:
             )
         self._make_optimizer_state()
         self._discard_step()
-        path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
+        path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer, verify=verify)
         self.global_steps = rest["global_steps"]
         self.skipped_steps = rest.get("skipped_steps", 0)
         self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
@@ -450,9 +455,10 @@ class Engine:
 
     def _discard_step(self) -> None:
         """Forget what the passes since the last step left, even one that an error ended."""
-        reset = getattr(self.module, "reset_iter_state", None)  # of torch 2.13 on
-        if reset is not None:
-            reset()
+        if (
+            isinstance(self.module, FSDPModule) and self.module._get_fsdp_state()._is_root
+        ):  # known from the first pass on
+            getattr(self.module, "reset_iter_state", lambda: None)()  # of torch 2.13 on
         if isinstance(self.optimizer, PagedAdam):
             self.optimizer.discard()
         self.zero_grad()

@@ -73,7 +73,8 @@ def initialize(
             stepped by you, with your metric.
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
-        weights: safetensors (file or folder) from which the parameters are set, each rank reading only its rows.
+        weights: safetensors (a file, an index.json of several, or a folder with either) from which the parameters are set,
+            each rank reading only its rows.
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
         distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 

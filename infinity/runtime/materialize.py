@@ -200,16 +200,19 @@ def _local_rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if path.is_file() and path.suffix != ".json":
         return [path]
-    index = path / "model.safetensors.index.json"
+    index = path / "model.safetensors.index.json" if path.is_dir() else path
     if index.is_file():
         try:
-            return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError):
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            if not all(name == Path(name).name != ".." for name in names):
+                raise ValueError("a file outside its folder")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(
                 f"{index} is damaged or not an index of safetensors: fetch or save it again"
             ) from None
+        return sorted(index.parent / name for name in names)
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
     raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")

@@ -68,7 +68,7 @@ class Arena:
     def notes(self) -> list[str]:
         """What the file systems refused, and which drives are left out, in words."""
         slow = [f"{path} is so slow beside the other drives that nothing is kept there" for path in self.left_out]
-        return [*self.file.notes, *slow]
+        return [*self.file.notes, *slow, *(note for folder in self._folders for note in folder.notes)]
 
     def reserve(self, sizes: list[int], what: str) -> list[Extent]:
         """Reserve an extent of each size (bytes, rounded up to 4 KiB) at the end of the arena, all or none of them.
@@ -132,7 +132,10 @@ def _check_shares(
 
 
 def _open(folder: RunFolder, engine: IoEngine, name: str, drive: int) -> File:
-    path = folder.path / name
-    file = engine.open(path, create=True, drive=drive)
-    path.unlink()
+    file = engine.open(folder.path / name, create=True, drive=drive)
+    try:
+        folder.take_name(name)
+    except BaseException:
+        file.close()
+        raise
     return file

@@ -13,14 +13,15 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from infinity.units import PAGE_BYTES
+from infinity.store.files import read_small
+from infinity.units import GIB, MIB, PAGE_BYTES
 
 log = logging.getLogger("infinity")
 
 FILE_NAME = ".infinity-drive.json"
 VERSION = 1
 
-_Positive = Annotated[int, Field(ge=1)]
+_NBYTES_MAX = MIB
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -43,11 +44,11 @@ class DriveProfile:
     written: str
     path: str
     drive: str
-    backend: str
-    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
-    queue_depth: _Positive
-    rings: _Positive
-    mix: str
+    backend: Annotated[str, Field(pattern="^(io_uring|linux_aio|threads)$")]
+    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=GIB, multiple_of=PAGE_BYTES)]
+    queue_depth: Annotated[int, Field(ge=1, le=4096)]
+    rings: Annotated[int, Field(ge=1, le=64)]
+    mix: Annotated[str, Field(pattern="^(interleaved|bursts)$")]
     read_bytes_per_s: _Rate
     write_bytes_per_s: _Rate
     mixed_bytes_per_s: _Rate
@@ -92,7 +93,7 @@ def load_profile(nvme_path: str | os.PathLike[str]) -> DriveProfile | None:
 def _read(path: Path) -> DriveProfile | None:
     advice = "it is ignored; run `infinity-bench sweep` again to replace it"
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(read_small(path, _NBYTES_MAX))
         if isinstance(values, dict) and isinstance(values.get("version"), int) and values["version"] > VERSION:
             log.warning("drive profile %s has version %d, newer than %d: %s", path, values["version"], VERSION, advice)
             return None

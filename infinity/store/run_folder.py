@@ -4,7 +4,8 @@
 A run keeps its files in `PATH/infinity-run-PID-RANDOM/` and holds an flock on the `lock` in it for as long as it lives.
 The arenas in it are scratch, so each is unlinked as soon as it is open and its space is reserved: however the process ends,
 a power cut included, the kernel gives the space back. What a killed process can leave is the folder with two tiny files;
-the next run on the same path removes every folder whose lock is free.
+the next run on the same path removes every folder of its own user whose lock is free. (See also [Note: Places that others can
+write to] in files.py.)
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import time
 import weakref
 from pathlib import Path
 
 from infinity.errors import StoreError
+from infinity.store.files import is_own_folder, write_durably
 from infinity.units import format_bytes
 
 _PREFIX = "infinity-run-"
@@ -54,7 +57,30 @@ class RunFolder:
                     f"no run folder can be made in {self.root} ({error.strerror}): free space or choose another nvme_path",
                 ) from None
             raise
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._finalizer = weakref.finalize(self, _remove, self.path, (self._lock, self._descriptor), os.getpid())
+
+    @property
+    def notes(self) -> list[str]:
+        """What is unsafe about the place, in words."""
+        return [
+            f"everybody may rename and remove what is in {place}: chmod +t {place}, or take away others' right to write"
+            for place in (self.root.resolve(), *self.root.resolve().parents)
+            if place.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+        ]
+
+    def take_name(self, name: str) -> None:
+        """Take a file's name away; who has it open keeps it.
+
+        Raises StoreError where it is not in the folder that this run made: another one was put in its place meanwhile.
+        """
+        try:
+            os.unlink(name, dir_fd=self._descriptor)
+        except FileNotFoundError:
+            raise StoreError(
+                errno.ESTALE,
+                f"{self.path} was moved or replaced while {name} was made in it: choose an nvme_path where others can't write",
+            ) from None
 
     def check_free(self, nbytes: int, what: str) -> None:
         """Raise StoreError unless `nbytes` are free here; `what` names them in the message."""
@@ -81,10 +107,12 @@ def remove_stale(root: Path) -> None:
     """Remove the folders of runs that are no more: those whose lock nobody holds."""
     aged = [folder for folder in root.glob(f".{_PREFIX}*") if _is_aged(folder)]
     for folder in [*root.glob(f"{_PREFIX}*"), *aged]:
+        if not is_own_folder(folder):
+            continue  # another user's, or a link to who knows what
         try:
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
-            continue  # being made or removed right now, or another user's
+            continue  # being made or removed right now
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
@@ -104,11 +132,11 @@ def _is_aged(folder: Path) -> bool:
 def _fill(folder: Path) -> int:
     """Make the folder and what is in it; returns the descriptor that holds its lock."""
     folder.mkdir(mode=0o700)
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         about = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        (folder / "run.json").write_text(json.dumps(about) + "\n")
+        write_durably(folder / "run.json", (json.dumps(about) + "\n").encode())
     except BaseException:
         os.close(lock)
         raise
@@ -134,7 +162,8 @@ def _make_writable(root: Path) -> None:
             probe.unlink()
 
 
-def _remove(path: Path, lock: int, pid: int) -> None:
+def _remove(path: Path, descriptors: tuple[int, ...], pid: int) -> None:
     if os.getpid() == pid:  # a forked child (a data loader's worker) must not remove its parent's folder
         shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, IoEngine, Lease, PinnedPool
+from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoEngine, Lease, PinnedPool
 from infinity.device import Device, device_for
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
@@ -113,6 +113,7 @@ class SwapManager:
         backend, block_bytes, queue_depth, rings, mix, iopoll, sqpoll: see `infinity.aio.IoEngine`.
         bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
         drive_limits: one per drive, to make drives slower than they are; for experiments.
+        faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
@@ -133,6 +134,7 @@ class SwapManager:
         lock_memory: bool = False,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
+        faults: FaultPlan | None = None,
     ) -> None:
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
@@ -152,6 +154,7 @@ class SwapManager:
         self._lock_memory = lock_memory
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         self._drive_limits = list(drive_limits)
+        self._faults = faults
         if bandwidths is None and len(paths) > 1:
             bandwidths = self._measure(paths)
         self._bandwidths = bandwidths
@@ -591,7 +594,13 @@ class SwapManager:
 
     def _make_machinery(self, pinned_bytes: int) -> _Machinery:
         pool = PinnedPool(pinned_bytes, lock=self._lock_memory)
-        engine = IoEngine(pool, drives=len(self._folders), limits=self._drive_limits, **self._engine_options)
+        engine = IoEngine(
+            pool,
+            drives=len(self._folders),
+            limits=self._drive_limits,
+            faults=self._faults,
+            **self._engine_options,
+        )
         rank = os.environ.get("RANK", "0")
         arena = Arena(self._folders, engine, name=f"rank{rank}.arena", bandwidths=self._bandwidths)
         machinery = _Machinery(pool, engine, arena, self._device)
@@ -822,15 +831,12 @@ class _Machinery:
             self.notes.append(refused)
 
     def close(self) -> None:
-        try:
+        with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
+            closing.callback(self.arena.close)
+            closing.callback(self.stager.device.unregister, self.pool.slab)
+            closing.callback(self.engine.close)
+            closing.callback(self.stager.drop_all)
             self.stager.settle_all()
-            self.stager.drop_all()
-        finally:
-            try:
-                self.engine.close()
-            finally:
-                self.stager.device.unregister(self.pool.slab)
-                self.arena.close()
 
 
 def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:

@@ -111,9 +111,18 @@ class Stager:
             self._landing.append(chunk)
 
     def write_back(self, chunk: Chunk) -> None:
-        """The user changed the bytes: write them in the background; the lease comes back when they are on the drive."""
+        """The user changed the bytes: write them in the background; the lease comes back when they are on the drive.
+
+        Raises IoError where the engine starts nothing any more: the new bytes are lost then, and the lease is back.
+        """
         assert chunk.lease is not None and chunk.landing is None
-        chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
+        try:
+            chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
+        except BaseException as error:
+            self._rest(chunk)
+            if chunk.on_lost is not None:
+                chunk.on_lost(str(error))
+            raise
         chunk.move_to(ChunkState.WRITING)
         self._writing.append(chunk)
 

@@ -121,6 +121,7 @@ def test_round_trip(backend: str, file: File, slab: PinnedSlab) -> None:
         assert 0 < queued <= submitted <= done <= time.monotonic()
         counters = engine.counters()
     [drive] = counters.pop("drives")
+    assert not any(counters.pop("faults").values())
     assert (drive["read_bytes"], drive["written_bytes"]) == (len(data), len(data))
     assert drive["read_seconds"] > 0 and drive["write_seconds"] > 0
     assert counters == {

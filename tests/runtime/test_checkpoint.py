@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import pickle
+import stat
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,22 +314,95 @@ def test_a_checkpoint_is_on_the_drive_before_it_has_its_name(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    sync = checkpoint._sync
+    fsync = os.fsync
 
-    def watch(path: Path) -> None:
-        synced.append(f"{path.relative_to(tmp_path)} beside {sorted(f.name for f in tmp_path.iterdir())}")
-        sync(path)
+    def watch(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.suffix != ".distcp":
+            synced.append(f"{path.relative_to(tmp_path)} beside {sorted(f.name for f in tmp_path.iterdir())}")
+        fsync(descriptor)
 
     with engine_for(nvme_path) as engine:
-        monkeypatch.setattr(checkpoint, "_sync", watch)
+        monkeypatch.setattr(os, "fsync", watch)
         engine.save_checkpoint(tmp_path, tag="one")
     assert synced == [
+        ".one.partial/.metadata.tmp beside ['.one.partial']",
         ".one.partial/rank0.pt beside ['.one.partial']",
+        ".one.partial/manifest.json beside ['.one.partial']",
         ".one.partial beside ['.one.partial']",
         ". beside ['one']",
         ".latest.partial beside ['.latest.partial', 'one']",
         ". beside ['latest', 'one']",
     ]
+
+
+def test_a_checkpoint_is_for_nobody_else(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="one")
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "one").iterdir()} == {0o600}
+
+
+def test_the_oldest_checkpoints_beyond_what_is_kept_go(nvme_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    settings = config(nvme_path)
+    settings["infinity"]["checkpoint_keep"] = 2
+    engine, *_ = infinity.initialize(model=Model(), config=settings)
+    with engine:
+        for tag in ("b", "a", "c", "a"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["a", "c", "latest", "mine"]
+        engine.load_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path, tag="c")
+
+
+@pytest.mark.parametrize("name", [".metadata", "rank0.pt", "__0_3.distcp"])
+def test_one_wrong_bit_is_found_before_anything_is_loaded(name: str, nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="one")
+        expected = steps(engine, 0, 1)
+        engine.load_checkpoint(tmp_path)
+        content = bytearray((tmp_path / "one" / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (tmp_path / "one" / name).write_bytes(content)
+        with pytest.raises(infinity.CheckpointError, match=rf"{name} is damaged \(its bytes are not those"):
+            engine.load_checkpoint(tmp_path)
+        assert steps(engine, 0, 1) == expected
+
+
+def test_a_link_or_a_pipe_in_a_checkpoint_is_not_followed(nvme_path: Path, tmp_path: Path) -> None:
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="one")
+        file = tmp_path / "one" / "__0_3.distcp"
+        file.rename(tmp_path / "elsewhere")
+        file.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(infinity.CheckpointError, match="symbolic link"):
+            engine.load_checkpoint(tmp_path)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(infinity.CheckpointError, match="not a regular file"):
+            engine.load_checkpoint(tmp_path)
+
+
+def test_no_code_of_a_checkpoint_is_run(nvme_path: Path, tmp_path: Path) -> None:
+    class Spiteful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    with engine_for(nvme_path) as engine:
+        engine.save_checkpoint(tmp_path, tag="one")
+        (tmp_path / "one" / "manifest.json").unlink()  # as in a checkpoint of another program
+        for file in (".metadata", "rank0.pt"):
+            whole = (tmp_path / "one" / file).read_bytes()
+            (tmp_path / "one" / file).write_bytes(pickle.dumps(Spiteful()))
+            with pytest.raises(infinity.CheckpointError, match="damaged"):
+                engine.load_checkpoint(tmp_path)
+            (tmp_path / "one" / file).write_bytes(whole)
+        for file in (tmp_path / "one").glob("*.distcp"):
+            file.write_bytes(pickle.dumps(Spiteful()))
+        with pytest.raises(infinity.CheckpointError):
+            engine.load_checkpoint(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("file", [".metadata", "rank0.pt", "latest", "__0_0.distcp", "largest"])

@@ -190,3 +190,17 @@ def test_a_share_that_does_not_fit_names_its_drive(nvme_path: Path, monkeypatch:
     arena.close()
     for folder in folders:
         folder.close()
+
+
+def test_an_arena_made_in_a_folder_put_in_its_place_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    engine = IoEngine(PinnedPool(4 << 20))
+    folder.path.rename(tmp_path / "moved")
+    (tmp_path / "trap").mkdir()
+    folder.path.symlink_to(tmp_path / "trap")
+    with pytest.raises(StoreError, match="was moved or replaced"):
+        Arena(folder, engine, name="rank0.arena")
+    engine.close()
+    folder.path.unlink()
+    (tmp_path / "moved").rename(folder.path)
+    folder.close()

@@ -8,8 +8,11 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
+from infinity.aio import IoEngine, PinnedPool
 from infinity.store import profile as module
 from infinity.store.profile import FILE_NAME, VERSION, DriveProfile, load_profile, save_profile
 
@@ -138,3 +141,40 @@ def test_keys_that_a_later_release_may_add_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(damaged(colour="blue"))
     assert load_profile(tmp_path) == PROFILE
     assert module.VERSION == 1
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(
+    st.binary(max_size=100)
+    | st.dictionaries(
+        st.sampled_from(sorted(asdict(PROFILE))),
+        st.none() | st.integers() | st.floats() | st.text(max_size=10) | st.lists(st.integers(), max_size=2),
+    ).map(lambda changes: damaged(**changes).encode())
+)
+def test_whatever_it_holds_it_is_a_sound_profile_or_ignored(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(content)
+    found = load_profile(tmp_path)
+    if found is not None:
+        IoEngine(
+            PinnedPool(1 << 20),
+            backend="threads",
+            block_bytes=found.block_bytes,
+            queue_depth=min(found.queue_depth, 8),
+            rings=min(found.rings, 2),
+            mix=found.mix,
+        ).close()
+        assert found.queue_depth <= 4096 and found.rings <= 64
+
+
+def test_a_pipe_a_link_and_a_giant_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / FILE_NAME
+    os.mkfifo(path)
+    assert load_profile(tmp_path) is None
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert load_profile(tmp_path) is None
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert load_profile(tmp_path) is None
+    assert all(reason in caplog.text for reason in ("not a regular file", "symbolic link", "more than 1.00 MiB"))

@@ -212,10 +212,69 @@ def test_a_folder_that_can_not_be_finished_leaves_nothing(
     def refuse(*_: object) -> None:
         raise failure
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(run_folder, "write_durably", refuse)
     with pytest.raises((StoreError, KeyboardInterrupt)) as caught:
         RunFolder(tmp_path)
     if isinstance(failure, OSError):
         assert str(tmp_path) in str(caught.value)
         assert "free space" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_and_links_of_others_stay(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "lock").touch()
+    (precious / "data").touch()
+    (tmp_path / "infinity-run-1-link").symlink_to(precious)
+    linked = tmp_path / "infinity-run-2-lock"
+    linked.mkdir()
+    (linked / "lock").symlink_to(precious / "lock")
+    piped = tmp_path / "infinity-run-3-pipe"
+    piped.mkdir()
+    os.mkfifo(piped / "lock")
+    before = {path.name for path in tmp_path.iterdir()}
+    remove_stale(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == before - {piped.name}  # ours, and nobody holds its lock
+    assert sorted(path.name for path in precious.iterdir()) == ["data", "lock"]
+
+
+def test_a_dead_run_of_another_user_stays(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    theirs = tmp_path / "infinity-run-1-theirs"
+    theirs.mkdir()
+    (theirs / "lock").touch()
+    os.chown(theirs, 65534, 65534)
+    remove_stale(tmp_path)
+    assert theirs.is_dir()
+
+
+def test_a_place_where_everybody_may_rename_is_noted(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "place")
+    assert folder.notes == []
+    (tmp_path / "place").chmod(0o777)
+    assert "chmod +t" in folder.notes[0]
+    (tmp_path / "place").chmod(0o1777)
+    assert folder.notes == []
+    folder.close()
+
+
+def test_a_symlinked_place_is_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    folder = RunFolder(tmp_path / "link")
+    assert [each.name for each in (tmp_path / "real").iterdir()] == [folder.path.name]
+    folder.close()
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+def test_what_is_made_is_for_nobody_else(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = RunFolder(tmp_path)
+    finally:
+        os.umask(before)
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert {each.stat().st_mode & 0o777 for each in folder.path.iterdir()} == {0o600}
+    folder.close()

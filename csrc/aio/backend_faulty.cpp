@@ -1,0 +1,315 @@
+// A drive that fails on purpose: wraps any backend, and decides by lot what becomes of each submission.
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "faults.h"
+#include "process.h"
+
+namespace infinity::aio {
+namespace {
+
+constexpr double kOvertakenSecondsMax = 0.001;
+
+struct Names {
+  Fault fault;
+  const char* name;
+};
+constexpr std::array<Names, kFaultKinds> kNames{{{Fault::kInterrupted, "interrupted"},
+                                                 {Fault::kAgain, "again"},
+                                                 {Fault::kIo, "io"},
+                                                 {Fault::kSpace, "space"},
+                                                 {Fault::kMemory, "memory"},
+                                                 {Fault::kShort, "short"},
+                                                 {Fault::kCorrupt, "corrupt"},
+                                                 {Fault::kLost, "lost"},
+                                                 {Fault::kStuck, "stuck"},
+                                                 {Fault::kLate, "late"},
+                                                 {Fault::kOvertaken, "overtaken"}}};
+
+// Numbers that depend on nothing but seed, ring and the number of the submission: the order in which a drive answers
+// changes no lot. (The finalizer of splitmix64, by Sebastiano Vigna.)
+class Lots {
+ public:
+  Lots(uint64_t seed, int ring, uint64_t submission)
+      : state_(mix(mix(seed) + static_cast<uint64_t>(ring)) + mix(submission)) {}
+
+  uint64_t bits() { return mix(state_ += 0x9e3779b97f4a7c15ULL); }
+  double fraction() { return static_cast<double>(bits() >> 11) * 0x1.0p-53; }
+  int64_t below(int64_t bound) { return static_cast<int64_t>(bits() % static_cast<uint64_t>(bound)); }
+
+ private:
+  static uint64_t mix(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+    return value ^ (value >> 31);
+  }
+
+  uint64_t state_;
+};
+
+struct FreeMemory {
+  void operator()(std::byte* memory) const { std::free(memory); }
+};
+using AlignedMemory = std::unique_ptr<std::byte, FreeMemory>;
+
+AlignedMemory copy_of(const std::byte* bytes, int64_t length) {
+  int64_t rounded = (length + kPageBytes - 1) / kPageBytes * kPageBytes;
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(kPageBytes, static_cast<size_t>(rounded)));
+  if (memory == nullptr) throw std::bad_alloc();
+  std::memcpy(memory, bytes, static_cast<size_t>(length));
+  return AlignedMemory(memory);
+}
+
+class FaultyBackend final : public Backend {
+ public:
+  FaultyBackend(std::unique_ptr<Backend> inner, const FaultPlan& plan, int ring, std::shared_ptr<FaultTally> tally)
+      : inner_(std::move(inner)), plan_(plan), ring_(ring), tally_(std::move(tally)) {
+    slots_.resize(static_cast<size_t>(inner_->depth()));
+  }
+
+  const char* name() const override { return inner_->name(); }
+
+  int depth() const override { return inner_->depth(); }
+
+  void submit(const std::vector<Block*>& blocks) override {
+    sound_.clear();
+    for (Block* block : blocks) decide(*block);
+    inside_ += sound_.size();
+    inner_->submit(sound_);
+  }
+
+  void reap(std::vector<Completion>* completions) override {
+    if (deliver(completions)) return;
+    if (inside_ > 0 || kept_.empty()) {
+      arrived_.clear();
+      inner_->reap(&arrived_);
+      inside_ -= arrived_.size();
+      for (const Completion& one : arrived_) keep(one.tag, outcome(one));
+    } else {
+      sleep_until_due();
+    }
+    deliver(completions);
+  }
+
+  void wake() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      woken_ = true;
+    }
+    news_.notify_one();
+    inner_->wake();
+  }
+
+ private:
+  // A block as the inner backend sees it, and what shall become of it.
+  struct Slot {
+    Block block;
+    AlignedMemory bounce;  // what is written instead of the block's own memory
+    int error_number = 0;  // reported whatever was moved
+    bool reports_part = false;
+    bool flips_read = false;
+    bool overtaken = false;
+    double late_seconds = 0.0;
+    uint64_t dice = 0;
+  };
+
+  struct Kept {
+    double due;
+    bool overtaken;
+    Completion completion;
+  };
+
+  void decide(const Block& block) {
+    Lots lots(plan_.seed, ring_, submissions_);
+    Slot& slot = slots_[block.tag];
+    slot = Slot{};
+    slot.block = block;
+    if (static_cast<int64_t>(submissions_++) < plan_.after_blocks) {
+      sound_.push_back(&slot.block);
+      return;
+    }
+    if (happens(Fault::kLate, lots.fraction())) slot.late_seconds = lots.fraction() * plan_.delay_seconds_max;
+    slot.overtaken = happens(Fault::kOvertaken, lots.fraction());
+    if (slot.overtaken) slot.late_seconds += lots.fraction() * kOvertakenSecondsMax;
+    double lot = lots.fraction();
+    slot.dice = lots.bits();
+    for (size_t kind = 0; kind < static_cast<size_t>(Fault::kLate); ++kind) {
+      auto fault = static_cast<Fault>(kind);
+      lot -= plan_.rate(fault);
+      if (lot < 0) {
+        befall(slot, fault, lots);
+        return;
+      }
+    }
+    sound_.push_back(&slot.block);
+  }
+
+  bool happens(Fault fault, double lot) {
+    if (lot >= plan_.rate(fault)) return false;
+    count(fault);
+    return true;
+  }
+
+  void count(Fault fault) { (*tally_)[static_cast<size_t>(fault)].fetch_add(1, std::memory_order_relaxed); }
+
+  void befall(Slot& slot, Fault fault, Lots& lots) {
+    Block& block = slot.block;
+    bool writes = block.operation == Operation::kWrite;
+    switch (fault) {
+      case Fault::kInterrupted:
+        return answer(slot, fault, -EINTR);
+      case Fault::kAgain:
+        return answer(slot, fault, -EAGAIN);
+      case Fault::kMemory:
+        return answer(slot, fault, -ENOMEM);
+      case Fault::kIo:
+      case Fault::kSpace:
+        slot.error_number = writes && fault == Fault::kSpace ? ENOSPC : EIO;
+        if (lots.bits() % 2 == 0 || !shorten(block, lots)) return answer(slot, fault, -slot.error_number);
+        break;
+      case Fault::kShort:
+        if (!shorten(block, lots)) return pass(slot);
+        slot.reports_part = true;
+        break;
+      case Fault::kCorrupt:
+        slot.flips_read = !writes;
+        if (writes) {
+          slot.bounce = copy_of(block.address, block.length);
+          flip(slot.bounce.get(), block.length, slot.dice);
+          block.address = slot.bounce.get();
+        }
+        break;
+      case Fault::kLost:
+        return answer(slot, fault, writes ? block.length : -EIO);
+      case Fault::kStuck:
+      default:
+        count(fault);
+        return;
+    }
+    count(fault);
+    pass(slot);
+  }
+
+  void pass(Slot& slot) { sound_.push_back(&slot.block); }
+
+  // Without asking the drive.
+  void answer(Slot& slot, Fault fault, int64_t result) {
+    count(fault);
+    keep(slot.block.tag, result);
+  }
+
+  // Leaves a part of the block, in whole pages for a direct file; false where it has no part.
+  static bool shorten(Block& block, Lots& lots) {
+    int64_t unit = block.file->direct() ? kPageBytes : 1;
+    int64_t units = block.length / unit;
+    if (units < 2) return false;
+    block.length = unit * (1 + lots.below(units - 1));
+    return true;
+  }
+
+  static void flip(std::byte* bytes, int64_t length, uint64_t dice) {
+    auto bit = dice % (static_cast<uint64_t>(length) * 8);
+    bytes[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
+  }
+
+  // What is reported for what the drive has answered.
+  int64_t outcome(const Completion& one) {
+    Slot& slot = slots_[one.tag];
+    if (slot.error_number != 0) return -slot.error_number;
+    if (one.result <= 0) return one.result;
+    if (slot.flips_read) flip(slot.block.address, one.result, slot.dice);
+    // Drives move sectors of 512 bytes: a part need not end at a page.
+    if (slot.reports_part && slot.block.file->direct() && one.result > kPageBytes) {
+      return one.result - static_cast<int64_t>(slot.dice % 8) * 512;
+    }
+    return one.result;
+  }
+
+  // The block is nobody's any more here; its answer is given when it is due.
+  void keep(uint32_t tag, int64_t result) {
+    Slot& slot = slots_[tag];
+    kept_.push_back({monotonic_seconds() + slot.late_seconds, slot.overtaken, {tag, result}});
+    slot.block = Block{};
+    slot.bounce.reset();
+  }
+
+  bool deliver(std::vector<Completion>* completions) {
+    double now = monotonic_seconds();
+    size_t before = completions->size();
+    auto waits = [now](const Kept& one) { return one.due > now; };
+    auto ready = std::stable_partition(kept_.begin(), kept_.end(), waits);
+    std::stable_partition(ready, kept_.end(), [](const Kept& one) { return !one.overtaken; });
+    for (auto one = ready; one != kept_.end(); ++one) completions->push_back(one->completion);
+    kept_.erase(ready, kept_.end());
+    return completions->size() > before;
+  }
+
+  void sleep_until_due() {
+    auto first =
+        std::min_element(kept_.begin(), kept_.end(), [](const Kept& a, const Kept& b) { return a.due < b.due; });
+    double seconds = first->due - monotonic_seconds();
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (seconds > 0) news_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return woken_; });
+    woken_ = false;
+  }
+
+  const std::unique_ptr<Backend> inner_;
+  const FaultPlan plan_;
+  const int ring_;
+  const std::shared_ptr<FaultTally> tally_;
+  uint64_t submissions_ = 0;
+  std::vector<Slot> slots_;    // by tag
+  std::vector<Block*> sound_;  // of this turn: what goes to the inner backend
+  size_t inside_ = 0;          // blocks that the inner backend has
+  std::vector<Kept> kept_;     // answers that are not due
+  std::vector<Completion> arrived_;
+
+  std::mutex mutex_;  // of woken_
+  std::condition_variable news_;
+  bool woken_ = false;
+};
+
+}  // namespace
+
+const char* fault_name(Fault fault) {
+  return kNames[static_cast<size_t>(fault)].name;
+}
+
+void FaultPlan::check() const {
+  double together = 0.0;
+  for (size_t kind = 0; kind < kFaultKinds; ++kind) {
+    auto fault = static_cast<Fault>(kind);
+    if (!(rate(fault) >= 0.0 && rate(fault) <= 1.0)) {
+      throw std::invalid_argument(std::string("the rate of \"") + fault_name(fault) + "\" must be from 0 to 1, got " +
+                                  std::to_string(rate(fault)));
+    }
+    if (fault < Fault::kLate) together += rate(fault);
+  }
+  if (together > 1.0 + 1e-9) {
+    throw std::invalid_argument("the rates of faults of which one happens at a time sum up to " +
+                                std::to_string(together) + ", more than 1");
+  }
+  if (!(delay_seconds_max >= 0.0 && delay_seconds_max <= 3600.0)) {
+    throw std::invalid_argument("delay_seconds_max must be from 0 to 3600, got " + std::to_string(delay_seconds_max));
+  }
+  if (after_blocks < 0) {
+    throw std::invalid_argument("after_blocks must not be negative, got " + std::to_string(after_blocks));
+  }
+}
+
+BackendFactory faulty(BackendFactory factory, const FaultPlan& plan, int ring, std::shared_ptr<FaultTally> tally) {
+  return [factory = std::move(factory), plan, ring, tally = std::move(tally)](const BackendOptions& options) {
+    return std::make_unique<FaultyBackend>(factory(options), plan, ring, tally);
+  };
+}
+
+}  // namespace infinity::aio

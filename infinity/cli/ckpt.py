@@ -1,0 +1,220 @@
+"""Floor 7. The program `infinity-ckpt`: looks into checkpoints, verifies them, and makes models of them. Main thread.
+
+What is heavy (torch, pydantic, rich) is imported when a command runs, so that --help is there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import infinity
+from infinity.cli.program import run_program
+from infinity.units import format_bytes, format_count, parse_bytes
+
+JSON_FORMAT = 1
+"""Raised when a key of a JSON report changes its meaning or goes away; new keys may come without."""
+
+_EPILOG = "exit code: 0 as asked; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage."
+_DTYPES = ("fp32", "bf16", "fp16")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `infinity-ckpt` with `arguments` (those of the process where None); the exit code, as `run_program` has it."""
+    return run_program(_parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity-ckpt", description="Look into checkpoints, verify them, and make models of them.", epilog=_EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    info = _add(commands, "info", _info, "tell what a checkpoint holds: steps, ranks, parameters, bytes")
+    info.add_argument("--tensors", action="store_true", help="list every tensor of the model, too")
+    _add(
+        commands, "verify", _verify, "read every file of a checkpoint and hold it to the hash taken when it was written"
+    )
+    consolidate = _add(
+        commands,
+        "consolidate",
+        _consolidate,
+        "write the model in a checkpoint as safetensors, in the memory of one tensor",
+    )
+    consolidate.add_argument("output", type=_path, metavar="OUT", help="the folder for the model; made if need be")
+    consolidate.add_argument(
+        "--dtype", choices=_DTYPES, default="fp32", help="of the parameters (default: %(default)s, the masters)"
+    )
+    consolidate.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        metavar="SIZE",
+        help="a model larger than this goes to several files, with an index (default: %(default)s)",
+    )
+    return parser
+
+
+def _add(commands: Any, name: str, func: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, epilog=_EPILOG)
+    parser.add_argument(
+        "checkpoint", type=_path, metavar="CKPT", help="a checkpoint, or the folder that it was saved to"
+    )
+    parser.add_argument("--tag", help="which one in that folder (default: the latest)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
+    parser.set_defaults(func=func)
+    return parser
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty (an unset variable?)")
+    return Path(text)
+
+
+def _size(text: str) -> int:
+    try:
+        nbytes = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError("a file needs at least a byte")
+    return nbytes
+
+
+def _info(asked: argparse.Namespace) -> int:
+    from infinity.runtime.consolidate import StoredModel
+    from infinity.store.manifest import others
+
+    model = StoredModel(asked.checkpoint, asked.tag)
+    manifest = model.manifest
+    buffers = set(manifest.buffers) if manifest else set()
+    parameters = [name for name in model.names if name not in buffers]
+    found: dict[str, Any] = {
+        "format": JSON_FORMAT,
+        "checkpoint": str(model.path),
+        "saved": manifest.saved if manifest else None,
+        "global_steps": manifest.global_steps if manifest else None,
+        "ranks": manifest.ranks if manifest else None,
+        "parameters": sum(math.prod(model.tensors[name].size) for name in parameters),
+        "parameter_tensors": len(parameters),
+        "tied": model.aliases,
+        "files": len(manifest.files) if manifest else None,
+        "nbytes": sum(each.stat().st_size for each in model.path.iterdir() if each.is_file()),
+        "hashed": manifest is not None,
+    }
+    tensors = [
+        {
+            "name": name,
+            "shape": list(model.tensors[name].size),
+            "dtype": str(model.tensors[name].properties.dtype).removeprefix("torch."),
+            "buffer": name in buffers,
+        }
+        for name in model.names
+    ]
+    if asked.json:
+        print(json.dumps({**found, "tensors": tensors} if asked.tensors else found, indent=2))
+    else:
+        _print_info(found, tensors if asked.tensors else [], others(model.path.parent, but=model.path.name))
+    return 0
+
+
+def _print_info(found: dict[str, Any], tensors: list[dict[str, Any]], elsewhere: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    rows = {
+        "checkpoint": found["checkpoint"],
+        "saved": found["saved"],
+        "optimizer steps": found["global_steps"],
+        "written by": f"{found['ranks']} rank(s)" if found["ranks"] else None,
+        "parameters": f"{format_count(found['parameters'])} in {found['parameter_tensors']} tensors",
+        "tied": ", ".join(f"{alias} = {name}" for alias, name in found["tied"].items()) or None,
+        "on the drive": format_bytes(found["nbytes"]),
+        "hashes": "yes, for every file" if found["hashed"] else "none: save_checkpoint did not write it",
+        "beside it": elsewhere,
+    }
+    for key, value in rows.items():
+        if value is not None:
+            table.add_row(key, str(value))
+    console = Console()
+    console.print(table)
+    for each in tensors:
+        kind = " (buffer)" if each["buffer"] else ""
+        console.print(f"{each['name']}  {each['dtype']} {each['shape']}{kind}", markup=False, highlight=False)
+
+
+def _verify(asked: argparse.Namespace) -> int:
+    from infinity.errors import CheckpointError
+    from infinity.store.manifest import FILE_NAME, damage, find_checkpoint, load_manifest
+
+    path = find_checkpoint(asked.checkpoint, asked.tag)
+    manifest = load_manifest(path)
+    if manifest is None:
+        raise CheckpointError(
+            f"{path} has no {FILE_NAME}, so there is nothing to hold it to: save_checkpoint writes one"
+        )
+    with _progress("verifying", manifest.nbytes, shown=not asked.json) as tell:
+        wrong = dict(damage(path, manifest, progress=tell))
+    strange = {each.name for each in path.iterdir()} - {*manifest.files, FILE_NAME}
+    wrong |= dict.fromkeys(sorted(strange), "the manifest doesn't know it")
+    if asked.json:
+        report = {
+            "format": JSON_FORMAT,
+            "checkpoint": str(path),
+            "whole": not wrong,
+            "files": len(manifest.files),
+            "nbytes": manifest.nbytes,
+            "damaged": [{"file": name, "why": why} for name, why in wrong.items()],
+        }
+        print(json.dumps(report, indent=2))
+    elif not wrong:
+        print(f"{path} is whole: {len(manifest.files)} files, {format_bytes(manifest.nbytes)}")
+    for name, why in wrong.items():
+        print(f"infinity-ckpt: {path / name} is damaged: {why}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _consolidate(asked: argparse.Namespace) -> int:
+    from infinity.runtime.consolidate import DTYPES, consolidate
+
+    with contextlib.ExitStack() as stack:
+        files = consolidate(
+            asked.checkpoint,
+            asked.output,
+            tag=asked.tag,
+            dtype=DTYPES[asked.dtype],
+            max_shard_bytes=asked.max_shard_size,
+            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not asked.json)),
+        )
+    nbytes = sum(file.stat().st_size for file in files)
+    if asked.json:
+        report = {"format": JSON_FORMAT, "files": [str(file) for file in files], "nbytes": nbytes, "dtype": asked.dtype}
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"{format_bytes(nbytes)} in {asked.output}: {', '.join(file.name for file in files)}")
+    return 0
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, where that is a terminal. Yields what is called with the bytes just done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""Floor 5. A checkpoint's model out of its shards: as safetensors, streamed, or as a state dict. One process, no ranks.
+
+Memory is bounded by one shard of one tensor: a tensor is cut by rows, so its shards one after another are its bytes, and these
+go to the output piece by piece. (A tensor that somebody else's training cut in another way is put together first.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from infinity.errors import CheckpointError
+from infinity.runtime.stored import Reader
+from infinity.store.files import sync
+from infinity.store.manifest import damage, find_checkpoint, load_manifest
+from infinity.units import format_bytes, parse_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PREFIX = "model."
+_PIECE_NUMEL = 4 << 20
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls them."""
+
+Progress = Callable[[int], None]
+
+
+class StoredModel:
+    """The model in a checkpoint: parameters and buffers, read one at a time.
+
+    Raises CheckpointError where there is no checkpoint, it is damaged, or it holds no model.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
+        self.path = find_checkpoint(directory, tag)
+        self.manifest = load_manifest(self.path)
+        self._reader = Reader(self.path)
+        self._verified: set[str] = set()
+        if self.manifest is not None:
+            self._verify(".metadata")
+        stored = {name: each for name, each in self._reader.tensors().items() if name.startswith(_PREFIX)}
+        self.tensors = {name.removeprefix(_PREFIX): each for name, each in stored.items()}
+        self.aliases = {
+            alias: name
+            for alias, name in (self.manifest.aliases if self.manifest else {}).items()
+            if alias in self.tensors and name in self.tensors
+        }
+        """Further names of tied parameters, and under which the values are meant."""
+        if not self.tensors:
+            raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters and buffers, tied ones once."""
+        return [name for name in self.tensors if name not in self.aliases]
+
+    def dtype_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What `name` becomes where parameters become `dtype`: buffers, and what isn't floating, stay as they are."""
+        own: torch.dtype = self.tensors[name].properties.dtype
+        buffers = self.manifest.buffers if self.manifest else ()
+        return own if name in buffers or not own.is_floating_point else dtype
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
+        stored = self.tensors[name]
+        shape = tuple(stored.size)
+        chunks = sorted((c for c in stored.chunks if math.prod(c.sizes)), key=lambda chunk: tuple(chunk.offsets))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+            raise self._wrong(name, "its parts don't make up the whole")
+        if _are_rows(chunks, shape):
+            for chunk in chunks:
+                yield self._read(name, chunk).reshape(-1)
+            return
+        whole = torch.empty(shape, dtype=stored.properties.dtype)
+        for chunk in chunks:
+            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place].copy_(self._read(name, chunk))
+        yield whole.reshape(-1)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """All of `name`. Raises CheckpointError."""
+        whole = torch.empty(tuple(self.tensors[name].size), dtype=dtype)
+        at = 0
+        for piece in self.pieces(name):
+            whole.view(-1)[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        return whole
+
+    def _read(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        info = self._reader.read_metadata().storage_data.get(MetadataIndex(_PREFIX + name, chunk.offsets))
+        if info is None:
+            raise self._wrong(name, "a part of it is in no file")
+        if self.manifest is not None:
+            self._verify(info.relative_path)
+        file = self.path / info.relative_path
+        try:
+            with self._reader.fs.create_stream(file, "rb") as stream:
+                part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever torch.load makes of arbitrary bytes
+            raise CheckpointError(
+                f"{file} is damaged ({str(error).splitlines()[0]}): load another checkpoint"
+            ) from None
+        stored: TensorStorageMetadata = self.tensors[name]
+        fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
+        if not fits or part.dtype is not stored.properties.dtype:
+            raise CheckpointError(f"{file} is damaged (it holds something else than a part of {name})")
+        whole: torch.Tensor = part.detach()
+        return whole
+
+    def _verify(self, file: str) -> None:
+        assert self.manifest is not None
+        if file in self._verified:
+            return
+        if file not in self.manifest.files:
+            raise CheckpointError(f"{self.path / file} is damaged (the manifest doesn't know it)")
+        for _, why in damage(self.path, self.manifest, [file]):
+            raise CheckpointError(f"{self.path / file} is damaged ({why}): load another checkpoint")
+        self._verified.add(file)
+
+    def _wrong(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged ({name}: {why}): load another checkpoint")
+
+
+def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:
+    """Whether the chunks, one after another, are the tensor."""
+    row = 0
+    for chunk in chunks:
+        if not shape:
+            return len(chunks) == 1
+        if tuple(chunk.sizes[1:]) != shape[1:] or any(chunk.offsets[1:]) or chunk.offsets[0] != row:
+            return False
+        row += chunk.sizes[0]
+    return True
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file of the output: the tensors in it, with dtype and shape."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(*each) for each in self.tensors.values())
+
+    def header(self) -> bytes:
+        """What stands before the tensors' bytes: 8 bytes of length, then JSON, padded to 8 bytes."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, (dtype, shape) in self.tensors.items():
+            nbytes = _nbytes(dtype, shape)
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+            at += nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def consolidate(
+    directory: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = 5 * 10**9,
+    progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
+) -> list[Path]:
+    """Write the model in a checkpoint as safetensors into the folder `output`; the files, the index last.
+
+    Args:
+        tag: of the checkpoint in `directory`; its latest where None.
+        dtype: of the parameters; buffers keep theirs.
+        max_shard_bytes: where the model is larger, it goes to several files of at most this (a larger tensor has one to
+            itself), with an index.
+        progress: called with all bytes to be written; what it returns is called with those just written.
+
+    Raises CheckpointError where the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
+    nothing is left in it then.
+    """
+    model = StoredModel(directory, tag)
+    parts = _plan(model, dtype, max_shard_bytes)
+    root = Path(output)
+    total = sum(part.nbytes for part in parts)
+    try:
+        made = not root.exists()
+        root.mkdir(parents=True, exist_ok=True)
+        _check_output(root, total)
+    except OSError as error:
+        raise CheckpointError(f"{root} can't be written to ({error.strerror}): name another folder") from None
+    temporary = [root / f".part{number}-{os.getpid()}.safetensors" for number in range(len(parts))]
+    index = root / f".index-{os.getpid()}.json"
+    try:
+        tell = progress(total)
+        for part, path in zip(parts, temporary, strict=True):
+            _write_part(model, part, path, tell)
+        return _publish(root, parts, temporary, index)
+    except OSError as error:
+        raise CheckpointError(f"writing the model to {root} failed ({error.strerror}): free space there") from None
+    finally:
+        for path in [*temporary, index]:
+            path.unlink(missing_ok=True)
+        if made and not any(root.iterdir()):
+            root.rmdir()
+
+
+def _plan(model: StoredModel, dtype: torch.dtype, max_shard_bytes: int) -> list[_Part]:
+    parts: list[_Part] = [_Part({})]
+    for name in model.names:
+        entry = model.dtype_as(name, dtype), tuple(model.tensors[name].size)
+        if entry[0] not in _NAMES:
+            raise CheckpointError(f"{name} has the type {entry[0]}, which safetensors files don't hold")
+        if parts[-1].tensors and parts[-1].nbytes + _nbytes(*entry) > max_shard_bytes:
+            parts.append(_Part({}))
+        parts[-1].tensors[name] = entry
+    return parts
+
+
+def _check_output(root: Path, nbytes: int) -> None:
+    if any(root.glob("model*.safetensors*")):
+        raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
+    usage = shutil.disk_usage(root)
+    free = usage.free if usage.total else sys.maxsize  # some file systems don't count
+    if nbytes > free:
+        raise CheckpointError(f"the model takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free")
+
+
+def _write_part(model: StoredModel, part: _Part, path: Path, tell: Progress) -> None:
+    with path.open("xb") as file:
+        file.write(part.header())
+        for name, (dtype, _) in part.tensors.items():
+            for piece in model.pieces(name):
+                for numbers in piece.split(_PIECE_NUMEL):
+                    file.write(numbers.to(dtype).view(torch.uint8).numpy().data)
+                    tell(numbers.numel() * dtype.itemsize)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(root: Path, parts: list[_Part], temporary: list[Path], index: Path) -> list[Path]:
+    """Give the files their names; the index, by which several are found, last."""
+    count = len(parts)
+    names = ["model.safetensors"]
+    if count > 1:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part.tensors}
+        whole = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": where}
+        index.write_text(json.dumps(whole, indent=2) + "\n")
+        sync(index)
+    for path, name in zip(temporary, names, strict=True):
+        path.rename(root / name)
+    if count > 1:
+        names.append("model.safetensors.index.json")
+        index.rename(root / names[-1])
+    sync(root)
+    return [root / name for name in names]
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> dict[str, torch.Tensor]:
+    """The whole model in a checkpoint, parameters in fp32, on the CPU. Tied parameters share their memory.
+
+    Raises CheckpointError.
+    """
+    model = StoredModel(checkpoint_dir, tag)
+    state = {name: model.tensor(name, model.dtype_as(name, torch.float32)) for name in model.names}
+    return {name: state[model.aliases.get(name, name)] for name in model.tensors}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+) -> None:
+    """Write the model in a checkpoint as safetensors with fp32 parameters into `output_dir`: see `infinity-ckpt consolidate`.
+
+    `max_shard_size`: bytes per file, or "5GB". Raises CheckpointError, ValueError.
+    """
+    if not safe_serialization:
+        raise ValueError("only safetensors are written: leave safe_serialization out")
+    consolidate(checkpoint_dir, output_dir, tag=tag, max_shard_bytes=parse_bytes(max_shard_size))

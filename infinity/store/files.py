@@ -1,0 +1,73 @@
+"""Floor 2. Files opened as a careful program does: ours alone when we make them, and only files, never what a link names.
+
+[Note: Places that others can write to]
+A path under /tmp, or a drive that everybody may write to, is a place where another user can put links, pipes and folders
+under the names that we use. So what we make is made anew (O_EXCL) and for us alone (0600, folders 0700); what we open is opened
+without following a link in its last part (O_NOFOLLOW) and must be a regular file; what we remove was found to be a folder
+of our own. Links that a user has put on the way to a folder are the user's and are followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from infinity.units import format_bytes
+
+
+def create_private(path: str | os.PathLike[str]) -> BinaryIO:
+    """A new file for writing, mode 0600 whatever the umask allows more. Raises OSError, also where the name is taken."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """An existing file for reading. Raises OSError, also where it is a link, a pipe or anything but a file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{os.fspath(path)} is a symbolic link: put the file itself there") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{os.fspath(path)} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(path: str | os.PathLike[str], nbytes_max: int) -> bytes:
+    """All bytes of a file that should be small. Raises OSError, also where it has more than `nbytes_max` bytes."""
+    with open_regular(path) as file:
+        content = file.read(nbytes_max + 1)
+    if len(content) > nbytes_max:
+        raise OSError(errno.EFBIG, f"{os.fspath(path)} has more than {format_bytes(nbytes_max)}")
+    return content
+
+
+def write_durably(path: str | os.PathLike[str], content: bytes) -> None:
+    """A new private file that is on the drive on return. Raises OSError."""
+    with create_private(path) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Wait until a file, or the names in a folder, are on the drive. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether `path` is a folder, not a link to one, that belongs to this user."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

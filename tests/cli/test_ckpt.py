@@ -1,0 +1,306 @@
+"""The program infinity-ckpt, and the model that it makes of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import infinity
+from infinity.cli.ckpt import main
+from infinity.runtime import consolidate as consolidation
+
+
+class Model(nn.Module):
+    """With a tied head, a buffer, a frozen parameter and one that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 24)
+        self.block = nn.Linear(24, 24)
+        self.uneven = nn.Parameter(torch.randn(3, 24))
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.head = nn.Linear(24, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(0.1))
+        self.register_buffer("count", torch.arange(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        h = h + torch.tanh(self.block(h)) + self.uneven.sum(0) + self.frozen(h)
+        return self.head(h) * self.scale
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with two checkpoints, and the values in the last."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    offload = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        "infinity": {"pinned_bytes_max": "16MiB"},
+    }
+    engine, *_ = infinity.initialize(model=Model(), config=config)
+    with engine:
+        engine.save_checkpoint(folder, tag="first")
+        engine.backward(engine(torch.arange(8)[None]).float().square().mean())
+        engine.step()
+        engine.save_checkpoint(folder, tag="last")
+        state = engine.state_dict()
+        values = {k: (v.full_tensor() if hasattr(v, "full_tensor") else v) + 0 for k, v in state.items()}
+    dist.destroy_process_group()
+    return folder, values
+
+
+@pytest.fixture
+def copy(saved: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A copy of the folder, to be spoilt."""
+    return Path(shutil.copytree(saved[0], tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(("dtype", "torch_dtype"), list(consolidation.DTYPES.items()))
+@pytest.mark.parametrize("size", ["5GB", "2KiB"])
+def test_a_model_is_the_masters_in_the_wanted_type(
+    dtype: str, torch_dtype: torch.dtype, size: str, saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, values = saved
+    assert main(["consolidate", str(folder), str(tmp_path / "out"), "--dtype", dtype, "--max-shard-size", size]) == 0
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == values.keys() - {"head.weight"}
+    for name, tensor in found.items():
+        buffer = name in ("scale", "count")
+        assert torch.equal(tensor, values[name] if buffer else values[name].to(torch_dtype)), name
+    if size == "5GB":
+        assert [each.name for each in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == found.keys()
+        assert index["metadata"]["total_size"] == sum(t.numel() * t.itemsize for t in found.values())
+        assert len(files) > 1
+        assert all(len(load_file(f)) == 1 or f.stat().st_size < 2048 + 1000 for f in files)
+    with safe_open(files[0], framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_a_consolidated_model_is_loaded_straight_into_the_arena(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, values = saved
+    assert main(["consolidate", str(folder), str(tmp_path / "out"), "--max-shard-size", "2KiB"]) == 0
+    offload = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    config = {"zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload}}
+    for weights in (tmp_path / "out", tmp_path / "out" / "model.safetensors.index.json"):
+        with infinity.init_empty():
+            model = Model()
+        engine, *_ = infinity.initialize(model=model, config=config, weights=weights)
+        with engine:
+            for name, tensor in engine.state_dict().items():
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                assert torch.equal(whole + 0, values[name]), name
+
+
+def test_the_names_that_users_of_deepspeed_look_for(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, values = saved
+    state = infinity.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert state.keys() == values.keys()
+    assert all(torch.equal(state[name], values[name]) for name in values)
+    assert state["head.weight"] is state["embedding.weight"]
+    Model().load_state_dict(state)
+    infinity.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", tag="first")
+    assert not torch.equal(load_file(tmp_path / "out" / "model.safetensors")["uneven"], values["uneven"])
+    with pytest.raises(infinity.CheckpointError, match="holds a model already"):
+        infinity.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out")
+
+
+def test_info_tells_what_is_there(saved: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = saved
+    assert main(["info", str(folder), "--json", "--tensors"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["checkpoint"] == str(folder / "last")
+    assert (report["global_steps"], report["ranks"], report["hashed"]) == (1, 1, True)
+    assert report["parameters"] == 11 * 24 + 2 * (24 * 24 + 24) + 3 * 24
+    assert report["tied"] == {"head.weight": "embedding.weight"}
+    assert {"name": "count", "shape": [3], "dtype": "int64", "buffer": True} in report["tensors"]
+    assert report["nbytes"] == sum(file.stat().st_size for file in (folder / "last").iterdir())
+    assert main(["info", str(folder / "first"), "--tensors"]) == 0
+    text = capsys.readouterr().out
+    assert "head.weight = embedding.weight" in text
+    assert "tag='last'" in text
+    assert "uneven  float32 [3, 24]" in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda p: (p / "__0_1.distcp").unlink(), "missing"),
+        (lambda p: (p / "__0_1.distcp").write_bytes(b"short"), "5 bytes instead of"),
+        (lambda p: (p / "rank7.pt").write_bytes(b"new"), "manifest doesn't know"),
+        (lambda p: flip(p / "__0_1.distcp"), "not those that were written"),
+        (lambda p: flip(p / ".metadata"), "not those that were written"),
+    ],
+)
+def test_verify_names_every_file_that_is_not_as_it_was(
+    spoil: Any, why: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(copy)]) == 0
+    assert "is whole" in capsys.readouterr().out
+    spoil(copy / "last")
+    assert main(["verify", str(copy)]) == 1
+    assert why in capsys.readouterr().err
+    assert main(["verify", str(copy), "--tag", "first"]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(copy), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["whole"]
+    assert why in report["damaged"][0]["why"]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_makes_no_model(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    biggest = max((copy / "last").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    names = {name for name, entry in stored_names(copy / "last").items() if name.startswith("model.")}
+    victim = copy / "last" / next(v for k, v in stored_names(copy / "last").items() if k in names)
+    assert biggest.exists()
+    flip(victim)
+    assert main(["consolidate", str(copy), str(tmp_path / "out")]) == 1
+    assert f"{victim.name} is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def stored_names(checkpoint: Path) -> dict[str, str]:
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata()
+    return {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "{copy}/nothing"], "is not a folder"),
+        (["info", "{copy}", "--tag", "third"], "is not a checkpoint .* tag='first', 'last'"),
+        (["info", "{copy}", "--tag", "../copy"], "one folder name"),
+        (["verify", "{copy}/nvme"], "holds no checkpoint"),
+        (["consolidate", "{copy}", "{copy}/latest"], "can't be written"),
+    ],
+)
+def test_what_cannot_be_is_an_error_in_a_line(
+    arguments: list[str], message: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "nvme").mkdir(exist_ok=True)
+    assert main([each.format(copy=copy) for each in arguments]) == 1
+    out, err = capsys.readouterr()
+    assert re.search(message, err)
+    assert err.startswith("infinity-ckpt: ") and err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["info"], ["consolidate", "a", "b", "--dtype", "fp8"], ["verify", ""]])
+def test_wrong_usage_is_two(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_help_loads_nothing_heavy() -> None:
+    heavy = ["torch", "numpy", "pydantic", "rich"]
+    code = (
+        "import sys; from infinity.cli.ckpt import main\n"
+        "try: main(['consolidate', '--help'])\n"
+        f"finally: sys.stderr.write(','.join(m for m in {heavy} if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "--max-shard-size" in done.stdout
+    assert done.stderr == ""
+
+
+def test_ctrl_c_leaves_nothing(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    slow = (
+        "import sys, time, infinity.runtime.consolidate as c\n"
+        "pieces = c.StoredModel.pieces\n"
+        "def slowly(self, name):\n"
+        "    print('piece', flush=True); time.sleep(0.2); yield from pieces(self, name)\n"
+        "c.StoredModel.pieces = slowly\n"
+        "from infinity.cli.ckpt import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", slow, "consolidate", str(saved[0]), str(tmp_path / "out")]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "piece\n"
+        time.sleep(0.1)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 128 + number
+        assert "Traceback" not in error
+        assert not (tmp_path / "out").exists()
+
+
+def test_memory_is_bounded_by_one_tensor(tmp_path: Path) -> None:
+    tensors = {f"layer{number}": torch.full((1 << 20, 4), float(number)) for number in range(12)}  # 16 MiB each
+    dcp.save({"model": tensors}, checkpoint_id=tmp_path / "made", no_dist=True)
+    code = (
+        "import sys, resource, torch\n"
+        "from infinity.cli.ckpt import main\n"
+        "import infinity.runtime.consolidate, torch.distributed.checkpoint, rich.progress\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "code = main(['consolidate', *sys.argv[1:], '--dtype', 'bf16', '--json'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, file=sys.stderr)\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "made"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.split()[-1]) << 10 < 80 << 20  # one tensor and its pieces, of 192 MiB
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], tensors[name].bfloat16()) for name in tensors)
+
+
+def test_checkpoints_of_stock_training_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model()
+    state, optimizer_state = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "made", no_dist=True)
+    assert main(["consolidate", str(tmp_path / "made"), str(tmp_path / "out")]) == 0
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["uneven"], model.uneven.detach())
+    assert main(["info", str(tmp_path / "made")]) == 0
+    assert "none: save_checkpoint did not write it" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "made")]) == 1
+    assert "nothing to hold it to" in capsys.readouterr().err
+
+
+def test_no_code_is_run(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Spiteful:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (copy / "last" / "manifest.json").unlink()
+    (copy / "last" / ".metadata").write_bytes(pickle.dumps(Spiteful()))
+    assert main(["info", str(copy)]) == 1
+    assert "posix.mkdir has no place in a checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,126 @@
+"""A small training whose every step is known, and the same as a program: `scene.py FOLDER [--save DIR] [--steps N] ...`.
+
+The program prints "ready", then a line per step with its loss to the last bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+
+STEPS = 4
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+IO_URING_SETUP = 425
+
+
+def config(path: Path | None) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
+    return {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "aio": {"block_size": 16384, "queue_depth": 4},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+            "stage3_param_persistence_threshold": 100,
+            "sub_group_size": 8192,
+        },
+        "infinity": {"pinned_bytes_max": "12MiB"},
+    }
+
+
+class Model(nn.Module):
+    """Three blocks of which each is a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 96)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(96, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def make(path: Path | None) -> infinity.Engine:
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(model=Model(), config=config(path))
+    return engine
+
+
+def step(engine: infinity.Engine, number: int) -> float:
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() + 0 for name, value in engine.state_dict().items()}
+
+
+def train(args: argparse.Namespace) -> None:
+    """The program."""
+    if args.no_io_uring:
+        refuse_io_uring()
+    engine = make(Path(args.folder))
+    with engine:
+        assert engine.swap is not None
+        print("ready", engine.swap.backend, "; ".join(engine.swap.notes), flush=True)
+        if args.resume:
+            engine.load_checkpoint(args.save)
+        while engine.global_steps < args.steps:
+            number = engine.global_steps
+            print("step", number, step(engine, number).hex(), flush=True)
+            if args.save:
+                engine.save_checkpoint(args.save)
+    print("done", flush=True)
+
+
+def refuse_io_uring() -> None:
+    """As the seccomp profile of a container does: io_uring_setup is not permitted from now on."""
+    load, jump_if_equal, give = 0x20, 0x15, 0x06
+    program = b"".join(
+        struct.pack("HBBI", *instruction)
+        for instruction in (
+            (load, 0, 0, 0),  # the number of the system call
+            (jump_if_equal, 0, 1, IO_URING_SETUP),
+            (give, 0, 0, 0x00050000 | 1),  # EPERM
+            (give, 0, 0, 0x7FFF0000),  # go on
+        )
+    )
+    text = ctypes.create_string_buffer(program)
+    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(text)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for call in ((PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)):
+        if libc.prctl(*call) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--save")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--no-io-uring", action="store_true")
+    return parser
+
+
+if __name__ == "__main__":
+    train(parser().parse_args())
