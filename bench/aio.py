@@ -32,7 +32,7 @@ import numpy as np
 from results import machine, save
 
 from infinity.aio import IoEngine, PinnedPool, Priority, Request, probe
-from infinity.cli.fio import Fio, find_fio, version_of
+from infinity.cli.sweep.fio import Fio, find_fio, version_of
 from infinity.store import Arena, RunFolder
 from infinity.store.measure import DriveTest, Settings, Trial, Workload
 from infinity.units import GIB, KIB, MIB, format_bytes, parse_bytes

@@ -1,13 +1,14 @@
 """infinity: train models larger than the machine's memory, with parameters and optimizer state on NVMe.
 
 The names below are loaded when they are first used, so that `import infinity` alone, and with it every command's --help,
-doesn't wait for torch.
+doesn't wait for torch. Those of `import deepspeed` that scripts use are among them: `import infinity as deepspeed`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from infinity import checkpointing, ops, zero
     from infinity.errors import (
         BudgetError,
         CheckpointError,
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
-    from infinity.runtime import Engine, init_empty
+    from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
+    from infinity.runtime.engine import Engine as DeepSpeedEngine
     from infinity.runtime.initialize import initialize
     from infinity.store.probe import DriveRates, measure_drive
     from infinity.swap import PagedAdam, PagedAdamW, SwapManager
@@ -33,6 +35,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedEngine",
     "DriveRates",
     "Engine",
     "InfinityError",
@@ -42,13 +45,18 @@ __all__ = [
     "StoreError",
     "SwapManager",
     "__version__",
+    "add_config_arguments",
+    "checkpointing",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "init_distributed",
     "init_empty",
     "initialize",
     "measure_drive",
+    "ops",
+    "zero",
 ]
 
 _NAMES_OF = {
@@ -59,17 +67,22 @@ _NAMES_OF = {
         "estimate_zero3_model_states_mem_needs_all_cold",
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
-    "infinity.runtime": ("Engine", "init_empty", "initialize"),
+    "infinity.runtime": ("Engine", "add_config_arguments", "init_distributed", "init_empty", "initialize"),
     "infinity.store.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),
 }
+_MODULES = {"checkpointing": "infinity.checkpointing", "ops": "infinity.ops", "zero": "infinity.zero"}
+_ALIASES = {"DeepSpeedEngine": "Engine"}
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    own = _ALIASES.get(name, name)
+    if own not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(_HOME[name]), name)
+    value: object = getattr(import_module(_HOME[own]), own)
     globals()[name] = value
     return value
 

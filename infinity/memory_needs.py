@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from infinity.schedule.estimate import COPY_BYTES, GATHERED_GROUPS, STATE_BYTES, STRATEGIES, Memory, Strategy, states_of
+from infinity.schedule.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, STRATEGIES, Memory, Strategy, states_of
 from infinity.schedule.pinned import SUB_GROUP_NUMEL_DEFAULT, comfortable_bytes, gather_bytes
+from infinity.schedule.scheme import COPY_BYTES
 from infinity.units import GIB, format_count
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ def _pool_bytes(strategy: Strategy, largest: int, ranks: int) -> int:
         return 0
     shard = -(-largest // ranks)
     group = COPY_BYTES * shard if strategy.parameters == "nvme" else 0
-    return comfortable_bytes(gather_bytes(group), (COPY_BYTES + STATE_BYTES) * min(shard, SUB_GROUP_NUMEL_DEFAULT))
+    sub_group = sum(strategy.stored_bytes(DEFAULT_SCHEME)) * min(shard, SUB_GROUP_NUMEL_DEFAULT)
+    return comfortable_bytes(gather_bytes(group), sub_group)
 
 
 def _where(gpus_per_node: int, nodes: int) -> str:

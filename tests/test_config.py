@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from infinity.config import (
+    AdamConfig,
     AioConfig,
     Batch,
     Config,
-    OptimizerConfig,
     WarmupCosineLRConfig,
     WarmupDecayLRConfig,
     WarmupLRConfig,
@@ -363,8 +363,8 @@ def test_unknown_key_gets_the_nearest_name(source: Any, line: str) -> None:
 
 def test_unknown_optimizer_lists_the_supported_ones_and_nothing_else() -> None:
     source = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}
-    assert problems(source) == ['optimizer.type: got "OneBitAdam", expected one of AdamW, Adam']
-    assert problems({"optimizer": {}}) == ["optimizer.type: missing, expected one of AdamW, Adam"]
+    assert problems(source) == ['optimizer.type: got "OneBitAdam", expected one of AdamW, Adam, SGD']
+    assert problems({"optimizer": {}}) == ["optimizer.type: missing, expected one of AdamW, Adam, SGD"]
     assert problems({"scheduler": {"params": {}}}) == [
         "scheduler.type: missing, expected one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle"
     ]
@@ -479,7 +479,7 @@ def test_features_that_change_the_mathematics_are_refused_when_on() -> None:
 # --- Optimizer and scheduler ---
 
 
-def optimizer_of(kind: str, **params: Any) -> OptimizerConfig:
+def optimizer_of(kind: str, **params: Any) -> AdamConfig:
     optimizer = load_config({"optimizer": {"type": kind, "params": params}}).optimizer
     assert optimizer is not None
     return optimizer
@@ -507,8 +507,8 @@ def test_optimizer_type_and_its_weight_decay(written: str, params: Any, kind: st
 def test_optimizer_defaults_are_those_of_torch() -> None:
     optimizer = optimizer_of("AdamW", torch_adam=True, amsgrad=False, bias_correction="true")
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.torch_adam) == (1e-3, (0.9, 0.999), 1e-8, True)
-    assert OptimizerConfig(type="Adam").weight_decay == 0.0
-    assert OptimizerConfig() == OptimizerConfig(type="AdamW", weight_decay=0.01)
+    assert AdamConfig(type="Adam").weight_decay == 0.0
+    assert AdamConfig() == AdamConfig(type="AdamW", weight_decay=0.01)
 
 
 def test_schedulers_are_typed() -> None:
@@ -568,7 +568,7 @@ def test_auto_is_accepted_anywhere_and_listed() -> None:
     assert resolved.auto == ()
     assert (resolved.zero_optimization.stage, resolved.zero_optimization.offload_param.nvme_path) == (3, "/mnt/x")
     assert (resolved.bf16.enabled, resolved.fp16.enabled, resolved.gradient_clipping) == (True, False, 0.0)
-    assert resolved.optimizer == OptimizerConfig()
+    assert resolved.optimizer == AdamConfig()
     assert resolved.aio == AioConfig()
 
 
@@ -610,7 +610,7 @@ def test_optimizer_and_scheduler_are_filled_by_name() -> None:
             "scheduler": {"type": "WarmupDecayLR", "params": warmup},
         }
     ).resolve(world_size=1, lr=3e-4, betas=(0.8, 0.9), weight_decay=0.1, eps=None, total_num_steps=50)
-    assert config.optimizer == OptimizerConfig(type="AdamW", lr=3e-4, betas=(0.8, 0.9), weight_decay=0.1, eps=1e-8)
+    assert config.optimizer == AdamConfig(type="AdamW", lr=3e-4, betas=(0.8, 0.9), weight_decay=0.1, eps=1e-8)
     assert isinstance(config.scheduler, WarmupDecayLRConfig)
     assert (config.scheduler.total_num_steps, config.scheduler.warmup_num_steps) == (50, 1000)
     assert (config.scheduler.warmup_min_lr, config.scheduler.warmup_max_lr) == (0.0, 3e-4)
@@ -642,6 +642,10 @@ def test_resolving_refuses_what_loading_would() -> None:
         config.resolve(world_size=0)
     with pytest.raises(ConfigError, match=r"mics_shard_size: got 3, expected a divisor of the 4 ranks"):
         load_config({"zero_optimization": {"mics_shard_size": 3}}).resolve(world_size=4)
+    with pytest.raises(
+        ConfigError, match=r"zero_hpz_partition_size: got 4, expected a divisor of the 2 ranks that a copy"
+    ):
+        load_config({"zero_optimization": {"mics_shard_size": 2, "zero_hpz_partition_size": 4}}).resolve(world_size=4)
 
 
 def test_resolving_leaves_the_original_alone_and_repeats_itself() -> None:

@@ -60,7 +60,7 @@ def test_stage_three_holds_two_groups_and_shards_the_rest() -> None:
         assert needs[placement].device_bytes == 4 * B
     assert needs["cpu", "cpu"].host_bytes == 4 * 16 * B
     nvme = needs["nvme", "nvme"]
-    assert nvme.nvme_bytes == 4 * 14 * B
+    assert nvme.nvme_bytes == 4 * 12 * B
     pool = nvme.host_bytes - 4 * 4 * B
     assert 4 * 5 * 2 * B // 8 <= pool <= 4 * 8 * 2 * B // 8
 

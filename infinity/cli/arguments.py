@@ -1,4 +1,4 @@
-"""Floor 7. What the subcommands ask of their arguments alike: bounds, and files that can be written."""
+"""Floor 7. What the subcommands ask of their arguments alike: bounds, files that can be written, how a model is stepped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
+
+from infinity.schedule.scheme import MasterWeights, Scheme, Update, choose_update
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -26,6 +29,28 @@ def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[st
     return checked
 
 
+count = checked_value(int, at_least=1)
+"""A type for argparse: a number of things, one at least."""
+
+
+def add_described(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    *,
+    help: str,
+    description: str,
+    epilog: str,
+) -> argparse.ArgumentParser:
+    """Add a subcommand whose description and epilog are shown with their lines as they are."""
+    return subparsers.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def why_not_written(asked: argparse.Namespace) -> str | None:
     """What stands against writing the files of --json and --plot; None where nothing does."""
     if asked.plot is not None:
@@ -43,3 +68,26 @@ def why_no_file(file: Path) -> str | None:
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         return f"{file} can't be written: name a file in a folder that exists and is writable"
     return None
+
+
+def add_scheme(parser: argparse._ActionsContainer) -> None:
+    """Add how a model is stepped whose state rests on NVMe."""
+    parser.add_argument(
+        "--master-weights",
+        choices=get_args(MasterWeights),
+        default="split",
+        help="how masters rest on NVMe: as the copy and its remainder, or in full beside it (default: split)",
+    )
+    parser.add_argument(
+        "--update",
+        choices=("auto", *get_args(Update)),
+        default="auto",
+        help="when what rests on NVMe is updated; auto: in the backward where that is exact, else before the next forward",
+    )
+    parser.add_argument("--no-clipping", action="store_true", help="do not clip gradients (default: at a norm of 1)")
+
+
+def scheme_from(asked: argparse.Namespace, *, accumulation: int = 1) -> Scheme:
+    """What `add_scheme` asked for. Raises ConfigError for an update that would not be exact."""
+    update = choose_update(asked.update, clipping=not asked.no_clipping, accumulation=accumulation, loss_scaling=False)
+    return Scheme(asked.master_weights, update)

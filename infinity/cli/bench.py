@@ -1,6 +1,6 @@
 """Floor 7. The program `infinity-bench`: finds the subcommand, runs it, returns its exit code. Runs on the main thread.
 
-A subcommand is a module of this folder with `add_parser(subparsers)`, which adds its parser and sets the default `func`
+A subcommand is a module with `add_parser(subparsers)`, which adds its parser and sets the default `func`
 to a function from the parsed arguments to the exit code. It imports torch, matplotlib and the like inside that function.
 """
 
@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 import infinity
-from infinity.cli import doctor, plan, step, sweep
+from infinity.cli import step
+from infinity.cli.doctor import command as doctor
+from infinity.cli.plan import command as plan
+from infinity.cli.sweep import command as sweep
 from infinity.errors import InfinityError
 
 _COMMANDS = (doctor, sweep, plan, step)

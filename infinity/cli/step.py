@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import checked_value, why_no_file
+from infinity.cli.arguments import add_scheme, checked_value, count, scheme_from, why_no_file
 from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     import infinity
     from infinity.cli import synthetic
+    from infinity.schedule.estimate import Work
     from infinity.schedule.planner import Machine
     from infinity.schedule.transformer import Transformer as Shape
 
@@ -41,17 +42,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--params", type=checked_value(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
     )
     parser.add_argument("--nvme-path", type=Path, default=Path(), help="folder on the drive (default: the current one)")
-    parser.add_argument("--steps", type=checked_value(int, at_least=1), default=5, help="steps to time (default: 5)")
-    parser.add_argument(
-        "--warmup", type=checked_value(int, at_least=1), default=2, help="steps before them (default: 2)"
-    )
-    parser.add_argument(
-        "--batch-size", type=checked_value(int, at_least=1), default=4, help="sequences per step (default: 4)"
-    )
+    parser.add_argument("--steps", type=count, default=5, help="steps to time (default: 5)")
+    parser.add_argument("--warmup", type=count, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--batch-size", type=count, default=4, help="sequences per step (default: 4)")
     parser.add_argument(
         "--seq", type=checked_value(int, at_least=2), default=256, help="tokens per sequence (default: 256)"
     )
+    add_scheme(parser)
     parser.add_argument("--pinned-bytes-max", default="auto", help='pinned memory, such as "512MiB" (default: auto)')
+    parser.add_argument(
+        "--cache",
+        type=checked_value(parse_bytes, at_least=0),
+        default=0,
+        metavar="BYTES",
+        help="of it, what keeps copies and optimizer state from step to step (default: 0)",
+    )
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
     parser.set_defaults(func=run)
 
@@ -59,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(asked: argparse.Namespace) -> int:
     """Train and tell: 0 when done, 2 when it can't be done as asked. Raises InfinityError."""
     try:
+        scheme_from(asked)
         if asked.pinned_bytes_max != "auto":
             parse_bytes(asked.pinned_bytes_max)
         reason = None if asked.json in (None, "-") else why_no_file(Path(asked.json))
@@ -84,11 +90,14 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from infinity.cli.synthetic import VOCABULARY, shape_for
+    from infinity.schedule.estimate import Work
     from infinity.store.probe import measure_drive
 
     shape = shape_for(asked.params)
     asked.nvme_path.mkdir(parents=True, exist_ok=True)
     machine, model = _machine(asked, shape)
+    scheme, clipping = scheme_from(asked), not asked.no_clipping
+    work = Work(model, samples=asked.batch_size, checkpointing=False, clipping=clipping, scheme=scheme)
     with _engine(asked, shape) as engine:
         _tell(asked, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
         steps = []
@@ -113,11 +122,15 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "hidden": shape.hidden,
         "batch_size": asked.batch_size,
         "seq": asked.seq,
+        "master_weights": scheme.master_weights,
+        "update": scheme.update,
         "steps": steps,
         "seconds": statistics.median(step["seconds"] for step in steps),
         "compute_seconds": compute,
         "floor_seconds": floor,
-        "predicted_seconds": predict(machine, model, samples=asked.batch_size, pinned_bytes=stats.pinned_bytes),
+        "predicted_seconds": predict(
+            machine, work, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
+        ),
         "read_bytes_per_param": statistics.median(step["read_bytes"] for step in steps) / numel,
         "written_bytes_per_param": statistics.median(step["written_bytes"] for step in steps) / numel,
         "drive": {
@@ -126,25 +139,25 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             "write_bytes_per_s": rates.write_bytes_per_s,
         },
         "pinned_bytes": stats.pinned_bytes,
+        "cache_bytes": stats.cached_bytes,
         "arena_bytes": stats.arena_bytes,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
 
-def predict(machine: Machine, model: Shape, *, samples: int, pinned_bytes: int) -> float | None:
+def predict(machine: Machine, work: Work, *, pinned_bytes: int, cache_bytes: int) -> float | None:
     """What the planner says a step takes on `machine` with everything on NVMe; None where it says that it can't be done."""
-    from infinity.schedule.estimate import STRATEGIES, Work
+    from infinity.schedule.estimate import STRATEGIES
     from infinity.schedule.planner import plan_step
 
     everything = next(s for s in STRATEGIES if (s.parameters, s.optimizer) == ("nvme", "nvme"))
-    work = Work(model, samples=samples, checkpointing=False)
-    plan = plan_step(work, machine, everything, pinned_bytes=pinned_bytes)
+    plan = plan_step(work, machine, everything, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
     return plan.simulated.seconds if plan.simulated is not None else None
 
 
 def _machine(asked: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine, Shape]:
     """This machine and the model, in the planner's terms. Measured before the steps, so that it is a prediction."""
-    from infinity.cli.plan_here import measure_machine
+    from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import HEAD, VOCABULARY
     from infinity.schedule.transformer import Transformer
 
@@ -173,10 +186,15 @@ def _engine(asked: argparse.Namespace, shape: synthetic.Shape) -> Iterator[infin
     config = {
         "train_micro_batch_size_per_gpu": asked.batch_size,
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0 if asked.no_clipping else 1.0,
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
-        "infinity": {"pinned_bytes_max": asked.pinned_bytes_max},
+        "infinity": {
+            "pinned_bytes_max": asked.pinned_bytes_max,
+            "host_cache_bytes": asked.cache,
+            "master_weights": asked.master_weights,
+            "update": asked.update,
+        },
     }
     torch.manual_seed(0)
     with infinity.init_empty():

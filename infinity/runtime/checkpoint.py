@@ -398,7 +398,7 @@ def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
 def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Moments are loaded in place; the step counts are small tensors of their own."""
     for parameter, names in parameter_names(model).items():
-        if parameter in optimizer.state:
+        if "step" in optimizer.state.get(parameter, {}):
             loaded = state["optimizer"]["state"][names[0]]["step"]
             optimizer.state[parameter]["step"].copy_(torch.as_tensor(loaded))
 

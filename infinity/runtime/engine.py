@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,9 +22,12 @@ from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.runtime import checkpoint
 from infinity.runtime.live import LiveParameters
+from infinity.runtime.loss_scale import make_loss_scale
+from infinity.runtime.materialize import named_full_tensors
+from infinity.runtime.wall_clock import WallClock, timed
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats
-from infinity.swap.names import parameter_names
+from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
@@ -75,12 +80,17 @@ class Engine:
         """Those of this rank's shards."""
         self.global_steps = 0
         self.micro_steps = 0
+        self.skipped_steps = 0
+        """Steps in which nothing was updated because an fp16 gradient overflowed; counted in `global_steps` too."""
         self.step_stats: EngineStats | None = None
         """What the last optimizer step took; None before the first."""
         self._compute_dtype = compute_dtype
+        self.wall_clock = WallClock() if config.wall_clock_breakdown else None
+        self._loss_scale = make_loss_scale(config.fp16)
         self._on_close = on_close
         self._boundary: bool | None = None
         self._grad_norm: float | None = None
+        self._applied = False
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
@@ -88,27 +98,41 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the engine doesn't have, the model may: `engine.generate(...)`."""
+        if "module" not in self.__dict__:  # not made yet
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    @timed("fwd")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first.
+    @timed("bwd")
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
+        unless `scale_wrt_gas` is False.
 
-        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`).
+        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With
+        fp16 they are `cur_scale` times as large until `step`.
         """
         if loss.numel() != 1:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
         if self.live is not None:
             self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
-        scaled = loss / self.gradient_accumulation_steps()
-        scaled.backward()
+        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        scaled = divided.float() * self.cur_scale if self.config.fp16.enabled else divided
+        scaled.backward(retain_graph=retain_graph)
         self.micro_steps += 1
-        return scaled
+        return divided
 
+    @timed("step")
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
 
+        With fp16, a gradient that holds an inf or NaN on any rank leaves optimizer and schedule as they are, is said once, and
+        counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
         A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
         Raises ConfigError when a parameter was unfrozen since `initialize`: nothing would train it.
         """
@@ -116,11 +140,13 @@ class Engine:
             return
         self._check_none_unfrozen()
         self._release_gathered()
-        self._grad_norm = self._clip()
-        self.optimizer.step()
+        factor = self._gradient_factor()
+        self._applied = factor is not None
+        if factor is not None:
+            self._step_optimizer(factor)
+            if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+                self.lr_scheduler.step()
         self.zero_grad()
-        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            self.lr_scheduler.step()
         self.global_steps += 1
         self._boundary = None
         self._note_step()
@@ -176,9 +202,64 @@ class Engine:
         """Samples per step over all ranks."""
         return self.config.batch.train
 
+    def zero_optimization_stage(self) -> int:
+        """The config's, 0 to 3."""
+        return self.config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether compute is in fp16."""
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether compute is in bf16."""
+        return self.config.bf16.enabled
+
+    def gradient_clipping(self) -> float:
+        """Largest norm of the whole gradient; 0 does not clip."""
+        return self.config.gradient_clipping
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed weights: False before the first, and after one that fp16 skipped."""
+        return self._applied
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes, and where batches belong."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine, as torchrun numbers them."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size()
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all steps so far, over all ranks."""
+        return self.global_steps * self.train_batch_size()
+
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the whole gradient at the last step, before clipping; None before the first."""
+        """Norm of the whole gradient at the last step, before clipping (inf or NaN: it was skipped); None before the first."""
         return self._grad_norm
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor on the loss in the coming backward passes; 1 without fp16."""
+        return self._loss_scale.scale
+
+    @property
+    def loss_scale(self) -> float:
+        """Another name of `cur_scale`."""
+        return self.cur_scale
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
@@ -209,12 +290,18 @@ class Engine:
         )
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: dict[str, Any] | None = None
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write everything needed to go on to `save_dir/tag` (default tag: global_stepN). A collective.
 
         `client_state`: a dict of plain values and tensors of your own. Raises CheckpointError, also between a `backward` and
-        its `step`, as gradients are not stored; an earlier checkpoint stays.
+        its `step`, as gradients are not stored; an earlier checkpoint stays. `save_latest` and `exclude_frozen_parameters` are
+        accepted: the latest is always named, and frozen parameters are always stored.
         """
         tag = tag or f"global_step{self.global_steps}"
         if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
@@ -225,6 +312,8 @@ class Engine:
         self._make_optimizer_state()
         rest = {
             "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self._loss_scale.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "client_state": client_state or {},
             "rng": torch.get_rng_state(),
@@ -233,29 +322,72 @@ class Engine:
         return True
 
     def load_checkpoint(
-        self, load_dir: str | os.PathLike[str], tag: str | None = None
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Go on from a checkpoint (default: the latest in `load_dir`), written by any number of ranks. A collective.
 
-        Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model.
+        Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model. The model
+        always fits strictly, and comes with the optimizer's state: what else is asked for is refused with ConfigError.
         """
+        if load_module_only or not load_optimizer_states:
+            raise ConfigError(
+                "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes files "
+                "that initialize(weights=...) reads"
+            )
         self._make_optimizer_state()
         self.zero_grad()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer)
         self.global_steps = rest["global_steps"]
+        self.skipped_steps = rest.get("skipped_steps", 0)
+        self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
-        if self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
+        if load_lr_scheduler_states and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
         if "rng" in rest:
             torch.set_rng_state(rest["rng"])
         return str(path), rest["client_state"]
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> bool:
-        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0."""
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a trainer that saves the model may gather it whole on rank 0: the config's
+        `stage3_gather_16bit_weights_on_model_save`."""
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere. A collective."""
+        with together():
+            self._check_whole()
+        self._release_gathered()
+        names = {each[0]: (each, p.requires_grad) for p, each in parameter_names(self.module).items()}
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in named_full_tensors(self.module, self._compute_dtype):
+            all_names, trained = names[name]
+            if dist.get_rank() == 0 and (trained or not exclude_frozen_parameters):
+                found.update(dict.fromkeys(all_names, tensor))
+        if dist.get_rank() != 0:
+            return None
+        for buffer, all_names in buffer_names(self.module, persistent=True).items():
+            found.update(dict.fromkeys(all_names, buffer.detach().cpu().clone()))
+        return found
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
+        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0.
+
+        `save_filename` is accepted: the files have the names that readers of safetensors look for.
+        """
         with together():
             self._check_whole()
         checkpoint.save_16bit(save_dir, self.module, self._compute_dtype)
         return True
+
+    save_fp16_model = save_16bit_model
 
     def close(self) -> None:
         """Wait for what is in flight and give memory and drive space back. Idempotent."""
@@ -323,17 +455,48 @@ class Engine:
                             exp_avg_sq=torch.zeros_like(parameter.data),
                         )
 
-    def _clip(self) -> float:
-        """Norm of the gradient over all ranks; gradients are scaled down to `gradient_clipping` where that is set."""
+    def _gradient_factor(self) -> torch.Tensor | None:
+        """What gradients are multiplied by before the step, to undo the loss scale and to clip; None where it must be skipped.
+
+        Notes their norm over all ranks, taken of them as they are.
+        """
+        norm = self._scaled_norm()
+        factor = torch.tensor(1.0 / self.cur_scale, device=norm.device)
+        norm = norm * factor
+        self._grad_norm = float(norm)
+        if self.config.fp16.enabled and self._overflowed(norm):
+            return None
+        if self.config.gradient_clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
+            factor = torch.clamp(self.config.gradient_clipping / (norm + 1e-6), max=1.0) * factor
+        return factor
+
+    def _step_optimizer(self, factor: torch.Tensor) -> None:
+        """Step with the gradients multiplied by `factor`: on their way into the update where the optimizer is paged."""
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.step(grad_scale=float(factor))
+            return
+        if float(factor) != 1.0:
+            torch._foreach_mul_([_local_of(p.grad) for p in self.module.parameters() if p.grad is not None], factor)
+        self.optimizer.step()
+
+    def _scaled_norm(self) -> torch.Tensor:
+        """Norm of the whole gradient as `backward` left it, scaled."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if not grads:
             raise InfinityError("step() without gradients: call backward(loss) before it")
         norm = torch.nn.utils.get_total_norm(grads)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if self.config.gradient_clipping > 0:
-            parameters = [p for p in self.module.parameters() if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.gradient_clipping, norm)
-        return float(whole)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _overflowed(self, norm: torch.Tensor) -> bool:
+        """Whether the step must be skipped; the loss scale hears of it, and so do those who ask the optimizer."""
+        overflow = not math.isfinite(float(norm))
+        told = self._loss_scale.update(overflow=overflow)
+        if told and dist.get_rank() == 0:
+            log.warning(told)
+        self.skipped_steps += overflow
+        for name, value in (("overflow", overflow), ("cur_scale", self.cur_scale), ("loss_scale", self.cur_scale)):
+            setattr(self.optimizer, name, value)
+        return overflow
 
     def _counters(self) -> tuple[float, int, int, float]:
         stats = self.swap.stats() if self.swap is not None else None
@@ -348,8 +511,13 @@ class Engine:
         self._mark = now
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
-            log.info("step %d, lr %s, %.3f s", self.global_steps, self.get_lr(), seconds)
+            skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
+            log.info("step %d%s, lr %s, %.3f s", self.global_steps, skipped, self.get_lr(), seconds)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.data._local_tensor if isinstance(parameter.data, DTensor) else parameter.data
+    return _local_of(parameter.data)
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

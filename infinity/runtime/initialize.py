@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
-from infinity.config import Config, OptimizerConfig, load_config
+from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
 from infinity.runtime.engine import Engine
+from infinity.runtime.gathered import remember_sharded
 from infinity.runtime.live import LiveParameters, choose_wrap
-from infinity.runtime.lr_schedules import make_lr_scheduler
 from infinity.runtime.materialize import (
     InitFn,
     check_initializable,
@@ -29,11 +29,13 @@ from infinity.runtime.materialize import (
     meta_parameters,
     stored_names,
 )
+from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
-from infinity.swap import PagedAdam, SwapManager
+from infinity.schedule.scheme import STATE_BYTES
+from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import is_sharded
-from infinity.swap.names import parameter_names, parameters_by_name
+from infinity.swap.names import parameter_names
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
@@ -51,6 +53,7 @@ def initialize(
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Any = None,
+    mesh_param: Any = None,
     config_params: Any = None,
     *,
     weights: str | os.PathLike[str] | None = None,
@@ -62,18 +65,19 @@ def initialize(
     Args:
         args: an object with `deepspeed_config`, read when `config` is None.
         model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place.
-        optimizer: a fresh torch AdamW or Adam over the model's parameters, or None: the config's.
+        optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
+            the config's. With NVMe it is Adam or AdamW, and another one takes its place; else it is kept.
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
         training_data: a dataset; a DataLoader over it is returned.
-        lr_scheduler: a function of the optimizer that makes one (needed where `initialize` makes the optimizer), a made
-            one where no optimizer is replaced, or None: the config's. `engine.step` steps it, unless it is a
-            ReduceLROnPlateau: that is stepped by you, with your metric.
+        lr_scheduler: a function of the optimizer that makes one, a made one of the optimizer that is passed (it follows where
+            another takes its place), or None: the config's. `engine.step` steps it, unless it is a ReduceLROnPlateau: that is
+            stepped by you, with your metric.
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (file or folder) from which the parameters are set, each rank reading only its rows.
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
         auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
-        distributed_port, mpu, dist_init_required: accepted for compatibility, without meaning here.
+        distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
 
@@ -94,14 +98,16 @@ def initialize(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
             )
             _check_supported(settled, model, init_fn, weights)
-            groups = _trained_names(model, model_parameters, optimizer)
+            if settled.nvme_paths and isinstance(optimizer, torch.optim.Optimizer):
+                check_pageable(optimizer)
+            groups = trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
         swap, live = _shard_and_page(model, settled, undo)
+        remember_sharded(model)
         with together():
             _give_values(model, swap, weights, init_fn)
-            made = _make_optimizer(model, settled, optimizer, groups, swap)
-            replaced = optimizer is not None and made is not optimizer
-            schedule = _make_schedule(settled, lr_scheduler, made, replaced=replaced)
+            made = make_optimizer(model, settled, optimizer, groups, swap)
+            schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
         engine = Engine(
             module=model,
@@ -121,10 +127,11 @@ def initialize(
 def _check_supported(
     config: Config, model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None
 ) -> None:
-    if config.fp16.enabled:
-        raise ConfigError('fp16 needs loss scaling, which infinity does not have yet: use "bf16": {"enabled": true}')
-    if config.zero_optimization.mics_shard_size > 0 or config.zero_optimization.zero_hpz_partition_size > 1:
-        raise ConfigError("mics_shard_size and zero_hpz_partition_size (HSDP) are not supported yet: leave them out")
+    if _secondary_ranks(config) is not None and config.nvme_paths:
+        raise ConfigError(
+            "zero_hpz_partition_size keeps a second sharding of the parameters in the memory of the device, which is not "
+            "paged: leave it out, or leave parameters and optimizer state off NVMe"
+        )
     if weights is not None and not Path(weights).exists():
         raise ConfigError(f"weights={os.fspath(weights)!r}: no such file or folder")
     if is_sharded(model):
@@ -164,10 +171,8 @@ def _report_ignored(config: Config) -> None:
 
 
 _NOT_YET = {
-    "wall_clock_breakdown",
     "zero_optimization.stage3_model_persistence_threshold",
     "zero_optimization.stage3_module_granularity_threshold",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.reduce_bucket_size",
     "activation_checkpointing.cpu_checkpointing",
     "flops_profiler.enabled",
@@ -187,30 +192,6 @@ def _set_but_not_acted_on(config: Config) -> list[str]:
     return found
 
 
-def _trained_names(
-    model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any
-) -> list[tuple[dict[str, Any], list[str]]]:
-    """Parameter groups as (settings, names): sharding puts other objects in the parameters' place."""
-    names = parameter_names(model)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        source: list[Any] = optimizer.param_groups
-    elif model_parameters is not None:
-        source = list(model_parameters)
-    else:
-        source = [parameter for parameter in names if parameter.requires_grad]
-    if not source:
-        raise ConfigError("there is nothing to train: no parameter requires a gradient")
-    grouped = source if isinstance(source[0], dict) else [{"params": source}]
-    found = []
-    for group in grouped:
-        members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
-        if any(member not in names for member in members):
-            raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
-        settings = {key: value for key, value in group.items() if key != "params"}
-        found.append((settings, [names[member][0] for member in members]))
-    return found
-
-
 def _shard_and_page(
     model: nn.Module, config: Config, undo: ExitStack
 ) -> tuple[SwapManager | None, LiveParameters | None]:
@@ -219,7 +200,7 @@ def _shard_and_page(
     What can be known to be too small is refused before the model is sharded, which can't be undone.
     """
     zero = config.zero_optimization
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
+    mesh = _make_mesh(zero)
     with together():
         classes = None if config.infinity.wrap == "auto" else config.infinity.wrap
         wrap, outline, notes = choose_wrap(model, classes, zero)
@@ -230,12 +211,58 @@ def _shard_and_page(
         _shard(model, config, mesh, wrap)
     live = None
     if zero.stage >= 3:
-        live = LiveParameters(outline, zero, micro_batches=config.batch.accumulation, ranks=mesh.size())
+        live = LiveParameters(
+            outline,
+            zero,
+            micro_batches=config.batch.accumulation,
+            ranks=mesh.size(-1),
+            second_sharding=_secondary_ranks(config) is not None,
+        )
         notes += live.notes
+    notes += _notes_on(config, mesh)
     if dist.get_rank() == 0:
         for note in notes:
             log.info(note)
     return swap, live
+
+
+def _make_mesh(zero: ZeroConfig) -> DeviceMesh:
+    """All ranks in one dimension; or copies of the model by the ranks that one copy is sharded over."""
+    kind, ranks, shards = _device_type(), dist.get_world_size(), zero.mics_shard_size
+    if shards in (-1, ranks):
+        return init_device_mesh(kind, (ranks,))
+    return init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _secondary_ranks(config: Config) -> int | None:
+    """Ranks that parameters are sharded over between forward and backward; None where that is as before."""
+    zero = config.zero_optimization
+    ranks = zero.mics_shard_size if zero.mics_shard_size > 0 else dist.get_world_size()
+    wanted = zero.zero_hpz_partition_size
+    return wanted if zero.stage >= 3 and 1 < wanted < ranks else None
+
+
+def _notes_on(config: Config, mesh: DeviceMesh) -> list[str]:
+    """What the config asks for that comes out otherwise than its words."""
+    zero = config.zero_optimization
+    found = []
+    if zero.stage in (0, 1) and mesh.size(-1) > 1:
+        found.append(
+            f"zero_optimization.stage {zero.stage} is carried out as stage 2: gradients and optimizer state are sharded too, "
+            "which takes less memory and gives the same numbers"
+        )
+    if zero.offload_optimizer.ratio < 1 and zero.offload_optimizer.device != "nvme":
+        found.append(
+            "offload_optimizer.ratio has no effect here: only with device nvme does a part of the state stay in host memory"
+        )
+    on_host = "cpu" in (zero.offload_param.device, zero.offload_optimizer.device)
+    if on_host and mesh.device_type == "cpu":
+        found.append("offload to cpu has no effect here: the CPU is the device that computes")
+    return found
 
 
 def _page(
@@ -254,7 +281,9 @@ def _page(
         "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
         "resident_numel_below": zero.stage3_param_persistence_threshold,
         "resident_numel_max": zero.offload_param.max_in_cpu,
-        "cache_bytes": config.infinity.host_cache_bytes,
+        "cache_bytes": _cache_bytes(config, model, mesh),
+        "update": "step" if own.update == "step" else "forward",
+        "split_master": own.master_weights == "split",
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
     }
@@ -264,12 +293,20 @@ def _page(
             config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
         )
         undo.callback(swap.close)
-        swap.check_fits(model, wrap, ranks=mesh.size(), dtype=dtype, **placing)
+        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
     _shard(model, config, mesh, wrap)
     prefetch = zero.stage3_prefetch_bucket_size
     swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
     notes += [*storage.notes, *swap.notes]
     return swap
+
+
+def _cache_bytes(config: Config, model: nn.Module, mesh: DeviceMesh) -> int:
+    """What stays in host memory from step to step: as asked for in bytes, or as a share of the optimizer's state."""
+    state_bytes = STATE_BYTES * sum(p.numel() for p in model.parameters()) // mesh.size(-1)
+    offload = config.zero_optimization.offload_optimizer
+    kept = (1.0 - offload.ratio) * state_bytes if offload.device == "nvme" else 0.0
+    return max(config.infinity.host_cache_bytes, int(kept))
 
 
 def _shard(model: nn.Module, config: Config, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
@@ -281,14 +318,21 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh, wrap: Sequence[nn
         param_dtype=None if dtype is torch.float32 else dtype,
         reduce_dtype=torch.float32 if config.infinity.reduce_dtype == "fp32" else torch.bfloat16,
     )
-    _, nvme_state = _mixed_residency(config)
-    host = zero.offload_param.device == "cpu" and mesh.device_type != "cpu" and not nvme_state
-    offload = CPUOffloadPolicy(pin_memory=zero.offload_param.pin_memory) if host else OffloadPolicy()
+    offload = _offload_policy(config, mesh)
+    reshard: bool | int = _secondary_ranks(config) or zero.stage >= 3
     for module in wrap:
-        reshard = zero.stage >= 3
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     reshard_root = None if zero.stage >= 3 else False  # None: FSDP2 keeps the root group from forward to backward
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
+
+
+def _offload_policy(config: Config, mesh: DeviceMesh) -> OffloadPolicy:
+    """Host memory for what the config sends to the cpu: masters, gradients and state, which FSDP2 keeps in one place."""
+    zero = config.zero_optimization
+    on_host = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "cpu"]
+    if mesh.device_type == "cpu" or config.nvme_paths or not on_host:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=all(block.pin_memory for block in on_host))
 
 
 def _to_fp32_masters(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -328,59 +372,6 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         module._buffers.update(kept)
 
 
-def _make_optimizer(
-    model: nn.Module,
-    config: Config,
-    given: Any,
-    groups: list[tuple[dict[str, Any], list[str]]],
-    swap: SwapManager | None,
-) -> torch.optim.Optimizer:
-    """The optimizer over the sharded parameters: paged where there is a swap manager."""
-    parameters = parameters_by_name(model)
-    regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
-    if callable(given) and not isinstance(given, torch.optim.Optimizer):
-        if swap is not None:
-            raise ConfigError(
-                "with NVMe, pass a torch.optim.AdamW or Adam instead of a function, or name it in the config"
-            )
-        made: torch.optim.Optimizer = given(regrouped)
-        return made
-    if isinstance(given, torch.optim.Optimizer):
-        if type(given) not in (torch.optim.AdamW, torch.optim.Adam):
-            raise ConfigError(f"optimizer {type(given).__name__} can't be sharded here: pass torch.optim.AdamW or Adam")
-        if given.state:
-            raise ConfigError("pass an optimizer that has not stepped yet; its state can't follow the parameters")
-        defaults = dict(given.defaults)
-        defaults["decoupled_weight_decay"] = isinstance(given, torch.optim.AdamW)
-    else:
-        chosen = config.optimizer or OptimizerConfig()
-        defaults = {
-            "lr": chosen.lr,
-            "betas": chosen.betas,
-            "eps": chosen.eps,
-            "weight_decay": chosen.weight_decay,
-            "fused": config.infinity.fused,
-            "decoupled_weight_decay": chosen.type == "AdamW",
-        }
-    if swap is not None:
-        wanted = ("lr", "betas", "eps", "weight_decay", "maximize", "fused", "decoupled_weight_decay")
-        return PagedAdam(regrouped, swap=swap, **{key: defaults[key] for key in wanted if key in defaults})
-    return torch.optim.Adam(regrouped, **{key: value for key, value in defaults.items() if value is not None})
-
-
-def _make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, *, replaced: bool) -> Any:
-    if given is None:
-        return make_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
-    if callable(given) and not hasattr(given, "step"):
-        return given(optimizer)
-    if getattr(given, "optimizer", None) is not optimizer:
-        raise ConfigError(
-            "the lr_scheduler belongs to an optimizer that initialize replaced: pass a function of the optimizer instead, "
-            "lr_scheduler=lambda optimizer: ..."
-        )
-    return given
-
-
 def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
     if data is None:
         return None
@@ -389,6 +380,8 @@ def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], An
 
 
 def _compute_dtype(config: Config) -> torch.dtype:
+    if config.fp16.enabled:
+        return torch.float16
     return torch.bfloat16 if config.bf16.enabled else torch.float32
 
 

@@ -96,9 +96,13 @@ def choose_wrap(
 class LiveParameters:
     """Keeps what FSDP2 gathers within a bound; made once the model is sharded and paged. See the note of this file."""
 
-    def __init__(self, outline: Outline, zero: ZeroConfig, *, micro_batches: int, ranks: int) -> None:
+    def __init__(
+        self, outline: Outline, zero: ZeroConfig, *, micro_batches: int, ranks: int, second_sharding: bool = False
+    ) -> None:
+        """`second_sharding`: after forward, FSDP2 reshards over fewer ranks, as it was told; no group stays gathered then."""
         self.outline = outline
-        self._zero = zero
+        self._zero = zero.model_copy(update={"stage3_max_reuse_distance": 0}) if second_sharding else zero
+        self._second_sharding = second_sharding
         self._micro_batches = micro_batches
         self._holds_ahead = ranks > 1  # on one rank FSDP2 gathers when it uses, whatever a list says
         self._modules = [cast(FSDPModule, module) for module in outline.modules]
@@ -156,7 +160,7 @@ class LiveParameters:
 
     def _carry_out(self) -> None:
         for group, module in enumerate(self._modules):
-            if group != ROOT:  # which FSDP2 keeps by itself
+            if group != ROOT and not self._second_sharding:  # the root FSDP2 keeps by itself
                 module.set_reshard_after_forward(self.plan.reshard_after_forward[group], recurse=False)
             module.set_modules_to_forward_prefetch(self._of(self.plan.forward_prefetch[group]))
         self._set_after_backward()

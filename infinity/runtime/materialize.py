@@ -194,8 +194,9 @@ def _local_rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:
     data = parameter.data
     if not isinstance(data, DTensor):
         return data, 0
-    rows = -(-data.shape[0] // data.device_mesh.size())
-    return data._local_tensor, rows * data.device_mesh.get_local_rank()
+    mesh = data.device_mesh
+    rows = -(-data.shape[0] // mesh.size(-1))
+    return data._local_tensor, rows * mesh.get_local_rank(mesh.ndim - 1)
 
 
 def _files(path: Path) -> list[Path]:
@@ -228,13 +229,16 @@ def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[
     Trainable or not; tied parameters come once, under their first name. `dtype` None keeps the masters' fp32.
     """
     for parameter, names in parameter_names(model).items():
-        data = parameter.data
-        if isinstance(data, DTensor):
-            with together():  # reads the drive: a rank that fails must not leave the others waiting to gather
-                local = data._local_tensor.to(dtype or data.dtype).clone()
-            whole = DTensor.from_local(
-                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-            ).full_tensor()
-        else:
-            whole = data.to(dtype or data.dtype)
-        yield names[0], whole.cpu()
+        yield names[0], full_tensor(parameter.data, dtype or parameter.dtype).cpu()
+
+
+def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter's data, whole, as an ordinary tensor of its own; a collective when it is sharded over several ranks."""
+    if not isinstance(data, DTensor):
+        return data.to(dtype).clone()
+    with together():  # reads the drive: a rank that fails must not leave the others waiting to gather
+        local = data._local_tensor.to(dtype).clone()
+    gathered: torch.Tensor = DTensor.from_local(
+        local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+    ).full_tensor()
+    return gathered

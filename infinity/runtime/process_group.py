@@ -41,6 +41,25 @@ def ensure_process_group() -> Callable[[], None]:
     return _close
 
 
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make a process group where there is none, as `initialize` would; it stays until the process ends.
+
+    All arguments are accepted for compatibility: rank and number of ranks come from the environment, as torchrun sets it.
+    """
+    ensure_process_group()
+
+
 @functools.cache
 def _meeting_point(address: str, port: str, rank: int, ranks: int) -> dist.Store:
     """The store of the ranks that the environment names. Kept: where rank 0 serves it, it can't be served twice."""

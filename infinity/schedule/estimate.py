@@ -1,7 +1,7 @@
 """Floor 3. Memory per tier, a line per user, and bytes per step, for every way to place a model's states.
 
-Of one rank; all ranks are equal. What is counted is what infinity and FSDP2 hold: fp32 masters, fp32 moments and fp32
-gradients, each sharded over all ranks, and 16-bit copies of what is gathered.
+Of one rank; all ranks are equal. What is counted is what infinity and FSDP2 hold: fp32 masters, or the remainders that 16-bit
+copies leave of them; fp32 moments and fp32 gradients; and copies to gather from; each sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.schedule import pinned
-from infinity.schedule.floor import MASTER_BYTES, MOMENT_BYTES, step_bytes
+from infinity.schedule.floor import Part, candidates_of, step_bytes
+from infinity.schedule.residency import choose_resident
+from infinity.schedule.scheme import COPY_BYTES, STATE_BYTES, Scheme
 from infinity.schedule.transformer import Transformer
 from infinity.units import GIB
 
-COPY_BYTES = 2
-"""One element of what is gathered (bf16)."""
-
 GRADIENT_BYTES = 4
 """One element of a reduced gradient (fp32)."""
-
-STATE_BYTES = MASTER_BYTES + 2 * MOMENT_BYTES
 
 HOST_PROCESS_BYTES = GIB // 2
 """Python, torch and their buffers on a machine that computes on its CPU (0.31 GiB were measured)."""
@@ -30,8 +27,13 @@ HOST_PROCESS_WITH_DEVICE_BYTES = 3 * GIB
 DEVICE_PROCESS_BYTES = 3 * GIB // 2
 """CUDA context, NCCL's buffers and kernels on a device; an assumption."""
 
+DEFAULT_SCHEME = Scheme()
+
 GATHERED_GROUPS = 2
 """Groups gathered at once: the one that computes, and the one that is gathered meanwhile."""
+
+GRADIENTS_APPLIED = 2
+"""Groups whose gradients are in host memory at once where updates are in the backward: one arrives while one is applied."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ class Strategy:
         """Whether the update happens in host memory."""
         return self.optimizer != "none"
 
+    def stored_bytes(self, scheme: Scheme) -> tuple[int, int]:
+        """Bytes on NVMe of each element: of its copy, and of the rest of its state."""
+        if self.optimizer != "nvme":
+            return 0, 0
+        return (COPY_BYTES, scheme.rest_bytes()) if self.parameters == "nvme" else (0, STATE_BYTES)
+
+    def updates_in_passes(self, scheme: Scheme) -> bool:
+        """Whether groups are updated in forward or backward: only state on NVMe has anything to gain by it."""
+        return self.optimizer == "nvme" and scheme.in_passes
+
 
 STRATEGIES = (
     Strategy("stage 2", 2),
@@ -84,6 +96,8 @@ class Work:
         micro_batches: per step.
         checkpointing: whether activations are kept at the blocks' borders only, and computed again.
         groups_per_block: into how many groups of its own the parts of a block are wrapped.
+        clipping: whether the norm of all gradients is taken, and they are scaled by it.
+        scheme: of state on NVMe.
     """
 
     model: Transformer
@@ -92,6 +106,8 @@ class Work:
     micro_batches: int = 1
     checkpointing: bool = True
     groups_per_block: int = 1
+    clipping: bool = True
+    scheme: Scheme = DEFAULT_SCHEME
 
     @property
     def shard_numel(self) -> int:
@@ -110,6 +126,11 @@ class Work:
         even = self.model.block_numel // parts
         block = [even] * (parts - 1) + [self.model.block_numel - even * (parts - 1)]
         return block * self.model.layers + [self.model.root_numel]
+
+    @property
+    def group_shards(self) -> list[int]:
+        """This rank's part of each."""
+        return [-(-numel // self.ranks) for numel in self.group_numels]
 
     @property
     def tokens(self) -> int:
@@ -143,40 +164,105 @@ class Memory:
         return sum(self.nvme.values())
 
 
-def memory_of(work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool) -> Memory:
-    """What one rank holds. `device_is_host`: computing on the CPU, so that what the device holds is in host memory too."""
-    states = states_of(work.model.numel, work.ranks, strategy)
+@dataclass(frozen=True)
+class Kept:
+    """What stays in pinned memory from step to step, by group: bytes of its copies, and of the rest of its state."""
+
+    copies: tuple[int, ...] = ()
+    rest: tuple[int, ...] = ()
+
+    @property
+    def copy_bytes(self) -> int:
+        return sum(self.copies)
+
+    @property
+    def rest_bytes(self) -> int:
+        return sum(self.rest)
+
+    @property
+    def nbytes(self) -> int:
+        """The host cache."""
+        return self.copy_bytes + self.rest_bytes
+
+
+def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
+    """What stays in `cache_bytes` of host memory so that a step moves least: see [Note: What stays] in residency.py.
+
+    The root stays gathered from forward to backward, and is counted first, as it is gathered first.
+    """
+    shards = work.group_shards
+    root = len(shards) - 1
+    order = [root, *range(root)]
+    if strategy.optimizer != "nvme":
+        return Kept((0,) * len(shards), (0,) * len(shards))
+    parts = [
+        Part(
+            shards[group], work.micro_batches * (1 if group == root else 2), copy_on_nvme=strategy.parameters == "nvme"
+        )
+        for group in order
+    ]
+    candidates = [each for part in parts for each in candidates_of(part, work.scheme)]
+    chosen = choose_resident(candidates, cache_bytes)
+    copies, rest = (dict(zip(order, chosen[which::2], strict=True)) for which in (0, 1))
+    groups = range(len(shards))
+    return Kept(tuple(copies[group] for group in groups), tuple(rest[group] for group in groups))
+
+
+NOTHING_KEPT = Kept()
+
+
+def memory_of(
+    work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool, kept: Kept = NOTHING_KEPT
+) -> Memory:
+    """What one rank holds, with a pinned pool of `pinned_bytes` beside what is `kept`.
+
+    `device_is_host`: computing on the CPU, so that what the device holds is in host memory too.
+    """
+    states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
     device = {**_working_memory(work, strategy), **states.device}
-    host = dict(states.host)
+    host, nvme = dict(states.host), dict(states.nvme)
+    if strategy.optimizer == "nvme" and work.scheme.update == "backward":
+        host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
     if strategy.uses_nvme:
         host["pinned pool"] = pinned_bytes
+    if kept.nbytes:
+        host["host cache, pinned"] = kept.nbytes
+        nvme = {user: max(0, nbytes - _kept_of(user, kept)) for user, nbytes in nvme.items()}
     if device_is_host:
-        return Memory({}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}, states.nvme)
+        return Memory({}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}, nvme)
     return Memory(
         {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device},
         {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **host},
-        states.nvme,
+        nvme,
     )
 
 
-def states_of(numel: int, ranks: int, strategy: Strategy) -> Memory:
+_COPIES = "16-bit copies"
+
+
+def _kept_of(user: str, kept: Kept) -> int:
+    return kept.copy_bytes if user == _COPIES else kept.rest_bytes
+
+
+def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
     """One rank's part of the states of a model of `numel` parameters, wherever they rest: what lasts from step to step, and
     the parameters that stage 2 keeps gathered."""
     shard = -(-numel // ranks)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     nvme: dict[str, int] = {}
+    copy_bytes, rest_bytes = strategy.stored_bytes(scheme)
     if strategy.stage < 3:
         device["gathered parameters"] = COPY_BYTES * numel
     elif strategy.optimizer == "cpu" and strategy.parameters == "none":
-        device["16-bit copies"] = COPY_BYTES * shard
+        device[_COPIES] = COPY_BYTES * shard
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
-    home["optimizer state: masters and moments"] = STATE_BYTES * shard
-    (host if strategy.on_host else device)["gradients"] = GRADIENT_BYTES * shard
+    what = "remainders" if copy_bytes and scheme.copy_is_state() else "masters"
+    home[f"optimizer state: {what} and moments"] = (rest_bytes or STATE_BYTES) * shard
+    if not (strategy.optimizer == "nvme" and scheme.update == "backward"):
+        (host if strategy.on_host else device)["gradients"] = GRADIENT_BYTES * shard
     if strategy.uses_nvme:
-        nvme["16-bit copies"] = COPY_BYTES * shard
-        if strategy.parameters != "nvme":
-            host["16-bit copies"] = COPY_BYTES * shard
+        (nvme if copy_bytes else host)[_COPIES] = COPY_BYTES * shard
     return Memory(device, host, nvme)
 
 
@@ -197,16 +283,12 @@ def _working_memory(work: Work, strategy: Strategy) -> dict[str, int]:
 
 
 def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
-    """Bytes (read, written) of one rank's drives in a step, with nothing cached (`floor.step_bytes`)."""
+    """Bytes (read, written) of one rank's drives in a step with nothing cached and nothing gathered for longer than its use
+    (`floor.step_bytes`)."""
     if not strategy.uses_nvme:
         return 0, 0
-    return step_bytes(
-        trained_numel=work.shard_numel,
-        paged_numel=work.shard_numel if strategy.parameters == "nvme" else 0,
-        copy_itemsize=COPY_BYTES,
-        state_on_nvme=strategy.optimizer == "nvme",
-        micro_batches=work.micro_batches,
-    )
+    whole = Part(work.shard_numel, 2 * work.micro_batches, copy_on_nvme=strategy.parameters == "nvme")
+    return step_bytes([whole], work.scheme)
 
 
 @dataclass(frozen=True)
@@ -214,10 +296,10 @@ class Pipeline:
     """What follows from the pinned budget, as in the swap manager.
 
     Attributes:
-        pinned_bytes: of the pool.
+        pinned_bytes: of the pool, beside what stays in it from step to step.
         sub_group_numel: elements stepped together.
-        look_ahead_bytes: that groups read ahead may hold.
-        sub_groups_ahead: read ahead in the step.
+        look_ahead_bytes: that groups read ahead may hold; where updates are in the passes, sub-groups too.
+        sub_groups_ahead: read ahead in an optimizer step of its own.
     """
 
     pinned_bytes: int
@@ -230,22 +312,21 @@ def pipeline_of(work: Work, strategy: Strategy, pinned_bytes: int | None = None)
     """The pipeline within `pinned_bytes`, or with a comfortable pool where None."""
     if not strategy.uses_nvme:
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
-    group_bytes = -(-work.group_numel // work.ranks) * COPY_BYTES if strategy.parameters == "nvme" else 0
-    per_element = COPY_BYTES + (STATE_BYTES if strategy.optimizer == "nvme" else 0)
-    numel = pinned.SUB_GROUP_NUMEL_DEFAULT
+    group_bytes = _largest_group_bytes(work, strategy)
+    per_element = sum(strategy.stored_bytes(work.scheme))
+    numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, max(work.group_shards))
     if pinned_bytes is not None:
-        numel = max(1, (pinned_bytes - pinned.ACCESS_BYTES) // pinned.PIPELINE_DEPTH // per_element)
-    numel = min(numel, -(-work.group_numel // work.ranks))
-    pool = pinned_bytes or pinned.comfortable_bytes(pinned.gather_bytes(group_bytes), numel * per_element)
-    return Pipeline(
-        pool,
-        numel,
-        pinned.look_ahead_room(pool, group_bytes),
-        pinned.sub_groups_ahead(pool, numel * per_element),
-    )
+        room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
+        numel = max(1, min(numel, room // per_element))
+    gather, stepped = pinned.gather_bytes(group_bytes), numel * per_element
+    pool = pinned_bytes or pinned.comfortable_bytes(gather, stepped)
+    return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
 
 
 def pinned_bytes_min(work: Work, strategy: Strategy) -> int:
     """The smallest pool with which the gathers work; sub-groups become as small as they must."""
-    group_bytes = -(-work.group_numel // work.ranks) * COPY_BYTES if strategy.parameters == "nvme" else 0
-    return pinned.PinnedBudget(pinned.gather_bytes(group_bytes), 0).nbytes
+    return pinned.PinnedBudget(pinned.gather_bytes(_largest_group_bytes(work, strategy)), 0).nbytes
+
+
+def _largest_group_bytes(work: Work, strategy: Strategy) -> int:
+    return COPY_BYTES * max(work.group_shards) if strategy.parameters == "nvme" else 0

@@ -1,55 +1,73 @@
 """Floor 3. The sums every measured step stands beside: bytes a step must move, and the time it can't go below.
 
-P trainable parameters, 16-bit model, fp32 Adam, gradients in host memory (docs/architecture.md, "The sum").
+16-bit model, fp32 Adam, gradients in host memory (docs/architecture.md, "The sum").
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+from infinity.schedule.scheme import COPY_BYTES, Scheme
 
-MASTER_BYTES = 4
-MOMENT_BYTES = 4
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of one rank that a step treats alike.
+
+    Attributes:
+        numel: how many.
+        gathers: of each in a step; see `live.LivePlan.gathers`. Two for each micro-batch, fewer where they stay gathered.
+        trained: whether they have optimizer state.
+        copy_on_nvme: whether gathers read them, and not from ordinary host memory.
+    """
+
+    numel: int
+    gathers: int = 2
+    trained: bool = True
+    copy_on_nvme: bool = True
+
+
+def candidates_of(part: Part, scheme: Scheme, *, copy_itemsize: int = COPY_BYTES) -> tuple[Candidate, Candidate]:
+    """What a step moves of each byte of `part`, with all of its state on NVMe: of the copies, and of the rest of the state.
+
+    Single bytes are the units.
+    """
+    if not part.trained:
+        return Candidate(copy_itemsize * part.numel, 1, part.gathers, 0), Candidate(0, 1, 0, 0)
+    if not part.copy_on_nvme:  # masters rest in full
+        return Candidate(0, 1, 0, 0), Candidate(Scheme("full").rest_bytes() * part.numel, 1, 1, 1)
+    copies = Candidate(copy_itemsize * part.numel, 1, scheme.copy_reads(part.gathers, copy_itemsize), 1)
+    return copies, Candidate(scheme.rest_bytes(copy_itemsize) * part.numel, 1, 1, 1)
 
 
 def step_bytes(
+    parts: Sequence[Part],
+    scheme: Scheme,
     *,
-    trained_numel: int,
-    paged_numel: int,
-    copy_itemsize: int,
-    writes_copy: bool = True,
+    copy_itemsize: int = COPY_BYTES,
     state_on_nvme: bool = True,
-    gathers: int = 2,
-    micro_batches: int = 1,
     cached_bytes: int = 0,
 ) -> tuple[int, int]:
     """Bytes (read, written) that one step moves at least, with `cached_bytes` of host memory to keep some of them in.
 
     Args:
-        trained_numel: elements this rank steps.
-        paged_numel: elements of its shards that are read for each gather (all but the resident ones).
-        copy_itemsize: bytes of one element of what is gathered (2 for bf16).
-        writes_copy: whether that is a copy of its own (not where the fp32 master is gathered); resident ones aren't written.
-        state_on_nvme: whether master and moments are read and written too.
-        gathers: gathers per micro-batch: forward and backward.
-        micro_batches: micro-batches per step.
+        parts: of the model on this rank.
+        scheme: what each of them moves; without a meaning where no state is on NVMe.
+        copy_itemsize: bytes of one element of what is gathered: 2, or 4 for the fp32 master itself.
+        state_on_nvme: whether master and moments are read and written too; if not, copies are, also of 4 bytes.
         cached_bytes: hold what a step would otherwise move, from step to step: see [Note: What stays] in residency.py.
 
-    With everything paged, one micro-batch and nothing cached: 2 · 2 P + 12 P = 16 P read, 14 P written.
+    With everything paged, one micro-batch and nothing cached, P elements read 14 P and write 12 P where updates are in the
+    passes: [Note: Schemes] in scheme.py.
     """
-    passes = gathers * micro_batches
-    trained_copies = copy_itemsize * min(trained_numel, paged_numel)
-    frozen_copies = copy_itemsize * paged_numel - trained_copies
-    state = (MASTER_BYTES + 2 * MOMENT_BYTES) * trained_numel if state_on_nvme else 0
-    if not writes_copy:  # the trained copies are a part of the state, which the optimizer reads
-        state -= trained_copies
-    parts = [
-        Candidate(trained_copies, 1, passes + (not writes_copy), 1),
-        Candidate(frozen_copies, 1, passes, 0),
-        Candidate(state, 1, 1, 1),
-    ]
-    return moved_bytes(parts, choose_resident(parts, cached_bytes))
+    if state_on_nvme:
+        candidates = [each for part in parts for each in candidates_of(part, scheme, copy_itemsize=copy_itemsize)]
+    else:
+        paged = [part for part in parts if part.copy_on_nvme]
+        candidates = [Candidate(copy_itemsize * part.numel, 1, part.gathers, int(part.trained)) for part in paged]
+    return moved_bytes(candidates, choose_resident(candidates, cached_bytes))
 
 
 def step_floor_seconds(

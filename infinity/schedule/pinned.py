@@ -1,7 +1,19 @@
 """Floor 3. The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
 
-The gathers of forward and backward and the optimizer's pipeline take turns, so the pool must hold the larger of the two,
-and beside either the buffer through which single tensors are read and written, and what stays from step to step.
+A group is gathered, or updated before it is: the pool must hold what the larger of the two needs at once, and beside either
+the buffer through which single tensors are read and written, and what stays from step to step.
+
+[Note: Why the worst case fits]
+Leases lie anywhere in the slab. What is in use in k places leaves k + 1 holes, so with room for k + 1 times what is asked for
+the largest hole holds it. Everything else in the pool (what is staged and not used yet, what is on its way back) is dropped or
+waited for. So whoever asks gets it, whatever else there is:
+
+    in use                asked for                    least pool
+    2 groups of G         a group                      2 G + 3 G
+    2 groups of G         a sub-group of S             2 G + 3 S      one of the two is being updated
+    -                     one S after another          3 S            an optimizer step of its own
+
+A group is leased before the first of its sub-groups, when no other sub-group is in use: no group is asked for beside one.
 """
 
 from __future__ import annotations
@@ -48,10 +60,18 @@ def gather_bytes(group_bytes_max: int) -> int:
     return GROUPS_HELD * align_up(group_bytes_max)
 
 
+def pipeline_bytes(group_bytes_max: int, sub_group_bytes: int) -> int:
+    """Bytes that updating needs: beside the groups in use, between which the next one is updated, the sub-groups of the
+    pipeline. (One is in use; with the groups in use it leaves holes, of which the largest holds it.)"""
+    return GATHERS_IN_USE * align_up(group_bytes_max) + PIPELINE_DEPTH * sub_group_bytes
+
+
 def comfortable_bytes(gather: int, sub_group_bytes: int) -> int:
     """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight."""
-    gather_room = gather + gather // GROUPS_HELD * GATHERS_IN_USE
-    return align_up(max(gather_room, (PIPELINE_DEPTH + 1) * sub_group_bytes) + ACCESS_BYTES, MIB)
+    group_bytes_max = gather // GROUPS_HELD
+    gather_room = gather + GATHERS_IN_USE * group_bytes_max
+    pipeline = pipeline_bytes(group_bytes_max, sub_group_bytes) + sub_group_bytes
+    return align_up(max(gather_room, pipeline) + ACCESS_BYTES, MIB)
 
 
 def look_ahead_room(pinned_bytes: int, group_bytes_max: int) -> int:

@@ -11,22 +11,34 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetError
 from infinity.schedule.estimate import (
-    COPY_BYTES,
     GRADIENT_BYTES,
-    STATE_BYTES,
+    NOTHING_KEPT,
     STRATEGIES,
+    Kept,
     Memory,
     Pipeline,
     Strategy,
     Work,
     bytes_of_step,
+    kept_of,
     memory_of,
     pinned_bytes_min,
     pipeline_of,
 )
-from infinity.schedule.floor import MASTER_BYTES, DriveSpeed
-from infinity.schedule.lookahead import plan_look_ahead
-from infinity.schedule.simulator import Interval, Resources, Simulated, Step, SubGroup, Use, simulate
+from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.scheme import COPY_BYTES, MASTER_BYTES
+from infinity.schedule.simulator import (
+    Interval,
+    Pause,
+    Program,
+    Resources,
+    Simulated,
+    Step,
+    SubGroup,
+    Use,
+    look_ahead_of,
+    simulate,
+)
 from infinity.units import format_bytes
 
 USABLE = 0.95
@@ -38,11 +50,17 @@ ADAM_BYTES = 28
 CAST_BYTES = 6
 """The same for the new 16-bit copy: read from fp32 and written."""
 
-NORM_BYTES = 12
-"""The same for the norm of the gradients and for clipping: read, and read and written again."""
+NORM_BYTES = 4
+"""The same for the norm of the gradients."""
+
+CLIP_BYTES = 8
+"""The same for clipping: read and written again. What rests on NVMe is scaled while it is updated."""
 
 SIMULATED_SUB_GROUPS_MAX = 4096
 """Beyond it, neighbours are simulated as one."""
+
+AS_FAST = 1.02
+"""Steps that are longer by less than this count as equal; no prediction is that exact."""
 
 DAY_SECONDS = 86_400
 
@@ -128,17 +146,19 @@ class Plan:
 
     Attributes:
         strategy, machine, work, pipeline: what was planned.
+        kept: what stays in pinned memory from step to step, of one rank.
         memory: of one rank.
         reasons: why it doesn't fit, a sentence each; empty where it does.
         simulated: the step of one rank; None where not even one group fits.
         floor_seconds: the larger of compute and the bytes of the step over the drives' bandwidth.
-        plain_bytes: (read, written) of one rank with nothing cached; what stays staged from forward to backward is read once.
+        plain_bytes: (read, written) of one rank with nothing cached, and nothing staged from forward to backward.
     """
 
     strategy: Strategy
     machine: Machine
     work: Work
     pipeline: Pipeline
+    kept: Kept
     memory: Memory
     reasons: tuple[str, ...]
     simulated: Simulated | None
@@ -172,7 +192,10 @@ class Plan:
         if self.simulated is None:
             return []
         border = self.simulated.gradient_seconds
-        parts = (("forward and backward", 0.0, border), ("optimizer step", border, self.simulated.seconds))
+        names = ("forward and backward", "optimizer step")
+        if self.strategy.updates_in_passes(self.work.scheme):
+            names = ("forward, backward and updates", "after the backward")
+        parts = ((names[0], 0.0, border), (names[1], border, self.simulated.seconds))
         found = []
         for part, start, end in parts:
             if end > start:
@@ -199,10 +222,28 @@ def _union(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def plan_step(work: Work, machine: Machine, strategy: Strategy, *, pinned_bytes: int | None = None) -> Plan:
-    """The plan of one strategy. `pinned_bytes`: the pool of each rank; comfortable where None."""
+def plan_step(
+    work: Work,
+    machine: Machine,
+    strategy: Strategy,
+    *,
+    pinned_bytes: int | None = None,
+    cache_bytes: int | None = None,
+) -> Plan:
+    """The plan of one strategy.
+
+    Args:
+        work, machine, strategy: what is planned.
+        pinned_bytes: the pool of each rank, beside its host cache; comfortable where None.
+        cache_bytes: host memory of each rank that keeps copies and state from step to step; what is left where None.
+    """
     pipeline = pipeline_of(work, strategy, pinned_bytes)
-    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=machine.device_is_host)
+    on_host = machine.device_is_host
+    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
+    if cache_bytes is None:
+        cache_bytes = max(0, int(USABLE * machine.host_bytes / machine.ranks_per_node) - memory.host_bytes)
+    kept = kept_of(work, strategy, cache_bytes)
+    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, kept=kept)
     reasons = _why_not(work, machine, strategy, pipeline, memory)
     simulated = None
     plain_bytes = bytes_of_step(work, strategy)
@@ -210,14 +251,14 @@ def plan_step(work: Work, machine: Machine, strategy: Strategy, *, pinned_bytes:
     if not strategy.uses_nvme or machine.drive is not None:
         drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
         link = math.inf if machine.device_is_host else machine.link_bytes_per_s
-        step = step_of(work, machine, strategy, pipeline)
+        step = step_of(work, machine, strategy, pipeline, kept)
         try:
             simulated = simulate(step, Resources(drive, link, link))
         except BudgetError as error:
             reasons.append(str(error))
         moved = (simulated.read_bytes, simulated.written_bytes) if simulated else plain_bytes
         floor_seconds = max(floor_seconds, drive.floor_seconds(*moved))
-    return Plan(strategy, machine, work, pipeline, memory, tuple(reasons), simulated, floor_seconds, plain_bytes)
+    return Plan(strategy, machine, work, pipeline, kept, memory, tuple(reasons), simulated, floor_seconds, plain_bytes)
 
 
 def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, memory: Memory) -> list[str]:
@@ -244,56 +285,90 @@ def _drive_room(machine: Machine) -> float:
     return machine.drive_free_bytes if machine.drive_free_bytes is not None else machine.drive_bytes or math.inf
 
 
-def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline) -> Step:
+def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, kept: Kept = NOTHING_KEPT) -> Step:
     """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end."""
-    groups = work.group_numels
-    root = len(groups) - 1
-    paged = strategy.parameters == "nvme"
-    group_bytes = [-(-numel // work.ranks) * COPY_BYTES if paged else 0 for numel in groups]
-    uses: list[Use] = []
-    for _ in range(work.micro_batches):
-        uses += _uses(work, machine, strategy, groups, group_bytes, [root, *range(root)], backward=False)
-        uses += _uses(work, machine, strategy, groups, group_bytes, [*reversed(range(root)), root], backward=True)
-    bandwidth = machine.update_bytes_per_s(strategy)
+    program = _Programmer(work, machine, strategy, pipeline, kept)
+    items = program.items()
     return Step(
-        uses=uses,
-        group_bytes=group_bytes,
-        ends=plan_look_ahead([use.group for use in uses], group_bytes, pipeline.look_ahead_bytes),
-        between_seconds=NORM_BYTES * work.shard_numel / bandwidth,
-        sub_groups=_sub_groups(work, strategy, pipeline, bandwidth, device_is_host=machine.device_is_host),
-        sub_groups_ahead=pipeline.sub_groups_ahead,
+        program=items,
+        group_bytes=program.group_bytes,
+        ends=look_ahead_of(
+            items,
+            program.group_bytes,
+            look_ahead_bytes=pipeline.look_ahead_bytes,
+            sub_groups_ahead=pipeline.sub_groups_ahead,
+        ),
         pool_bytes=pipeline.pinned_bytes,
         overlap_gathers=not machine.device_is_host,
     )
 
 
-def _uses(
-    work: Work,
-    machine: Machine,
-    strategy: Strategy,
-    groups: Sequence[int],
-    group_bytes: Sequence[int],
-    order: Sequence[int],
-    *,
-    backward: bool,
-) -> list[Use]:
-    """One forward or backward over the groups in `order`."""
-    tokens = work.samples * work.model.seq
-    flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
-    from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
-    itemsize = (
-        MASTER_BYTES if strategy.parameters == "cpu" else COPY_BYTES
-    )  # FSDP2 copies the master, and casts it there
-    uses = []
-    for group in order:
-        numel = groups[group]
-        root = group == len(groups) - 1
-        gathered = backward and (root or strategy.stage < 3)
-        shard = -(-numel // work.ranks)
-        uses.append(
+class _Programmer:
+    """Writes down what the training thread of one rank does in a step."""
+
+    def __init__(self, work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, kept: Kept) -> None:
+        self._work, self._machine, self._strategy = work, machine, strategy
+        self._numels, self._shards = work.group_numels, work.group_shards
+        self._root = len(self._numels) - 1
+        copy, rest = strategy.stored_bytes(work.scheme)
+        nothing = (0,) * len(self._shards)
+        self._copies = [copy * n - there for n, there in zip(self._shards, kept.copies or nothing, strict=True)]
+        """By group: bytes of copies that rest on NVMe, and of the rest of the state."""
+        self._rest = [rest * n - there for n, there in zip(self._shards, kept.rest or nothing, strict=True)]
+        self.group_bytes = [copy * n if away else 0 for n, away in zip(self._shards, self._copies, strict=True)]
+        """The lease of each group: the whole copy, unless all of it stays."""
+        self._lease_bytes = pipeline.sub_group_numel * (copy + rest)
+        count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
+        self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
+        self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
+        self._update = work.scheme.update if strategy.updates_in_passes(work.scheme) else "step"
+        self._program: list[Use | SubGroup | Pause] = []
+
+    def items(self) -> Program:
+        """All of the step."""
+        for micro_batch in range(self._work.micro_batches):
+            self._forward(updated=self._update == "forward" and micro_batch == 0)
+            self._backward(updated=self._update == "backward")
+        if self._update != "backward":
+            clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
+            self._program.append(Pause((NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s))
+        if self._update == "step":
+            self._step()
+        return self._program
+
+    def _forward(self, *, updated: bool) -> None:
+        for group in (self._root, *range(self._root)):
+            if updated:
+                self._update_group(group, into=group if self.group_bytes[group] else None)
+            self._use(group, backward=False, made=updated)
+
+    def _backward(self, *, updated: bool) -> None:
+        """Where the device computes by itself, a group is updated once the next one is under way."""
+        behind = not self._machine.device_is_host
+        used: list[tuple[int, int]] = []
+        for group in (*reversed(range(self._root)), self._root):
+            self._use(group, backward=True)
+            used.append((group, len(self._program) - 1))
+            if updated and len(used) > behind:
+                self._update_group(used[-1 - behind][0], after=used[-1 - behind][1])
+        if updated and behind:
+            self._update_group(used[-1][0], after=used[-1][1])
+
+    def _use(self, group: int, *, backward: bool, made: bool = False) -> None:
+        """One use of a group, in forward or backward; `made`: its copy was just made, or brought along."""
+        work, machine, strategy = self._work, self._machine, self._strategy
+        tokens = work.samples * work.model.seq
+        flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
+        from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
+        itemsize = (
+            MASTER_BYTES if strategy.parameters == "cpu" else COPY_BYTES
+        )  # FSDP2 copies the master, and casts it there
+        numel, shard = self._numels[group], self._shards[group]
+        gathered = self._stays_gathered(group, backward=backward)
+        self._program.append(
             Use(
                 group,
-                read_bytes=0 if gathered else group_bytes[group],
+                read_bytes=0 if gathered or made else self._copies[group],
                 copy_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
                 gather_seconds=0.0 if gathered else machine.gather_seconds(COPY_BYTES * numel),
                 compute_seconds=flops_per_numel * numel / machine.flops_per_s + machine.group_seconds,
@@ -302,39 +377,55 @@ def _uses(
                 live_bytes=COPY_BYTES * numel,
             )
         )
-    return uses
+
+    def _stays_gathered(self, group: int, *, backward: bool) -> bool:
+        return backward and (group == self._root or self._strategy.stage < 3)
+
+    def _update_group(self, group: int, *, into: int | None = None, after: int | None = None) -> None:
+        """The sub-groups of one group. In the backward its gather has brought the copy, if it was gathered there."""
+        brought = after is not None and not self._stays_gathered(group, backward=True)
+        copies = self._copies[group] if self._work.scheme.copy_is_state() and not brought else 0
+        rest = self._rest[group]
+        self._add_sub_groups(self._shards[group], copies + rest, self._copies[group] + rest, into=into, after=after)
+
+    def _step(self) -> None:
+        """All sub-groups, those that stay in memory evenly between the others."""
+        copies, rest = sum(self._copies), sum(self._rest)
+        read = rest + (copies if self._work.scheme.copy_is_state() else 0)
+        self._add_sub_groups(self._work.shard_numel, read, rest + copies)
+
+    def _add_sub_groups(
+        self, numel: int, read_bytes: int, written_bytes: int, *, into: int | None = None, after: int | None = None
+    ) -> None:
+        """So many elements in sub-groups. Where those of a step are very many, neighbours move as one, in a lease of one."""
+        count = max(1, math.ceil(numel / self._sub_group_numel))
+        strategy = self._strategy
+        traffic = (ADAM_BYTES + CAST_BYTES * strategy.on_host) * numel / count
+        to_device = strategy.optimizer == "cpu" and strategy.parameters == "none" and not self._machine.device_is_host
+        one = SubGroup(
+            read_bytes=round(read_bytes / count),
+            write_bytes=round(written_bytes / count),
+            lease_bytes=self._lease_bytes if read_bytes or written_bytes else 0,
+            update_seconds=traffic / self._update_bytes_per_s,
+            copy_bytes=round(COPY_BYTES * numel / count) if to_device else 0,
+            into=into,
+            after=after,
+        )
+        self._program += [one] * count
 
 
-def _sub_groups(
-    work: Work, strategy: Strategy, pipeline: Pipeline, bandwidth: float, *, device_is_host: bool
-) -> list[SubGroup]:
-    """This rank's sub-groups. Where they are very many, neighbours move as one, in a lease of one."""
-    shard = work.shard_numel
-    count = min(SIMULATED_SUB_GROUPS_MAX, max(1, -(-shard // pipeline.sub_group_numel)))
-    numel = shard / count
-    state = STATE_BYTES if strategy.optimizer == "nvme" else 0
-    per_element = state + COPY_BYTES if strategy.uses_nvme else 0
-    lease = pipeline.sub_group_numel * per_element
-    to_device = strategy.optimizer == "cpu" and strategy.parameters == "none" and not device_is_host
-    one = SubGroup(
-        read_bytes=round(state * numel),
-        write_bytes=round(per_element * numel),
-        lease_bytes=lease,
-        update_seconds=(ADAM_BYTES + CAST_BYTES * strategy.on_host) * numel / bandwidth,
-        copy_bytes=round(COPY_BYTES * numel) if to_device else 0,
-    )
-    return [one] * count
-
-
-def plans_for(work: Work, machine: Machine, *, pinned_bytes: int | None = None) -> list[Plan]:
-    """Every strategy that makes a difference on `machine`, from the fastest to the most frugal."""
+def plans_for(
+    work: Work, machine: Machine, *, pinned_bytes: int | None = None, cache_bytes: int | None = None
+) -> list[Plan]:
+    """Every strategy that makes a difference on `machine`, from the fastest to the most frugal; see `plan_step`."""
     differing = [
         each for each in STRATEGIES if not (machine.device_is_host and "cpu" in (each.parameters, each.optimizer))
     ]
-    return [plan_step(work, machine, each, pinned_bytes=pinned_bytes) for each in differing]
+    return [plan_step(work, machine, each, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes) for each in differing]
 
 
 def fastest_that_fits(plans: Sequence[Plan]) -> Plan | None:
-    """Of the plans that fit and that infinity can run, the one with the shortest step; the first of equals."""
+    """Of the plans that fit and that infinity can run, the one with the shortest step; the first of those as fast as that."""
     fitting = [plan for plan in plans if plan.fits and plan.strategy.runs]
-    return min(fitting, key=lambda plan: plan.step_seconds) if fitting else None
+    shortest = min((plan.step_seconds for plan in fitting), default=0.0)
+    return next((plan for plan in fitting if plan.step_seconds <= AS_FAST * shortest), None)

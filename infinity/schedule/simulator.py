@@ -5,12 +5,15 @@ budget, but on resources that are only numbers. So it tells what a step takes on
 
 [Note: What is simulated]
 All ranks do the same, so one is simulated, and what ranks share (drives, network, memory bandwidth) comes as its share.
-The step starts with nothing staged and ends when its last byte is written. A use of a group goes
+The step starts with nothing staged and ends when its last byte is written. The training thread goes through a program, item by
+item. A use of a group goes
 
     drive read -> lease -> copy to the device -> all-gather -> compute -> reduce-scatter -> gradients to the host
 
-where compute follows the order of the uses, and the gather of the next use begins with the compute of this one
-(`overlap_gathers`), or after it, as on a CPU. Then sub-groups go through read k + 1 | update k | write k - 1. Copies,
+where compute follows the order of the uses, and the thread goes on to the next item with the compute of this one
+(`overlap_gathers`), or after it, as on a CPU. An update of a sub-group keeps the thread busy, while others are read and
+written: read k + 1 | update k | write k - 1. Updates come after a pause for the norm of all gradients; or in the forward, each
+before the use of the group whose copy it makes; or in the backward, each when the gradient that it takes is there. Copies,
 collectives and compute each keep their order and start as early as they can. A drive takes one transfer of a kind at a
 time; demand reads interrupt writes; otherwise reads and writes alternate, or go on at once where it is known how fast.
 """
@@ -26,6 +29,7 @@ from typing import NamedTuple
 
 from infinity.errors import BudgetError
 from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.lookahead import plan_look_ahead
 
 
 class Use(NamedTuple):
@@ -51,13 +55,15 @@ class Use(NamedTuple):
 
 
 class SubGroup(NamedTuple):
-    """What is stepped together.
+    """An update of what is stepped together.
 
     Attributes:
         read_bytes, write_bytes: from and to the drive.
         lease_bytes: of the pool, from the start of its read to the end of its write.
         update_seconds: of Adam.
         copy_bytes: of new parameters, from host memory to the device.
+        into: the group whose copy it makes, to be used next: leased by then, and kept until that use. None for no group.
+        after: the place in the program of the use whose gradients it takes. None for gradients that are there.
     """
 
     read_bytes: int = 0
@@ -65,31 +71,60 @@ class SubGroup(NamedTuple):
     lease_bytes: int = 0
     update_seconds: float = 0.0
     copy_bytes: int = 0
+    into: int | None = None
+    after: int | None = None
+
+
+class Pause(NamedTuple):
+    """All gradients are waited for, then something is done with them, such as the norm. Nothing staged is worth keeping."""
+
+    seconds: float = 0.0
+
+
+Program = Sequence[Use | SubGroup | Pause]
+"""What the training thread does, in its order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step does, in its order.
+    """What a step does.
 
     Attributes:
-        uses: of the forwards and backwards of all micro-batches.
+        program: see `Program`.
         group_bytes: the lease of each group.
-        ends: with `place` uses behind us, `uses[place : ends[place]]` should be staged (`lookahead.plan_look_ahead`).
-        between_seconds: from the last gradient to the first update: the norm, clipping.
-        sub_groups: in the order in which they are stepped.
-        sub_groups_ahead: how many are read ahead.
+        ends: with `place` items begun, what `program[place : ends[place]]` needs should be staged (`look_ahead_of`).
         pool_bytes: the pinned pool.
         overlap_gathers: whether a gather goes on beside the computation before it.
     """
 
-    uses: Sequence[Use]
+    program: Program
     group_bytes: Sequence[int]
     ends: Sequence[int]
-    between_seconds: float = 0.0
-    sub_groups: Sequence[SubGroup] = ()
-    sub_groups_ahead: int = 1
     pool_bytes: int = 0
     overlap_gathers: bool = True
+
+
+def look_ahead_of(
+    program: Program, group_bytes: Sequence[int], *, look_ahead_bytes: int, sub_groups_ahead: int = 1
+) -> list[int]:
+    """How far staging reaches at each place of `program`: as many bytes as may be held, groups and sub-groups alike
+    (`lookahead.plan_look_ahead`); after a pause `sub_groups_ahead`. Never beyond a pause that is still to come."""
+    places = len(program)
+    pause = next((place for place, item in enumerate(program) if isinstance(item, Pause)), places)
+    chunks = _chunks_of(program, len(group_bytes))
+    sizes = _lease_bytes(program, group_bytes)
+    ends = plan_look_ahead(chunks[:pause], sizes, look_ahead_bytes)
+    return ends + [min(place + sub_groups_ahead, places) for place in range(pause + 1, places + 1)]
+
+
+def _chunks_of(program: Program, groups: int) -> list[int]:
+    """The number of what each item needs staged: of its group; sub-groups are counted after the groups, by their places."""
+    return [item.group if isinstance(item, Use) else groups + place for place, item in enumerate(program)]
+
+
+def _lease_bytes(program: Program, group_bytes: Sequence[int]) -> list[int]:
+    """By those numbers."""
+    return [*group_bytes, *(item.lease_bytes if isinstance(item, SubGroup) else 0 for item in program)]
 
 
 @dataclass(frozen=True)
@@ -116,8 +151,8 @@ class Simulated:
 
     Attributes:
         seconds: from its begin until its last byte is written.
-        gradient_seconds: from its begin until all gradients are where the optimizer reads them.
-        stall_seconds: in which compute or update stood still for want of bytes from the drive.
+        gradient_seconds: from its begin until all gradients are where updates read them.
+        stall_seconds: in which the training thread and compute stood still for want of bytes from the drive.
         read_bytes, written_bytes: from and to the drive.
         to_device_bytes, to_host_bytes: over the link.
         pool_bytes_peak: leased at one time.
@@ -151,22 +186,21 @@ def simulate(step: Step, resources: Resources) -> Simulated:
     pool = _Pool(step.pool_bytes, result)
     drive = _Drive(resources.drive, clock, result)
     link = _Link(resources, result)
-    laps = _Gradients(step, clock, pool, drive, link, result)
+    thread = _Thread(step, clock, pool, drive, link, result)
     clock.run()
-    if not laps.done:
-        raise BudgetError(_too_small(step.pool_bytes, "groups", max(step.group_bytes, default=0)))
-    update = _Update(step, clock, pool, drive, link, result)
-    update.begin(result.gradient_seconds)
-    clock.run()
-    if not update.done:
-        raise BudgetError(_too_small(step.pool_bytes, "sub-groups", max(sub.lease_bytes for sub in step.sub_groups)))
+    if thread.stuck_at is not None:
+        raise BudgetError(_too_small(step, thread.stuck_at))
     result.seconds = max([result.gradient_seconds, *(end for _, _, _, end in result.timeline)])
     return result
 
 
-def _too_small(pool_bytes: int, what: str, largest_bytes: int) -> str:
+def _too_small(step: Step, place: int) -> str:
+    if isinstance(step.program[place], Use):
+        what, largest_bytes = "groups", max(step.group_bytes)
+    else:
+        what, largest_bytes = "sub-groups", max(i.lease_bytes for i in step.program if isinstance(i, SubGroup))
     return (
-        f"a pinned pool of {pool_bytes} bytes can't hold the {what} of this step at once, of which the largest has "
+        f"a pinned pool of {step.pool_bytes} bytes can't hold the {what} of this step at once, of which the largest has "
         f"{largest_bytes} bytes: raise the pinned budget or make them smaller"
     )
 
@@ -343,102 +377,168 @@ class _Drive:
 _RESTING, _READING, _STAGED, _IN_USE = range(4)
 
 
-class _Gradients:
-    """Forwards and backwards: every use in its order."""
+class _Thread:
+    """The training thread: every item of the program in its order.
+
+    A *chunk* is what is staged as a whole: a group, or a sub-group at its place (see `_chunks_of`).
+    """
 
     def __init__(self, step: Step, clock: _Clock, pool: _Pool, drive: _Drive, link: _Link, result: Simulated) -> None:
         self._step, self._clock, self._pool, self._drive, self._link = step, clock, pool, drive, link
         self._result = result
-        self._states = [_RESTING] * len(step.group_bytes)
+        self._chunks = _chunks_of(step.program, len(step.group_bytes))
+        self._lease_bytes = _lease_bytes(step.program, step.group_bytes)
+        self._states = [_RESTING] * len(self._lease_bytes)
+        self._idle: set[int] = set()
+        """The chunks that are staged and could be dropped."""
+        self._filling: int | None = None
+        """The group whose copy is being made."""
         self._holders = [0] * len(step.group_bytes)
         """Uses of each group that were handed over and are not gathered yet."""
-        self._next_uses = _next_uses([use.group for use in step.uses], len(step.group_bytes))
+        self._next_uses = _next_uses(self._chunks, len(self._lease_bytes))
         self._read_up_to = 0
-        """All uses before it are staged, being read, or behind us."""
+        """What all items before it need is staged, being read, or behind us."""
         self._wanted_up_to = 0
-        """The uses before it are those for which a group is worth keeping staged."""
+        """The items before it are those for which a group is worth keeping staged."""
         self._demanded: int | None = None
-        """The use whose group is waited for."""
+        """The item that the thread is about to begin."""
         self._demanded_since = 0.0
+        self._writing = 0
+        """Sub-groups on their way back."""
         self._network_free = self._compute_free = 0.0
         self._live_bytes = 0
-        self._left = len(step.uses)
-        self._end = 0.0
-        if step.uses:
-            clock.at(0.0, self._demand, 0)
+        self._gradients_at: list[float | None] = [None] * len(step.program)
+        """When the gradients of each use were where updates read them."""
+        self._uses_left = sum(isinstance(item, Use) for item in step.program)
+        clock.at(0.0, self._demand, 0)
 
     @property
-    def done(self) -> bool:
-        return self._left == 0
+    def stuck_at(self) -> int | None:
+        """The item that never began."""
+        return self._demanded
 
     def _demand(self, time: float, place: int) -> None:
-        """Use `place` is next: go on with it as soon as its group is staged."""
+        """Item `place` is next: begin it as soon as what it needs is here."""
+        if place == len(self._step.program):
+            return
         self._demanded, self._demanded_since = place, time
+        self._look_ahead(time, place)
         self._try(time)
 
     def _try(self, time: float) -> None:
-        """Hand the group over that is waited for, if it is here; start to read it, if there is room."""
+        """Begin the item that is demanded, if all is here; start to read what isn't, if there is room."""
         place = self._demanded
         if place is None:
             return
-        group = self._step.uses[place].group
-        state = self._states[group]
-        if state == _RESTING and self._make_room(self._step.group_bytes[group]):
-            self._start_read(time, place)
-            state = self._states[group]
-        if state == _READING:
-            self._drive.demand(time, True)
-        elif state in (_STAGED, _IN_USE):
+        item = self._step.program[place]
+        if isinstance(item, Pause):
+            if not self._uses_left:
+                self._begin_pause(time, place, item)
+            return
+        if not self._is_staged(time, place, item):
+            return
+        if isinstance(item, Use):
             self._demanded = None
-            self._drive.demand(time, False)
-            self._hand_over(time, place)
+            self._hand_over(time, place, item)
+        elif item.after is None or self._gradients_at[item.after] is not None:
+            self._demanded = None
+            self._update(time, place, item)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Drop what is staged, needed latest first, until `nbytes` are free."""
-        if self._pool.free >= nbytes:
-            return True
-        idle = [group for group, state in enumerate(self._states) if state == _STAGED]
-        idle.sort(key=lambda group: self._next_uses.after(group), reverse=True)
-        while self._pool.free < nbytes and idle:
-            dropped = idle.pop(0)
-            self._states[dropped] = _RESTING
-            self._pool.give_back(self._step.group_bytes[dropped])
-            self._read_up_to = 0
-        return self._pool.free >= nbytes
-
-    def _start_read(self, time: float, place: int) -> bool:
-        use = self._step.uses[place]
-        if not self._pool.try_lease(self._step.group_bytes[use.group]):
+    def _is_staged(self, time: float, place: int, item: Use | SubGroup) -> bool:
+        chunk = self._chunks[place]
+        into = item.into if isinstance(item, SubGroup) else None
+        if into is not None and not self._fill(into):
             return False
-        if use.read_bytes:
-            self._states[use.group] = _READING
-            self._drive.read(time, use.read_bytes, f"group {use.group}", self._staged, use.group)
-        else:
-            self._states[use.group] = _STAGED
+        if self._states[chunk] == _RESTING and self._make_room(self._lease_bytes[chunk]):
+            self._start_read(time, place)
+        self._drive.demand(time, self._states[chunk] == _READING)
+        return self._states[chunk] in (_STAGED, _IN_USE)
+
+    def _fill(self, group: int) -> bool:
+        """Have a lease for a copy that is made, which stays until its use; whether there is one."""
+        if self._states[group] == _RESTING:
+            if not self._make_room(self._lease_bytes[group]):
+                return False
+            self._pool.try_lease(self._lease_bytes[group])
+            self._states[group] = _STAGED
+        self._idle.discard(group)
+        self._filling = group
         return True
 
-    def _staged(self, time: float, group: int) -> None:
-        self._states[group] = _STAGED
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop what is staged, needed latest first, until `nbytes` are free; what is wanted, only where no write is awaited."""
+        if self._pool.free < nbytes:
+            for chunk in sorted(self._idle, key=self._next_uses.after, reverse=True):
+                if self._writing and self._next_uses.after(chunk) < self._wanted_up_to:
+                    break
+                self._drop(chunk)
+                self._read_up_to = 0
+                if self._pool.free >= nbytes:
+                    break
+        return self._pool.free >= nbytes
+
+    def _drop(self, chunk: int) -> None:
+        self._idle.discard(chunk)
+        self._states[chunk] = _RESTING
+        self._pool.give_back(self._lease_bytes[chunk])
+
+    def _start_read(self, time: float, place: int) -> bool:
+        item, chunk = self._step.program[place], self._chunks[place]
+        assert not isinstance(item, Pause)
+        if not self._pool.try_lease(self._lease_bytes[chunk]):
+            return False
+        if item.read_bytes:
+            self._states[chunk] = _READING
+            self._drive.read(time, item.read_bytes, self._name(place), self._staged, chunk)
+        else:
+            self._keep(chunk)
+        return True
+
+    def _name(self, place: int) -> str:
+        item = self._step.program[place]
+        return f"group {item.group}" if isinstance(item, Use) else f"sub-group {place}"
+
+    def _keep(self, chunk: int) -> None:
+        self._states[chunk] = _STAGED
+        if chunk != self._filling:
+            self._idle.add(chunk)
+
+    def _staged(self, time: float, chunk: int) -> None:
+        self._keep(chunk)
         self._try(time)
 
     def _look_ahead(self, time: float, place: int) -> None:
-        """Start what the policy wants staged with `place` uses behind us, for as long as there is room."""
-        uses, states = self._step.uses, self._states
+        """Start what the policy wants staged with `place` items begun, for as long as there is room."""
         self._read_up_to = max(self._read_up_to, place)
         self._wanted_up_to = self._step.ends[place]
         while self._read_up_to < self._wanted_up_to:
-            if states[uses[self._read_up_to].group] == _RESTING and not self._start_read(time, self._read_up_to):
+            chunk = self._chunks[self._read_up_to]
+            if self._states[chunk] == _RESTING and not self._start_read(time, self._read_up_to):
                 return
             self._read_up_to += 1
 
-    def _hand_over(self, time: float, place: int) -> None:
-        """The group of use `place` is staged: copy, gather and compute follow in order."""
-        use = self._step.uses[place]
-        timeline = self._result.timeline
-        self._states[use.group] = _IN_USE
-        self._holders[use.group] += 1
-        self._next_uses.used(use.group)
+    def _take(self, time: float, place: int) -> None:
+        """What item `place` needs is in use from now on."""
+        chunk = self._chunks[place]
+        self._idle.discard(chunk)
+        self._states[chunk] = _IN_USE
+        self._next_uses.used(chunk)
+        if chunk == self._filling:
+            self._filling = None
         self._look_ahead(time, place + 1)
+
+    def _stalled(self, time: float, *since: float) -> None:
+        """The thread waited for the drive up to now; it counts for as long as nothing was computed either."""
+        self._result.stall_seconds += max(0.0, time - max(self._demanded_since, self._compute_free, *since))
+
+    # Groups.
+
+    def _hand_over(self, time: float, place: int, use: Use) -> None:
+        """The group is staged: copy, gather and compute follow in order."""
+        timeline = self._result.timeline
+        self._holders[use.group] += 1
+        self._take(time, place)
+        self._stalled(time)
         self._live_bytes += use.live_bytes
         self._result.live_bytes_peak = max(self._result.live_bytes_peak, self._live_bytes)
         gathered = self._link.to_device(time, use.copy_bytes, f"group {use.group}")
@@ -447,29 +547,27 @@ class _Gradients:
             gathered = self._network_free = start + use.gather_seconds
             timeline.append(Interval("network", f"gather {use.group}", start, gathered))
         start = max(gathered, self._compute_free)
-        self._result.stall_seconds += min(time - self._demanded_since, start - self._compute_free)
         self._compute_free = start + use.compute_seconds
         timeline.append(Interval("compute", f"use {place} of group {use.group}", start, self._compute_free))
-        self._clock.at(gathered, self._gathered, place)
+        self._clock.at(gathered, self._gathered, use.group)
         self._clock.at(self._compute_free, self._computed, place)
-        if self._step.overlap_gathers and place + 1 < len(self._step.uses):
+        if self._step.overlap_gathers:
             self._clock.at(start, self._demand, place + 1)
 
-    def _gathered(self, time: float, place: int) -> None:
+    def _gathered(self, time: float, group: int) -> None:
         """The lease goes back, or the group stays staged where the policy wants it soon again."""
-        group = self._step.uses[place].group
         self._holders[group] -= 1
         if self._holders[group]:
             return
-        if self._next_uses.after(group) < self._wanted_up_to:
-            self._states[group] = _STAGED
+        if self._next_uses.after(group) < self._wanted_up_to or group == self._filling:
+            self._keep(group)
         else:
-            self._states[group] = _RESTING
-            self._pool.give_back(self._step.group_bytes[group])
+            self._drop(group)
         self._try(time)
 
     def _computed(self, time: float, place: int) -> None:
-        use = self._step.uses[place]
+        use = self._step.program[place]
+        assert isinstance(use, Use)
         self._live_bytes -= use.live_bytes
         end = time
         if use.reduce_seconds:
@@ -478,106 +576,69 @@ class _Gradients:
             self._result.timeline.append(Interval("network", f"reduce {use.group}", start, end))
         if use.gradient_bytes:
             end = self._link.to_host(end, use.gradient_bytes, f"gradients of group {use.group}")
-        self._end = max(self._end, end)
-        self._left -= 1
-        if not self._left:
-            self._result.gradient_seconds = self._end
-        elif not self._step.overlap_gathers:
-            self._clock.at(end, self._demand, place + 1)
+        self._clock.at(end, self._reduced, place)
+
+    def _reduced(self, time: float, place: int) -> None:
+        """The gradients of a use are where updates read them."""
+        self._gradients_at[place] = self._result.gradient_seconds = time
+        self._uses_left -= 1
+        if not self._step.overlap_gathers:
+            self._demand(time, place + 1)
+        else:
+            self._try(time)
+
+    # Updates.
+
+    def _begin_pause(self, time: float, place: int, pause: Pause) -> None:
+        self._demanded = None
+        for chunk in list(self._idle):
+            self._drop(chunk)
+        end = time + pause.seconds
+        if pause.seconds:
+            self._result.timeline.append(Interval("update", "norm and clipping", time, end))
+        self._clock.at(end, self._demand, place + 1)
+
+    def _update(self, time: float, place: int, sub: SubGroup) -> None:
+        self._take(time, place)
+        gradients_at = self._gradients_at[sub.after] if sub.after is not None else None
+        self._stalled(time, gradients_at or 0.0)
+        end = time + sub.update_seconds
+        self._result.timeline.append(Interval("update", self._name(place), time, end))
+        self._clock.at(end, self._updated, place)
+
+    def _updated(self, time: float, place: int) -> None:
+        sub = self._step.program[place]
+        assert isinstance(sub, SubGroup)
+        if sub.write_bytes:
+            self._writing += 1
+            self._drive.write(time, sub.write_bytes, self._name(place), self._written, place)
+        else:
+            self._pool.give_back(sub.lease_bytes)
+        self._link.to_device(time, sub.copy_bytes, f"parameters of {self._name(place)}")
+        self._demand(time, place + 1)
+
+    def _written(self, time: float, place: int) -> None:
+        self._writing -= 1
+        self._pool.give_back(self._lease_bytes[self._chunks[place]])
+        self._try(time)
 
 
 class _NextUses:
-    """Where in the step each group is used next."""
+    """Where in the program each chunk is used next."""
 
     def __init__(self, places: list[deque[int]]) -> None:
         self._places = places
 
-    def after(self, group: int) -> float:
-        """Its next use that is not behind us; infinite where there is none."""
-        return self._places[group][0] if self._places[group] else math.inf
+    def after(self, chunk: int) -> float:
+        """Its next use that has not begun; infinite where there is none."""
+        return self._places[chunk][0] if self._places[chunk] else math.inf
 
-    def used(self, group: int) -> None:
-        self._places[group].popleft()
+    def used(self, chunk: int) -> None:
+        self._places[chunk].popleft()
 
 
-def _next_uses(uses: Sequence[int], groups: int) -> _NextUses:
-    places: list[deque[int]] = [deque() for _ in range(groups)]
-    for place, group in enumerate(uses):
-        places[group].append(place)
+def _next_uses(uses: Sequence[int], chunks: int) -> _NextUses:
+    places: list[deque[int]] = [deque() for _ in range(chunks)]
+    for place, chunk in enumerate(uses):
+        places[chunk].append(place)
     return _NextUses(places)
-
-
-class _Update:
-    """The optimizer's lap: read k + 1 | update k | write k - 1. Nothing that was staged before is worth keeping."""
-
-    def __init__(self, step: Step, clock: _Clock, pool: _Pool, drive: _Drive, link: _Link, result: Simulated) -> None:
-        self._step, self._clock, self._drive, self._link = step, clock, drive, link
-        self._result = result
-        pool.give_back(step.pool_bytes - pool.free)
-        self._pool = pool
-        self._states = [_RESTING] * len(step.sub_groups)
-        self._current: int | None = None
-        self._current_since = 0.0
-        self.done = not step.sub_groups
-
-    def begin(self, time: float) -> None:
-        """The gradients are there since `time`."""
-        if self._step.between_seconds:
-            end = time + self._step.between_seconds
-            self._result.timeline.append(Interval("update", "norm and clipping", time, end))
-            time = end
-        if self._step.sub_groups:
-            self._clock.at(time, self._next, 0)
-
-    def _next(self, time: float, number: int) -> None:
-        self._current, self._current_since = number, time
-        for ahead in range(number, min(number + 1 + self._step.sub_groups_ahead, len(self._states))):
-            if self._states[ahead] == _RESTING and not self._start_read(time, ahead):
-                break
-        self._try(time)
-
-    def _start_read(self, time: float, number: int) -> bool:
-        sub = self._step.sub_groups[number]
-        if not self._pool.try_lease(sub.lease_bytes):
-            return False
-        self._states[number] = _READING if sub.read_bytes else _STAGED
-        if sub.read_bytes:
-            self._drive.read(time, sub.read_bytes, f"sub-group {number}", self._staged, number)
-        return True
-
-    def _staged(self, time: float, number: int) -> None:
-        self._states[number] = _STAGED
-        self._try(time)
-
-    def _try(self, time: float) -> None:
-        """Update the sub-group whose turn it is, if it is here."""
-        number = self._current
-        if number is None:
-            return
-        if self._states[number] == _RESTING:
-            self._start_read(time, number)
-        self._drive.demand(time, self._states[number] == _READING)
-        if self._states[number] != _STAGED:
-            return
-        self._current = None
-        self._states[number] = _IN_USE
-        self._result.stall_seconds += time - self._current_since
-        end = time + self._step.sub_groups[number].update_seconds
-        self._result.timeline.append(Interval("update", f"sub-group {number}", time, end))
-        self._clock.at(end, self._updated, number)
-
-    def _updated(self, time: float, number: int) -> None:
-        sub = self._step.sub_groups[number]
-        if sub.write_bytes:
-            self._drive.write(time, sub.write_bytes, f"sub-group {number}", self._written, number)
-        else:
-            self._pool.give_back(sub.lease_bytes)
-        self._link.to_device(time, sub.copy_bytes, f"parameters of sub-group {number}")
-        if number + 1 < len(self._states):
-            self._next(time, number + 1)
-        else:
-            self.done = True
-
-    def _written(self, time: float, number: int) -> None:
-        self._pool.give_back(self._step.sub_groups[number].lease_bytes)
-        self._try(time)

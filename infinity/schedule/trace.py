@@ -83,6 +83,7 @@ class Trace:
 
         What is read before the end of a training cycle is stale after it: the step changes every group.
         """
-        yield from self._followed[self._place :]
+        for place in range(self._place, len(self._followed)):  # no slice: who looks ahead stops after a few
+            yield self._followed[place]
         if into_next:
             yield from self._followed

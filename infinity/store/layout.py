@@ -7,10 +7,12 @@ fetched with their group, so all of them share one flat space of their own.
 
 A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-group is one extent:
 
-    | copy (16-bit) | master (fp32) | exp_avg (fp32) | exp_avg_sq (fp32) |      trained
+    | copy (bf16) | remainder (16-bit) | exp_avg (fp32) | exp_avg_sq (fp32) |   trained
+    | copy (16-bit) | master (fp32) | exp_avg (fp32) | exp_avg_sq (fp32) |      trained, the master kept in full
     | copy (16-bit) | master (fp32) |                                           frozen
 
-Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
+A bf16 copy and the remainder that the rounding left are the master (infinity/optim/split.py): 12 bytes an element instead of
+14. Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
 a sub-group's state with one read and writes it and the new copy with one write, and the copies of a group's sub-groups,
 read one behind the other, give back the group's flat space without a gap: a shard cut by a sub-group boundary is whole
 again. Where compute runs in fp32 there is no copy field: the master is what gets gathered. Nor is there one in the space of
@@ -43,6 +45,7 @@ class Field(enum.Enum):
 
     COPY = "copy"
     MASTER = "master"
+    REMAINDER = "remainder"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
 
@@ -86,6 +89,8 @@ class SubGroup:
     trained: bool
     copy_itemsize: int
     pieces: tuple[Piece, ...]
+    split: bool = False
+    """Whether its master is kept as copy and remainder."""
     held: tuple[Field, ...] = ()
     """The fields that stay in ordinary host memory."""
     cached: tuple[Field, ...] = ()
@@ -94,6 +99,8 @@ class SubGroup:
     @property
     def fields(self) -> tuple[Field, ...]:
         """What is kept of its elements, in order."""
+        if self.split:
+            return (Field.COPY, Field.REMAINDER, Field.EXP_AVG, Field.EXP_AVG_SQ)
         copy = (Field.COPY,) if self.copy_itemsize else ()
         state = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ) if self.trained else (Field.MASTER,)
         return copy + state
@@ -110,7 +117,14 @@ class SubGroup:
 
     def itemsize(self, which: Field) -> int:
         """Bytes per element of a field."""
-        return self.copy_itemsize if which is Field.COPY else 4
+        if which is Field.COPY:
+            return self.copy_itemsize
+        return 2 if which is Field.REMAINDER else 4
+
+    @property
+    def state(self) -> tuple[Field, ...]:
+        """The fields of the extent that stepping it reads: all but a copy that is no part of the master."""
+        return tuple(each for each in self.resting if self.split or each is not Field.COPY)
 
     def field_offset(self, which: Field) -> int:
         """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
@@ -191,6 +205,7 @@ def plan_layout(
     groups: int,
     sub_group_numel_max: int,
     copy_itemsize: int,
+    split_master: bool = False,
     hold_state: bool = False,
     cached: Mapping[tuple[int, bool], Cached] | None = None,
 ) -> Layout:
@@ -201,6 +216,7 @@ def plan_layout(
         groups: how many groups there are.
         sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN).
         copy_itemsize: bytes per element of the gathered copy (2), or 0 where the fp32 master itself is gathered.
+        split_master: trained masters are kept as copy and remainder wherever there is a copy; it must be bf16.
         hold_state: masters and moments stay in host memory, and the extents hold copies only.
         cached: by flat space and whether trained: what of this part of the space stays in pinned memory.
     """
@@ -230,7 +246,8 @@ def plan_layout(
             for low, high in pairwise(sorted({part_start, *keep.ends(part_start), end})):
                 for start, numel in _cut(low, high, sub_group_numel_max):
                     pieces = _pieces(part, shards, place, start, numel)
-                    sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, held)
+                    split = split_master and trained and own_copy > 0 and not hold_state
+                    sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, split, held)
                     cuts.append(replace(sub, cached=keep.fields_of(sub, start - part_start)))
                     count += 1
         space_numel.append(end)

@@ -18,10 +18,11 @@ from infinity.schedule.pinned import (
     comfortable_bytes,
     gather_bytes,
     look_ahead_room,
+    pipeline_bytes,
     sub_groups_ahead,
 )
 from infinity.store.layout import SPACE_ALIGN
-from infinity.units import MIB, format_bytes
+from infinity.units import MIB, align_up, format_bytes
 
 __all__ = [
     "ACCESS_BYTES",
@@ -36,6 +37,7 @@ __all__ = [
     "comfortable_bytes",
     "gather_bytes",
     "look_ahead_room",
+    "pipeline_bytes",
     "sub_group_numel_for",
     "sub_groups_ahead",
 ]
@@ -60,9 +62,10 @@ def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, larg
             f"so {gathering} bytes ({format_bytes(gathering)}) would do; wrapping smaller modules makes groups smaller"
         )
     if need.nbytes > pinned_bytes:
+        sub_group_bytes = (need.pipeline_bytes - GATHERS_IN_USE * align_up(largest_group_bytes)) // PIPELINE_DEPTH
         raise BudgetError(
             f"pinned_bytes_max (host_bytes_max) of {format_bytes(pinned_bytes)} is too small for {PIPELINE_DEPTH} "
-            f"sub-groups of {format_bytes(need.pipeline_bytes // PIPELINE_DEPTH)}{beside}: {need.nbytes} bytes "
+            f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{beside}: {need.nbytes} bytes "
             f"({format_bytes(need.nbytes)}) would do, or a smaller sub_group_size"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError
 from infinity.swap.names import clean_name, parameter_names
@@ -32,7 +32,7 @@ class ShardedParameter:
     @property
     def padded_shape(self) -> torch.Size:
         """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
-        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size())
+        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size(-1))
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ def _checked(name: str, parameter: nn.Parameter) -> DTensor:
     data = parameter.data
     if not isinstance(data, DTensor):
         raise ConfigError(f"parameter {name} is not sharded by FSDP2: call fully_shard(model) on the root module too")
-    if data.placements != (Shard(0),):
+    if data.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ConfigError(
-            f"parameter {name} is placed {data.placements}; only Shard(0) on a one-dimensional mesh is paged"
+            f"parameter {name} is placed {data.placements}; only Shard(0), alone or in replicas (HSDP), is paged"
         )
     if data.dtype != torch.float32:
         raise ConfigError(

@@ -27,7 +27,7 @@ def plan_cache(layout: Layout, gathers: Sequence[int], cache_bytes: int) -> dict
 
     Args:
         layout: of the model with nothing cached.
-        gathers: by group, how often each micro-batch gathers it. Groups that come first are kept first: what is used at the
+        gathers: by group, how often a step reads it for a gather. Groups that come first are kept first: what is used at the
             end of forward and the beginning of backward may stay staged in between.
     """
     parts = _parts(layout)
@@ -38,7 +38,7 @@ def plan_cache(layout: Layout, gathers: Sequence[int], cache_bytes: int) -> dict
         for gathered, fields in _sets_of_fields(part.like, resident):
             reads = gathers[part.key[0]] if gathered else 0
             stepped = part.like.trained
-            read_by_step = stepped and fields != (Field.COPY,)
+            read_by_step = stepped and any(each in part.like.state for each in fields)
             unit_bytes = SPACE_ALIGN * sum(part.like.itemsize(each) for each in fields)
             candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads + read_by_step, int(stepped)))
             owners.append((part.key, gathered))

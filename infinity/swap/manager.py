@@ -24,11 +24,11 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -56,13 +56,16 @@ from infinity.swap.fsdp2 import (
     sharded_groups,
 )
 from infinity.swap.host_cache import plan_cache
-from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
+from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
 from infinity.swap.together import together
+from infinity.swap.updates import finish_updates
 from infinity.units import align_up, format_bytes, parse_bytes
 
 log = logging.getLogger("infinity")
+
+Update = Literal["step", "forward"]
 
 _MEASURE_BYTES = 64 << 20
 """Written and read, twice, to weigh one drive against another."""
@@ -159,8 +162,19 @@ class SwapManager:
         self._traces = {True: Trace(), False: Trace()}
         self._pass_trains: bool | None = None
         """Whether the forward of the whole model that is going on is training's; None where none is going on."""
+        self._room_bytes = 0
+        """Bytes of the pool that reads ahead may hold ..."""
         self._look_ahead_bytes = 0
-        self._group_bytes: list[int] = []
+        """... and as many of them as the user allows."""
+        self._units: list[Chunk | None] = []
+        """What is staged: by number of its group, then by number of its sub-group."""
+        self._unit_bytes: list[int] = []
+        self._gathered_bytes: list[int] = []
+        """The same, but nothing for sub-groups."""
+        self.defers_updates = False
+        """Whether the optimizer leaves updates for later: `update` of `page`."""
+        self._phase = True
+        """Whether it was training that used a group last."""
         self._device: Device = device_for(torch.device("cpu"))
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
@@ -237,6 +251,8 @@ class SwapManager:
         if self._machinery is None and not self._closed:
             return  # nothing was ever stored
         machinery = self._open()
+        if self._paged is not None:
+            self.finish_updates()
         machinery.stager.settle_all()
         machinery.arena.sync()
 
@@ -251,6 +267,8 @@ class SwapManager:
         resident_numel_max: int = 0,
         cache_bytes: int = 0,
         look_ahead_bytes: int | None = None,
+        update: Update = "step",
+        split_master: bool = True,
         hold_parameters: bool = False,
         hold_state: bool = False,
     ) -> None:
@@ -269,6 +287,11 @@ class SwapManager:
                 see [Note: What stays] in infinity/schedule/residency.py.
             look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows
                 where None.
+            update: when the optimizer updates a parameter: in its `step` ("step"), or just before it is gathered next or looked
+                at in any other way ("forward"): the same numbers and 2 bytes less to read per element, while the model
+                computes. `step` returns at once then and takes the gradients: `.grad` is None after it.
+            split_master: where parameters are gathered in bf16, keep what that leaves of each master beside it instead of the
+                whole master, 12 bytes an element instead of 14: see [Note: Copy and remainder] in infinity/optim/split.py.
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
 
@@ -281,15 +304,17 @@ class SwapManager:
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
         mesh = groups[0].parameters[0].sharded.device_mesh
-        with together(mesh.get_group()):
+        with together(mesh.get_group() if mesh.ndim == 1 else None):
             layout, pinned_bytes = self._plan(
                 [group.outline for group in groups],
-                mesh.size(),
+                mesh.size(-1),
                 dtype,
                 sub_group_size,
                 math.inf if hold_parameters else resident_numel_below,
                 resident_numel_max,
                 cache_bytes,
+                update,
+                split_master,
                 hold_state,
             )
             machinery = self._open(pinned_bytes)
@@ -304,10 +329,16 @@ class SwapManager:
                 what=_what_is_stored(hold_state),
             )
             replacements = self._take_over(groups, paged)
-        self._paged = paged
-        self._group_bytes = [group.chunk.lease_bytes if group.chunk else 0 for group in paged.groups]
-        room = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, max(self._group_bytes))
-        self._look_ahead_bytes = room if look_ahead_bytes is None else min(room, look_ahead_bytes)
+        self._paged, self.defers_updates = paged, update == "forward"
+        chunks = [group.chunk for group in paged.groups]
+        self._units = [*chunks, *(sub.chunk if sub.moves else None for sub in paged.sub_groups)]
+        self._unit_bytes = [chunk.lease_bytes if chunk is not None else 0 for chunk in self._units]
+        largest_group = max(self._unit_bytes[: len(chunks)])
+        self._gathered_bytes = [*self._unit_bytes[: len(chunks)], *[0] * len(paged.sub_groups)]
+        self._room_bytes = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, largest_group)
+        self._look_ahead_bytes = (
+            self._room_bytes if look_ahead_bytes is None else min(self._room_bytes, look_ahead_bytes)
+        )
         install(model, replacements)
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
         model.register_forward_hook(self._end_pass)
@@ -323,6 +354,8 @@ class SwapManager:
         resident_numel_below: int = 100_000,
         resident_numel_max: int = 0,
         cache_bytes: int = 0,
+        update: Update = "step",
+        split_master: bool = True,
         hold_parameters: bool = False,
         hold_state: bool = False,
     ) -> None:
@@ -342,6 +375,8 @@ class SwapManager:
             math.inf if hold_parameters else resident_numel_below,
             resident_numel_max,
             cache_bytes,
+            update,
+            split_master,
             hold_state,
         )
         check_free(self._folders, self._bandwidths, layout.nbytes, _what_is_stored(hold_state))
@@ -355,14 +390,8 @@ class SwapManager:
 
     @property
     def stager(self) -> Stager:
-        """For the optimizer: moves sub-groups through the same pool."""
+        """What moves the chunks. Which are staged when, this manager decides; for a look at what is in flight."""
         return self._open().stager
-
-    @property
-    def sub_groups_ahead(self) -> int:
-        """For the optimizer: how many sub-groups to read ahead, so that as many can still be on their way back."""
-        layout = self.paged.layout
-        return budget.sub_groups_ahead(self._open().pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
@@ -372,12 +401,17 @@ class SwapManager:
             raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
         if not shard.filled:
             raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
-        if shard.resident is None:
-            chunk = shard.group.chunk
+        if shard.resident is not None:
+            for sub in shard.sub_groups:
+                model.catch_up(sub)
+        else:
             if self._copying is not shard.group:
                 self._give_back_copied()
                 self._copying = shard.group
-            if chunk is not None and chunk.state is not ChunkState.IN_USE:
+            chunk = shard.group.chunk
+            if chunk is None:
+                model.acquire(shard.group, self._look_ahead)
+            elif chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
         taken = self._device.take(model.gathered_view(shard))
@@ -396,20 +430,22 @@ class SwapManager:
         if not group.gathering:
             self._give_back(group)
 
-    def begin_step(self) -> None:
-        """For the optimizer: the copies are about to change, so nothing staged is worth keeping."""
-        stager = self._open().stager
-        for group in self.paged.groups:
-            self.paged.forget(group)
-        stager.drop_all()
-        stager.wanted = ()
+    def finish_updates(self) -> None:
+        """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in paged_model.py.
+
+        Nobody has to: they run by themselves before anybody sees what they change. But before many things are looked at, all
+        at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
+        """
+        layout, machinery = self.paged.layout, self._open()
+        ahead = budget.sub_groups_ahead(machinery.pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
+        finish_updates(self.paged, machinery.stager, ahead)
 
     def end_step(self) -> None:
         """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
-        trace = self._traces[True]
-        if trace.end_cycle():
+        if self._traces[True].end_cycle():
             self._tell_surprise()
-        self._look_ahead(trace)
+        self._phase = True
+        self._look_ahead()
 
     # What it took.
 
@@ -447,14 +483,29 @@ class SwapManager:
         every group for forward and for backward.
         """
         paged = self.paged
-        fetched = [sum(span.nbytes for span in group.chunk.reads) if group.chunk else 0 for group in paged.groups]
+        stepped = [sub for sub in paged.sub_groups if sub.layout.trained]
+        read = sum(span.nbytes for sub in stepped for span in sub.chunk.reads)
+        written = sum(span.nbytes for sub in stepped for span in sub.chunk.writes)
         cycle = self._traces[True].cycle
-        gathers = cycle_read_bytes(cycle, self._group_bytes, fetched, self._look_ahead_bytes)
-        if not cycle:
-            gathers = 2 * micro_batches * sum(fetched)
-        stepped = [sub.chunk for sub in paged.sub_groups if sub.layout.trained]
-        read = sum(span.nbytes for chunk in stepped for span in chunk.reads)
-        return gathers + read, sum(span.nbytes for chunk in stepped for span in chunk.writes)
+        if cycle:
+            return read + self._gathers_of(cycle), written
+        every = sum(_copy_bytes(group) for group in paged.groups)
+        first = sum(_copy_bytes(group, stepped=False) for group in paged.groups) if self.defers_updates else every
+        return read + first + (2 * micro_batches - 1) * every, written
+
+    def _gathers_of(self, cycle: Sequence[int]) -> int:
+        """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
+        groups = self.paged.groups
+        waiting = {sub for sub in self.paged.sub_groups if sub.layout.trained} if self.defers_updates else set()
+        uses, reads = [], []
+        for index in cycle:
+            group = groups[index]
+            beside = [sub for sub in group.beside if sub in waiting]
+            updated = [sub for sub in group.members if sub in waiting]
+            waiting -= {*beside, *updated}
+            uses += [*map(self._unit, beside), *map(self._unit, updated), index]
+            reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
+        return cycle_read_bytes(uses, reads, self._choose)
 
     def close(self) -> None:
         """Wait for what is in flight, give memory and drive space back. Idempotent.
@@ -540,28 +591,42 @@ class SwapManager:
         resident_below: float,
         resident_numel_max: int,
         cache_bytes: int,
+        update: Update,
+        split_master: bool,
         hold_state: bool,
     ) -> tuple[Layout, int]:
         """The model's layout and the size of the pool (bytes): what the pinned budget allows."""
         copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
         shards = _shards(groups, ranks, resident_below, resident_numel_max)
         numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, budget.SUB_GROUP_NUMEL_DEFAULT)
-        lay_out = partial(plan_layout, shards, groups=len(groups), copy_itemsize=copy_itemsize, hold_state=hold_state)
-        cached = plan_cache(lay_out(sub_group_numel_max=numel), [group.gathers for group in groups], cache_bytes)
+        lay_out = partial(
+            plan_layout,
+            shards,
+            groups=len(groups),
+            copy_itemsize=copy_itemsize,
+            split_master=split_master and dtype is torch.bfloat16,
+            hold_state=hold_state,
+        )
+        spared = update == "forward"  # the gather after the step takes what was just updated
+        gathers = [group.gathers - spared for group in groups]
+        cached = plan_cache(lay_out(sub_group_numel_max=numel), gathers, cache_bytes)
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
-        explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        if explicit is not None:
-            room = explicit - layout.cached_bytes
-            fitting = budget.sub_group_numel_for(room, copy_itemsize + (0 if hold_state else 12))
-            numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
-            layout = lay_out(sub_group_numel_max=numel, cached=cached)
         group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
         largest = max(range(len(groups)), key=group_bytes.__getitem__)
-        gather, stepped = budget.gather_bytes(group_bytes[largest]), layout.sub_group_bytes_max
+        largest_bytes = group_bytes[largest]
+        explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
+        if explicit is not None:
+            room = explicit - layout.cached_bytes - budget.GATHERS_IN_USE * largest_bytes
+            bytes_per_element = max((sub.nbytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
+            fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
+            numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
+            layout = lay_out(sub_group_numel_max=numel, cached=cached)
+        gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
         pinned = explicit or budget.comfortable_bytes(gather, stepped) + layout.cached_bytes
         budget.check_available(pinned)
-        need = budget.PinnedBudget(gather, budget.PIPELINE_DEPTH * stepped, cache_bytes=layout.cached_bytes)
-        budget.check_budget(pinned, need, groups[largest].name, group_bytes[largest])
+        pipeline = budget.pipeline_bytes(largest_bytes, stepped)
+        need = budget.PinnedBudget(gather, pipeline, cache_bytes=layout.cached_bytes)
+        budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
         return layout, pinned
 
     def _take_over(self, groups: list[ShardedGroup], paged: PagedModel) -> dict[nn.Parameter, nn.Parameter]:
@@ -614,17 +679,17 @@ class SwapManager:
         return module_trains if self._pass_trains is None else self._pass_trains
 
     def _use(self, group: PagedGroup, training: bool) -> None:
-        training = self._is_training(training)
+        self._phase = training = self._is_training(training)
         trace = self._traces[training]
-        self._traces[
-            not training
-        ].interrupt()  # what one phase leaves gathered, the other doesn't ask for: no other path
+        # What one phase leaves gathered, the other doesn't ask for: no other path.
+        self._traces[not training].interrupt()
         if not training and self._pass_trains is None and trace.used(group.index):
             self._end_evaluation()
+        for sub in group.beside:
+            self.paged.catch_up(sub)
         trace.use(group.index)
-        assert group.chunk is not None
-        self._open().stager.acquire(group.chunk)
-        self._look_ahead(trace, into_next=not training)
+        self.paged.acquire(group, partial(self._look_ahead, group))
+        self._look_ahead()
 
     def _give_back_copied(self) -> None:
         """The lease of the group that was asked for last, if FSDP2 has all of it."""
@@ -640,15 +705,37 @@ class SwapManager:
         if group.cached is None:  # what is cached must have landed before it is stepped: see PagedModel.forget
             group.landing = None
 
-    def _look_ahead(self, trace: Trace, *, into_next: bool = False) -> None:
-        groups = self.paged.groups
+    def _look_ahead(self, using: PagedGroup | None = None) -> None:
+        """Start the reads for what comes next; `using`: the group whose members are being updated now."""
         stager = self._open().stager
-        chosen = groups_to_stage(trace.upcoming(into_next=into_next), self._group_bytes, self._look_ahead_bytes)
-        wanted = [chunk for index in chosen if (chunk := groups[index].chunk) is not None]
-        stager.wanted = wanted
-        for chunk in wanted:
+        chosen = self._choose(self._upcoming(using))
+        stager.wanted = [chunk for index in chosen if (chunk := self._units[index]) is not None]
+        for chunk in stager.wanted:
             if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
                 break
+
+    def _choose(self, upcoming: Iterable[int]) -> list[int]:
+        """What should be staged now of what comes next: as much as the pool has room for, and gathers as far as they may run
+        ahead; what the updates of a group need counts with the group."""
+        fitting = groups_to_stage(upcoming, self._unit_bytes, self._room_bytes)
+        return groups_to_stage(fitting, self._gathered_bytes, self._look_ahead_bytes)
+
+    def _unit(self, sub: PagedSubGroup) -> int:
+        return len(self.paged.groups) + sub.layout.index
+
+    def _upcoming(self, using: PagedGroup | None) -> Iterator[int]:
+        """What is to be staged, soonest first, as numbers in `_units`: each group and what its updates need."""
+        paged = self.paged
+        groups = paged.groups
+        if using is not None:
+            yield from map(self._unit, paged.waiting(using))
+            yield using.index
+        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
+            group = groups[index]
+            yield from (self._unit(sub) for sub in group.beside if sub in paged.updates)
+            yield index
+            yield from map(self._unit, paged.waiting(group))
+        yield from map(self._unit, paged.updates)
 
     def _tell_surprise(self) -> None:
         if not self._told_surprise:
@@ -711,6 +798,12 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, resident_below: float, r
                 left -= numel
             shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
     return shards
+
+
+def _copy_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
+    """What gathering a group reads where nothing of it is staged; `stepped`: the copies of what is trained too."""
+    members = [sub for sub in group.members if stepped or not sub.layout.trained]
+    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.rests)
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

@@ -1,11 +1,18 @@
 """Floor 4. A model whose state rests in the arena: its groups, shards and sub-groups, and access to single ranges.
 
 Knows bytes and chunks; knows neither FSDP2 nor the optimizer. Used by the training thread only.
+
+[Note: Updates that wait]
+An optimizer step may leave the update of a sub-group for later: the values of the sub-group are then those that the update
+will give it, and it runs before anybody sees them. That is when its group is gathered: its state is read instead of its copy,
+updated, and the new copy goes from lease to lease, so that the gather needs no read of its own; or when a range of it is read
+or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What the update needs (gradient,
+hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an update at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,13 +20,18 @@ import torch
 from infinity.aio import Lease
 from infinity.device import Landing
 from infinity.errors import InfinityError
+from infinity.optim import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 from infinity.units import PAGE_BYTES, align_up
 
-_RANGE_BYTES = ACCESS_BYTES - 2 * PAGE_BYTES
+_RANGE_NUMEL = (ACCESS_BYTES - 2 * PAGE_BYTES) // 4
+
+
+Update = Callable[[Lease | None], None]
+"""Updates a sub-group in place, whose state is under the lease (None where nothing of it moves)."""
 
 
 @dataclass(eq=False)
@@ -27,6 +39,7 @@ class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
     `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
+    `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy and remainder].
     """
 
     layout: SubGroup
@@ -34,15 +47,23 @@ class PagedSubGroup:
     chunk: Chunk
     held: dict[Field, torch.Tensor]
     copy_dtype: torch.dtype
+    ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
 
     @property
     def moves(self) -> bool:
         """Whether stepping it takes bytes from the arena."""
         return self.layout.nbytes > 0
 
+    @property
+    def rests(self) -> bool:
+        """Whether gathering it takes bytes from the arena."""
+        return self.layout.gathered in self.layout.resting
+
     def dtype(self, which: Field) -> torch.dtype:
         """Of the field's elements."""
-        return self.copy_dtype if which is Field.COPY else torch.float32
+        if which is Field.COPY:
+            return self.copy_dtype
+        return torch.int16 if which is Field.REMAINDER else torch.float32
 
     def view(self, which: Field, lease: Lease | None) -> torch.Tensor:
         """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease` (None where nothing moves)."""
@@ -50,6 +71,23 @@ class PagedSubGroup:
             return self.held[which]
         assert lease is not None
         return lease.view(self.dtype(which), self.layout.field_offset(which), self.layout.numel)
+
+    def master(self, lease: Lease | None) -> torch.Tensor:
+        """The master weights (1-D, fp32): a view, or joined in memory of their own; `set_master` when changed."""
+        if not self.layout.split:
+            return self.view(Field.MASTER, lease)
+        return join(self.view(Field.COPY, lease), self.view(Field.REMAINDER, lease), self.ties)
+
+    def set_master(self, master: torch.Tensor, lease: Lease | None) -> None:
+        """Store what `master` returned, changed, and in the copy where there is one."""
+        if self.layout.split:
+            self.ties = split(master, self.view(Field.COPY, lease), self.view(Field.REMAINDER, lease))
+        elif Field.COPY in self.layout.fields:
+            self.view(Field.COPY, lease).copy_(master)
+
+    def set_ties(self, ties: torch.Tensor, low: int, high: int) -> None:
+        """The ties among elements [low, high) are these (ascending)."""
+        self.ties = torch.cat([self.ties[self.ties < low], ties, self.ties[self.ties >= high]])
 
 
 @dataclass(eq=False)
@@ -72,36 +110,72 @@ class PagedShard:
     stepped: bool = False
     """Whether its moments were ever written: if not, they read as zero."""
 
+    @property
+    def sub_groups(self) -> list[PagedSubGroup]:
+        """Those that hold a piece of it."""
+        return self.model.sub_groups_of(self.index)
+
     def read(self, which: Field, start: int, numel: int) -> torch.Tensor:
-        """Elements [start, start + numel) of a field (1-D, fp32, on the CPU) in ordinary memory.
+        """Elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.
 
         Raises InfinityError after a torn step: see `PagedModel.check_whole`.
         """
         self.model.check_whole()
-        out = torch.empty(numel, dtype=torch.float32)
+        if which is not Field.MASTER or not self._split:
+            return self._read(which, start, numel, torch.float32)
+        copy = self._read(Field.COPY, start, numel, self.model.copy_dtype)
+        remainder = self._read(Field.REMAINDER, start, numel, torch.int16)
+        ties = []
+        for sub, at, low, count in self.model.ranges(self, start, numel):
+            found = sub.ties[(sub.ties >= low) & (sub.ties < low + count)]
+            ties.append(found + (at - start - low))
+        return join(copy, remainder, torch.cat(ties))
+
+    def write(self, which: Field, start: int, values: torch.Tensor) -> None:
+        """Set elements [start, start + values.numel()) of the master or a moment (1-D). The master's copies follow it."""
+        if which is not Field.MASTER:
+            self._write(which, start, values)
+            self.stepped = True
+            return
+        if self._split:
+            self._write_split(start, values)
+        else:
+            self._write(which, start, values)
+        if self.resident is not None:
+            self.resident[start : start + values.numel()].copy_(values)
+        elif self.model.has_copy and not self._split:
+            self._write(Field.COPY, start, values)
+        self.filled = True
+
+    @property
+    def _split(self) -> bool:
+        return any(sub.layout.split for sub in self.sub_groups)
+
+    def _write_split(self, start: int, values: torch.Tensor) -> None:
+        copy = torch.empty(values.numel(), dtype=self.model.copy_dtype)
+        remainder = torch.empty(values.numel(), dtype=torch.int16)
+        ties = split(values.contiguous(), copy, remainder)
+        self._write(Field.COPY, start, copy)
+        self._write(Field.REMAINDER, start, remainder)
+        for sub, at, low, count in self.model.ranges(self, start, values.numel()):
+            first = at - start
+            found = ties[(ties >= first) & (ties < first + count)]
+            sub.set_ties(found + (low - first), low, low + count)
+
+    def _read(self, which: Field, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(numel, dtype=dtype)
 
         def take(staged: torch.Tensor, at: int) -> None:
             out[at - start : at - start + staged.numel()].copy_(staged)
 
-        self.model._access(self, which, start, numel, take, write=False)
+        self.model.access(self, which, start, numel, take, write=False)
         return out
 
-    def write(self, which: Field, start: int, values: torch.Tensor) -> None:
-        """Set elements [start, start + values.numel()) of a field (1-D). Setting the master sets its copies too."""
-
+    def _write(self, which: Field, start: int, values: torch.Tensor) -> None:
         def give(staged: torch.Tensor, at: int) -> None:
             staged.copy_(values[at - start : at - start + staged.numel()])
 
-        numel = values.numel()
-        self.model._access(self, which, start, numel, give, write=True)
-        if which in (Field.EXP_AVG, Field.EXP_AVG_SQ):
-            self.stepped = True
-        if which is Field.MASTER:
-            if self.resident is not None:
-                self.resident[start : start + numel].copy_(values)
-            elif self.model.has_copy:
-                self.model._access(self, Field.COPY, start, numel, give, write=True)
-            self.filled = True
+        self.model.access(self, which, start, values.numel(), give, write=True)
 
 
 @dataclass(eq=False)
@@ -112,6 +186,10 @@ class PagedGroup:
     index: int
     name: str
     shards: list[PagedShard] = field(default_factory=list)
+    members: list[PagedSubGroup] = field(default_factory=list, repr=False)
+    """The sub-groups of its flat space."""
+    beside: list[PagedSubGroup] = field(default_factory=list, repr=False)
+    """Those that hold shards of it which stay resident, and perhaps shards of other groups."""
     chunk: Chunk | None = None
     cached: torch.Tensor | None = field(default=None, repr=False)
     gathering: set[int] = field(default_factory=set)
@@ -150,6 +228,8 @@ class PagedModel:
         self.layout = layout
         self.copy_dtype = copy_dtype
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
+        self.updates: dict[PagedSubGroup, Update] = {}
+        """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
         extents = arena.reserve([s.nbytes for s in layout.sub_groups], what) if layout.nbytes else []
@@ -159,17 +239,37 @@ class PagedModel:
         ]
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
-        self._by_space = [[self.sub_groups[s.index] for s in cuts] for cuts in layout.by_space]
+        for space, group in enumerate(self.groups):
+            group.members = [self.sub_groups[s.index] for s in layout.by_space[space]]
         self._cache = stager.make_room(layout.cached_bytes, "the host cache") if layout.cached_bytes else None
         if self._cache is not None:
             self._place_cached(self._cache)
-        for space, group in enumerate(self.groups):
-            group.chunk = self._group_chunk(group, self._by_space[space])
+        for group in self.groups:
+            group.chunk = _group_chunk(group)
+            self.expect(group)
+        self._by_shard: list[list[PagedSubGroup]] = [[] for _ in shapes]
+        for sub in self.sub_groups:
+            for index in dict.fromkeys(piece.shard for piece in sub.layout.pieces):
+                self._by_shard[index].append(sub)
         self._add_shards(shapes)
+        for group in self.groups:
+            found = {
+                sub.layout.index: sub
+                for shard in group.shards
+                if shard.resident is not None
+                for sub in shard.sub_groups
+            }
+            group.beside = list(found.values())
 
     def tear(self, why: str) -> None:
-        """From now on the values are not those of one step: some were updated and some were not, or a write was lost."""
+        """From now on the values are not those of one step: some were updated and some were not, or a write was lost.
+
+        No update is left: what is set anew is not to be updated.
+        """
         self._torn = self._torn or why
+        self.updates.clear()
+        for group in self.groups:
+            self.expect(group)
 
     def mend(self) -> None:
         """All values were set anew."""
@@ -188,6 +288,7 @@ class PagedModel:
             shard.resident = None
         for sub in self.sub_groups:
             sub.held.clear()
+        self.updates.clear()
         if self._cache is not None:
             self._cache.give_back()
         self._open_stager = None
@@ -236,10 +337,95 @@ class PagedModel:
             self._stager.release(group.chunk, keep=False)
         self._stager.drop(group.chunk)
 
+    def sub_groups_of(self, shard: int) -> list[PagedSubGroup]:
+        """The sub-groups that hold a piece of shard number `shard`."""
+        return self._by_shard[shard]
+
+    def waiting(self, group: PagedGroup) -> list[PagedSubGroup]:
+        """The group's members that wait for an update."""
+        return [sub for sub in group.members if sub in self.updates]
+
+    def defer(self, updates: Mapping[PagedSubGroup, Update]) -> None:
+        """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
+
+        What is staged of any group is forgotten. No sub-group waits for another update.
+        """
+        assert not self.updates
+        for group in self.groups:
+            self.forget(group)
+        self._stager.drop_all()
+        self.updates.update(updates)
+        for group in self.groups:
+            self.expect(group)
+
+    def expect(self, group: PagedGroup) -> None:
+        """From now on, staging the group's chunk fetches the copies of those members that don't wait for an update."""
+        if group.chunk is None:
+            return
+        reads, fills = [], []
+        for sub in group.members:
+            which = sub.layout.gathered
+            itemsize = sub.layout.itemsize(which)
+            start = sub.layout.start * itemsize
+            if which in sub.held:
+                fills.append((start, sub.held[which]))
+            elif sub not in self.updates:
+                offset = sub.extent.offset + sub.layout.field_offset(which)
+                reads.append(Span(offset, start, sub.layout.numel * itemsize))
+        group.chunk.reads, group.chunk.fills = tuple(reads), tuple(fills)
+
+    def acquire(self, group: PagedGroup, look_ahead: Callable[[], None]) -> None:
+        """Bring the group's copies into its chunk's lease, or up to date where they are cached, and the chunk in use.
+
+        Members that wait for an update get it now; `look_ahead` is called after each.
+        """
+        waiting, chunk = self.waiting(group), group.chunk
+        lease = self._stager.acquire(chunk) if chunk is not None else None
+        try:
+            for sub in waiting:
+                self.run_update(sub, into=lease)
+                look_ahead()
+        except BaseException:
+            if chunk is not None:
+                self._stager.release(chunk, keep=False)
+            raise
+        finally:
+            if waiting:
+                self.expect(group)
+
+    def catch_up(self, sub: PagedSubGroup) -> None:
+        """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
+        if sub not in self.updates:
+            return
+        group = self.groups[sub.layout.space] if sub.layout.space < len(self.groups) else None
+        if group is not None:
+            self.forget(group)  # it was staged without what this one stores
+        self.run_update(sub)
+        if group is not None:
+            self.expect(group)
+
+    def run_update(self, sub: PagedSubGroup, *, into: Lease | None = None) -> None:
+        """Read what a sub-group waits to have updated, update it and write it; its new copy also goes `into` its group's lease.
+
+        Raises IoError when the read failed: it still waits then, and nothing is lost. After any other failure the values are
+        torn.
+        """
+        lease = self._stager.acquire(sub.chunk) if sub.moves else None
+        try:
+            self.updates.pop(sub)(lease)
+            if into is not None:
+                _hand_over(sub, lease, into)
+        except BaseException as error:
+            if lease is not None:
+                self._stager.release(sub.chunk, keep=False)
+            self.tear(f"an optimizer step ({error or type(error).__name__})")
+            raise
+        if lease is not None:
+            self._stager.write_back(sub.chunk)
+
     def _sub_group(self, layout: SubGroup, extent: Extent) -> PagedSubGroup:
-        state = [each for each in layout.resting if each is not Field.COPY]
-        first = layout.field_offset(state[0]) if state else layout.nbytes
-        reads = (Span(extent.offset + first, first, layout.nbytes - first),) if state else ()
+        first = layout.field_offset(layout.state[0]) if layout.state else layout.nbytes
+        reads = (Span(extent.offset + first, first, layout.nbytes - first),) if layout.state else ()
         writes = (Span(extent.offset, 0, layout.nbytes),) if layout.nbytes else ()
         chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, reads, writes, on_lost=self.tear)
         sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype)
@@ -252,13 +438,13 @@ class PagedModel:
         """Give the cached fields their places: group by group what is gathered, so that it lies in one piece, then the rest."""
         cache.view(torch.uint8).zero_()  # like bytes of the arena that were never written
         at = 0
-        for group, members in zip([*self.groups, None], self._by_space, strict=True):
+        for group in self.groups:
             first = at
-            for sub in members:
-                if group is not None and sub.layout.gathered in sub.layout.cached:
+            for sub in group.members:
+                if sub.layout.gathered in sub.layout.cached:
                     at = _place(sub, sub.layout.gathered, cache, at)
-            if group is not None and members and all(sub.layout.gathered in sub.held for sub in members):
-                group.cached = cache.view(self.copy_dtype, first, sum(sub.layout.numel for sub in members))
+            if group.members and all(sub.layout.gathered in sub.held for sub in group.members):
+                group.cached = cache.view(self.copy_dtype, first, sum(sub.layout.numel for sub in group.members))
         for sub in self.sub_groups:
             for which in sub.layout.cached:
                 if which not in sub.held:
@@ -273,23 +459,7 @@ class PagedModel:
             group.shards.append(shard)
             self.shards.append(shard)
 
-    def _group_chunk(self, group: PagedGroup, members: Sequence[PagedSubGroup]) -> Chunk | None:
-        if not members or group.cached is not None:
-            return None
-        spans, fills, total = [], [], 0
-        for member in members:
-            which = member.layout.gathered
-            itemsize = member.layout.itemsize(which)
-            start, nbytes = member.layout.start * itemsize, member.layout.numel * itemsize
-            if which in member.held:
-                fills.append((start, member.held[which]))
-            else:
-                spans.append(Span(member.extent.offset + member.layout.field_offset(which), start, nbytes))
-            total += nbytes
-        after = tuple(member.chunk for member in members)
-        return Chunk(f"group {group.name}", total, tuple(spans), (), after=after, fills=tuple(fills))
-
-    def _access(
+    def access(
         self,
         shard: PagedShard,
         which: Field,
@@ -299,13 +469,14 @@ class PagedModel:
         *,
         write: bool,
     ) -> None:
-        """Call `move(elements, first)` for the ranges that make up [start, start + numel), staged; write them back.
+        """For the shard: call `move(elements, first)` for the ranges that make up [start, start + numel), staged; write back.
 
         The bytes around a range that share its first and last page are read first and written back unchanged.
         """
         if write and which in (Field.MASTER, Field.COPY):
             self.forget(shard.group)
-        for sub, at, low, count in self._ranges(shard, which, start, numel):
+        for sub, at, low, count in self.ranges(shard, start, numel):
+            self.catch_up(sub)
             if which in sub.held:
                 move(sub.held[which][low : low + count], at)
                 continue
@@ -330,19 +501,32 @@ class PagedModel:
             else:
                 self._stager.release(chunk, keep=False)
 
-    def _ranges(
-        self, shard: PagedShard, which: Field, start: int, numel: int
-    ) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
+    def ranges(self, shard: PagedShard, start: int, numel: int) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
         """(sub-group, first element of the shard, first element of the sub-group, count), each of a bounded size."""
-        space, _ = self.layout.place[shard.index]
-        for sub in self._by_space[space]:
-            step = _RANGE_BYTES // sub.layout.itemsize(which)
+        for sub in shard.sub_groups:
             for piece in sub.layout.pieces:
                 if piece.shard != shard.index:
                     continue
                 low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
-                for at in range(low, high, step):
-                    yield sub, at, piece.offset + at - piece.start, min(step, high - at)
+                for at in range(low, high, _RANGE_NUMEL):
+                    yield sub, at, piece.offset + at - piece.start, min(_RANGE_NUMEL, high - at)
+
+
+def _hand_over(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
+    """Copy what is gathered of a sub-group, which is under `lease`, into the lease of its group."""
+    which = sub.layout.gathered
+    start = sub.layout.start * sub.layout.itemsize(which)
+    into.view(sub.dtype(which), start, sub.layout.numel).copy_(sub.view(which, lease))
+
+
+def _group_chunk(group: PagedGroup) -> Chunk | None:
+    """What fetches the copies of a group; None where there are none or they are cached."""
+    if not group.members or group.cached is not None:
+        return None
+    last = group.members[-1].layout
+    nbytes = (last.start + last.numel) * last.itemsize(last.gathered)
+    after = tuple(sub.chunk for sub in group.members)
+    return Chunk(f"group {group.name}", nbytes, (), (), after=after)
 
 
 def _place(sub: PagedSubGroup, which: Field, cache: Lease, at: int) -> int:

@@ -1,16 +1,15 @@
-"""Floor 4. Adam and AdamW over paged parameters: sub-groups flow through the pinned pool, three or more deep.
+"""Floor 4. Adam and AdamW over paged parameters: what a step does to each sub-group; when, the swap manager decides.
 
-Sub-group k+1 is being read while k is updated and k-1 is being written; the pool is the only bound. Those that stay in host
-memory are updated where they lie. The numbers are those of
-`torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls the same kernels.
+The numbers are those of `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls
+the same kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,6 @@ from infinity.aio import Lease
 from infinity.errors import ConfigError
 from infinity.optim import AdamSettings, adam_
 from infinity.store import Field
-from infinity.swap.chunk import ChunkState
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_model import PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
@@ -37,7 +35,8 @@ class PagedAdam(torch.optim.Adam):
         swap: the manager that paged the model.
         lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as for torch.
 
-    `state_dict`, `load_state_dict`, param_groups and lr schedulers work as with torch: the moments in `state` are paged
+    When a parameter is updated follows from `swap.page(update=...)`. `state_dict`, `load_state_dict`, param_groups and lr
+    schedulers work as with torch: the moments in `state` are paged
     tensors. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
     """
 
@@ -71,33 +70,46 @@ class PagedAdam(torch.optim.Adam):
                 _trained_shard(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient (fp32, of the shard's shape).
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+    ) -> float | None:
+        """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
 
-        Returns when all are updated; the last writes go on in the background. Raises IoError when a transfer failed; what
-        is stored is torn then, and no step, read or gather is possible before state is loaded.
+        Returns when all are updated, or will be before anybody sees them (`swap.page(update=...)`); the last writes go on in
+        the background.
+        Raises IoError when a transfer failed; what is stored is torn then, and no step, read or gather is possible before
+        state is loaded.
         """
         self._swap.paged.check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepping = self._stepping()
-        todo = [
-            sub
-            for sub in self._swap.paged.sub_groups
-            if any(piece.shard in stepping for piece in sub.layout.pieces) and sub.layout.trained
-        ]
-        self._swap.begin_step()
-        try:
-            self._run(todo, stepping)
-        except BaseException as error:
-            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
-            raise
+        self._swap.finish_updates()
+        stepping = self._stepping(grad_scale)
+        updates = {}
+        for sub in self._swap.paged.sub_groups:
+            own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
+            if own:
+                updates[sub] = partial(self._update, sub, own)
+        self._swap.paged.defer(updates)
         for each in stepping.values():
             self.state[each.parameter]["step"] += 1
+            each.shard.stepped = True
+        if self._swap.defers_updates:
+            for each in stepping.values():
+                each.parameter.grad = None  # whoever changed it would change the update
+        else:
+            self._finish_updates()
         self._swap.end_step()
         return loss
+
+    def _finish_updates(self) -> None:
+        try:
+            self._swap.finish_updates()
+        except BaseException as error:  # whoever repeats the step would repeat a part of it
+            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
+            raise
 
     def init_state(self) -> None:
         """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""
@@ -127,7 +139,7 @@ class PagedAdam(torch.optim.Adam):
             self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._swap.paged.mend()
 
-    def _stepping(self) -> dict[int, _Stepping]:
+    def _stepping(self, grad_scale: float) -> dict[int, _Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
         found: dict[int, _Stepping] = {}
         for group in self.param_groups:
@@ -139,37 +151,15 @@ class PagedAdam(torch.optim.Adam):
                 grad = parameter.grad
                 local = grad._local_tensor if isinstance(grad, DTensor) else grad
                 shard = _trained_shard(parameter)
-                found[shard.index] = _Stepping(shard, parameter, settings, local.reshape(-1))
+                step = self.state[parameter]["step"].clone()
+                found[shard.index] = _Stepping(shard, parameter, settings, step, local.reshape(-1), grad_scale)
         return found
 
-    def _run(self, todo: list[PagedSubGroup], stepping: dict[int, _Stepping]) -> None:
-        """Send the sub-groups through the pool."""
-        stager = self._swap.stager
-        ahead = self._swap.sub_groups_ahead
-        moving = deque(sub.chunk for sub in todo if sub.moves)
-        for sub in _in_turn([sub for sub in todo if sub.moves], [sub for sub in todo if not sub.moves]):
-            stager.wanted = list(itertools.islice(moving, 1 + ahead))
-            for chunk in stager.wanted:
-                if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
-                    break
-            if not sub.moves:
-                self._update(sub, None, stepping)
-                continue
-            moving.popleft()
-            lease = stager.acquire(sub.chunk)
-            try:
-                self._update(sub, lease, stepping)
-            except BaseException:
-                stager.release(sub.chunk, keep=False)
-                raise
-            stager.write_back(sub.chunk)
-
-    def _update(self, sub: PagedSubGroup, lease: Lease | None, stepping: dict[int, _Stepping]) -> None:
-        """Step the pieces of one sub-group in place and refresh its copy."""
-        master, exp_avg, exp_avg_sq = (
-            sub.view(each, lease) for each in (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
-        )
-        copy = sub.view(Field.COPY, lease) if Field.COPY in sub.layout.fields else master
+    @torch.no_grad()
+    def _update(self, sub: PagedSubGroup, stepping: dict[int, _Stepping], lease: Lease | None) -> None:
+        """Step the pieces of one sub-group in place and refresh its copies."""
+        master = sub.master(lease)
+        exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
         batches: dict[AdamSettings, _Batch] = {}
         touched = []
         for piece in sub.layout.pieces:
@@ -182,9 +172,8 @@ class PagedAdam(torch.optim.Adam):
             batch.masters.append(master[place])
             batch.exp_avgs.append(exp_avg[place])
             batch.exp_avg_sqs.append(exp_avg_sq[place])
-            batch.grads.append(each.grad[piece.start : piece.start + numel].to("cpu", torch.float32))
-            batch.steps.append(self.state[each.parameter]["step"].clone())  # a shard in two pieces makes one step
-            each.shard.stepped = True
+            batch.grads.append(each.scaled(piece.start, numel))
+            batch.steps.append(each.step.clone())  # a shard in two pieces makes one step
             touched.append((each.shard, piece.start, place))
         for settings, batch in batches.items():
             adam_(
@@ -195,11 +184,10 @@ class PagedAdam(torch.optim.Adam):
                 exp_avg_sqs=batch.exp_avg_sqs,
                 steps=batch.steps,
             )
-        if copy is not master:
-            copy.copy_(master)
+        sub.set_master(master, lease)
         for shard, start, place in touched:
             if shard.resident is not None:
-                shard.resident[start : start + place.stop - place.start].copy_(copy[place])
+                shard.resident[start : start + place.stop - place.start].copy_(master[place])
 
     def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
         """Make the state of a parameter that has none: step 0 and moments of zero (or left as they are in the arena)."""
@@ -226,21 +214,21 @@ class PagedAdamW(PagedAdam):
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
 
 
-def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:
-    """All of them, those that stay in memory evenly between the others: the drive reads and writes while they are updated."""
-    placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
-    placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
-    return [sub for _, sub in sorted(placed, key=lambda each: each[0])]
-
-
+@dataclass(frozen=True)
 class _Stepping:
-    """One parameter that is stepped now: its shard, the settings of its group, its gradient (1-D)."""
+    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient (1-D)."""
 
-    def __init__(self, shard: PagedShard, parameter: nn.Parameter, settings: AdamSettings, grad: torch.Tensor) -> None:
-        self.shard = shard
-        self.parameter = parameter
-        self.settings = settings
-        self.grad = grad
+    shard: PagedShard
+    parameter: nn.Parameter
+    settings: AdamSettings
+    step: torch.Tensor
+    grad: torch.Tensor
+    grad_scale: float
+
+    def scaled(self, start: int, numel: int) -> torch.Tensor:
+        """Elements of the gradient as they are stepped with (fp32, on the CPU)."""
+        piece = self.grad[start : start + numel].to("cpu", torch.float32)
+        return piece if self.grad_scale == 1.0 else piece * self.grad_scale
 
 
 class _Batch:

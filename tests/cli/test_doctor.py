@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import infinity.aio
-from infinity.cli import bench, checks
-from infinity.cli.checks import Finding, Mark, Section
+from infinity.cli import bench
+from infinity.cli.doctor import checks
+from infinity.cli.doctor.checks import Finding, Mark, Section
 from infinity.cli.environment import Container, HugePages, Limits, Machine
 from infinity.errors import IoError
 from infinity.store import drive as drive_module

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from infinity.cli import fio
-from infinity.cli.fio import Fio, find_fio, parse_output
+from infinity.cli.sweep import fio
+from infinity.cli.sweep.fio import Fio, find_fio, parse_output
 from infinity.errors import IoError, StoreError
 from infinity.store.measure import DriveTest, Settings, Workload
 from infinity.units import KIB, MIB

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from infinity.cli import bench
-from infinity.cli.plan_machines import PRESETS
-from infinity.cli.plan_model import read_hf_config
+from infinity.cli.plan.machines import PRESETS
+from infinity.cli.plan.model import read_hf_config
 from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity.schedule.estimate import STRATEGIES
@@ -36,7 +36,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def test_the_table_tells_of_every_strategy_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--params", "70B", "--preset", "dgx-h100") == 0
+    assert plan("--params", "70B", "--preset", "dgx-h100", "--cache", "0") == 0
     out = capsys.readouterr().out
     for strategy in STRATEGIES:
         assert strategy.name in out
@@ -47,7 +47,8 @@ def test_the_table_tells_of_every_strategy_and_chooses(capsys: pytest.CaptureFix
 
 
 def test_json_holds_the_published_example(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, "--params", "70B", "--preset", "dgx-h100")
+    plain = ["--master-weights", "full", "--update", "step", "--cache", "0"]
+    found = planned(capsys, "--params", "70B", "--preset", "dgx-h100", *plain)
     last = found["strategies"][-1]
     assert last["name"] == "stage 3, all on NVMe"
     assert 8 * last["plain_read_bytes_per_rank"] == 1120 * 10**9
@@ -85,7 +86,8 @@ def test_figures_make_a_machine_and_change_a_preset(capsys: pytest.CaptureFixtur
 
 
 def test_nodes_shard_further(capsys: pytest.CaptureFixture[str]) -> None:
-    one, four = (planned(capsys, "--params", "70B", "--preset", "dgx-h100", "--nodes", count) for count in ("1", "4"))
+    asked = ["--params", "70B", "--preset", "dgx-h100", "--cache", "0"]
+    one, four = (planned(capsys, *asked, "--nodes", count) for count in ("1", "4"))
     assert four["tokens_per_step"] == 4 * one["tokens_per_step"]
     parts = [found["strategies"][-1]["memory_bytes_per_rank"]["nvme"]["16-bit copies"] for found in (one, four)]
     assert parts[0] == 4 * parts[1]
@@ -95,8 +97,10 @@ def test_nodes_shard_further(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "strategy"),
     [
         (["--params", "1B", "--preset", "dgx-h100"], "stage 2"),
-        (["--params", "70B", "--preset", "dgx-h100"], "stage 3, all on CPU"),
-        (["--params", "7B", "--preset", "rtx4090-gen4"], "stage 3, optimizer on NVMe"),
+        (["--params", "70B", "--cache", "0", "--preset", "dgx-h100"], "stage 3, all on CPU"),
+        (["--params", "70B", "--preset", "dgx-h100"], "stage 3, optimizer on NVMe"),
+        (["--params", "7B", "--cache", "0", "--preset", "rtx4090-gen4"], "stage 3, optimizer on NVMe"),
+        (["--params", "7B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
         (["--params", "13B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
         (["--params", "30B", "--preset", "rtx4090-gen4"], None),
         (["--params", "200M", "--seq", "256", "--preset", "laptop"], "stage 2"),
@@ -129,6 +133,8 @@ def test_the_config_that_is_written_loads_and_says_what_was_chosen(
     assert resolved.batch == (6 * ranks, 2, 3)
     if chosen.uses_nvme:
         assert isinstance(config.infinity.pinned_bytes_max, int)
+        assert (config.infinity.host_cache_bytes > 0) == ("--cache" not in arguments)
+        assert config.infinity.pinned_bytes_max > config.infinity.host_cache_bytes
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +179,7 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
         (["--params", "1B", *FIGURES, "--gpus", "2"], "say --node-link"),
         (["--params", "1B", *FIGURES, "--nodes", "2"], "say --network"),
         (["--hf-config", "not-there.json", "--preset", "laptop"], "can't be read"),
+        (["--params", "1B", "--preset", "laptop", "--update", "backward"], "does not go with gradient_clipping"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_in_words(
@@ -299,7 +306,7 @@ def test_here_measures_and_leaves_nothing_behind(nvme_path: Path, capsys: pytest
 
 
 def test_here_takes_the_drive_from_its_profile(nvme_path: Path) -> None:
-    from infinity.cli.plan_here import _drive_speed
+    from infinity.cli.plan.here import _drive_speed
 
     profile = DriveProfile(
         written="2026-01-01T00:00:00",
@@ -320,7 +327,7 @@ def test_here_takes_the_drive_from_its_profile(nvme_path: Path) -> None:
 
 
 def test_memory_that_a_control_group_takes_away_is_not_planned_with() -> None:
-    from infinity.cli.plan_here import _usable_host_bytes
+    from infinity.cli.plan.here import _usable_host_bytes
 
     assert _usable_host_bytes(100, None, None) == 100
     assert _usable_host_bytes(100, 80, 30) == 50

@@ -16,7 +16,7 @@ from infinity.cli.synthetic import Block, Shape, Transformer, shape_for
 KEYS = {
     "params", "layers", "hidden", "batch_size", "seq", "steps", "seconds", "compute_seconds", "floor_seconds",
     "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive", "pinned_bytes", "arena_bytes",
-    "peak_rss_bytes",
+    "peak_rss_bytes", "cache_bytes", "master_weights", "update",
 }  # fmt: skip
 
 
@@ -44,6 +44,15 @@ def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
     assert list(nvme_path.iterdir()) == []
 
 
+def test_how_a_model_is_stepped_is_asked_for(nvme_path: Path) -> None:
+    asked = ("--master-weights", "full", "--update", "step", "--cache", "1MiB", "--no-clipping")
+    done = small(nvme_path, "--json", "-", *asked)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert (result["master_weights"], result["update"]) == ("full", "step")
+    assert 0 < result["cache_bytes"] <= 1 << 20
+
+
 def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_path: Path) -> None:
     done = small(nvme_path, "--json", tmp_path / "step.json")
     assert done.returncode == 0, done.stderr
@@ -57,6 +66,8 @@ def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_
         (("--params", "ten"), "ten"),
         (("--params", "5"), "at least 10000"),
         (("--steps", "0"), "at least 1"),
+        (("--update", "backward"), "does not go with gradient_clipping"),
+        (("--master-weights", "lost"), "invalid choice"),
         (("--pinned-bytes-max", "banana"), "banana"),
         (("--json", "/no/such/folder/x.json"), "be written"),
     ],

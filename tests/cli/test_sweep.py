@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity.cli import sweep_report
 from infinity.cli.bench import main
-from infinity.cli.search import Choice, Effort, Standing
-from infinity.cli.sweep_report import Swept, config_block, endurance, share_a_disk, wear_of
-from infinity.cli.sweep_run import Sweep
+from infinity.cli.sweep import report as sweep_report
+from infinity.cli.sweep.report import Swept, config_block, endurance, share_a_disk, wear_of
+from infinity.cli.sweep.run import Sweep
+from infinity.cli.sweep.search import Choice, Effort, Standing
 from infinity.config import load_config
 from infinity.store.drive import Disk, Drive, Queue
 from infinity.store.measure import Settings, Workload
@@ -83,7 +83,7 @@ def found(ran: Ran) -> dict[str, Any]:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that tries next to nothing, and signal handlers put back; for runs in this process."""
     effort = Effort((256 * KIB, MIB), (4,), 1, 0.02, candidates=1, finalists=1, rounds=1, round_seconds=0.02)
-    monkeypatch.setattr("infinity.cli.sweep_run.QUICK", effort)
+    monkeypatch.setattr("infinity.cli.sweep.run.QUICK", effort)
     monkeypatch.setattr("signal.signal", lambda *_: None)
 
 
@@ -139,7 +139,7 @@ def test_block_for_the_config_is_taken_there_as_it_is(found: dict[str, Any], ran
 def test_words_tell_speed_wear_and_progress(ran: Ran) -> None:
     words = " ".join(ran.output.split())
     assert "One setting for all loads: threads" in words
-    assert "Wear: a step writes 14 bytes per trained parameter" in words
+    assert "Wear: a step writes 12 bytes per trained parameter" in words
     assert "3.0B" in words
     assert re.search(r"writing the test file.*; about \d+ (s|min) left", ran.errors)
     if shutil.which("fio"):
@@ -289,7 +289,7 @@ def test_two_drives_are_measured_alone_and_all_at_once(
     folders = [nvme_path / name for name in ("a", "b")]
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr("infinity.cli.sweep_run.drive_of", lambda path: drive(path.name))
+    monkeypatch.setattr("infinity.cli.sweep.run.drive_of", lambda path: drive(path.name))
     Sweep(asked_for(nvme_path, json=str(tmp_path / "found.json")), dict.fromkeys(folders, 64 * MIB)).run()
     together = json.loads((tmp_path / "found.json").read_text())["together"]
     assert set(together) == {"read", "write", "mixed"}
@@ -314,12 +314,12 @@ def choice(rate: float = 3e9) -> Choice:
 
 def test_wear_is_bytes_written_over_the_life_of_the_drive() -> None:
     wear = wear_of(drive(), choice(3e9))
-    per_day = 3e9 * 14 / 30 * 86400  # 14 of the 30 bytes that move are written
+    per_day = 3e9 * 12 / 26 * 86400  # 12 of the 26 bytes that move are written
     assert wear["written_bytes_per_day"] == pytest.approx(per_day)
     assert wear["drive_writes_per_day"] == pytest.approx(per_day / 2**40)
     assert wear["days_at_1_dwpd_for_5_years"] == pytest.approx(5 * 365 / (per_day / 2**40))
     (words,) = endurance(drive(), choice(3e9))
-    assert "110 drive writes per day" in words
+    assert "109 drive writes per day" in words
     assert "17 days" in words
 
 

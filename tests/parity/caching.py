@@ -46,19 +46,20 @@ class Model(nn.Module):
 
 
 def cache_bytes_for(share: Fraction, numel: int) -> int:
-    """About `share` of the 14 bytes per element: whole pages of copies, beyond them whole pages of each field of the state."""
-    nbytes, copies = int(share * 14 * numel), 2 * numel
-    unit = SPACE_ALIGN * (12 if nbytes > copies else 2)
+    """About `share` of the 12 bytes per element: whole pages of copies, beyond them whole pages of each field of the state."""
+    nbytes, copies = int(share * 12 * numel), 2 * numel
+    unit = SPACE_ALIGN * (10 if nbytes > copies else 2)
     return copies + (nbytes - copies) // unit * unit
 
 
 def optimum(ranks: int, cache_bytes: int) -> tuple[int, int]:
-    """The fewest bytes (read, written) of a step on one rank. The embedding stays gathered from forward to backward, and with a
-    look-ahead of one group so does the last block's copy in the pool; the other blocks are read twice."""
+    """The fewest bytes (read, written) of a step on one rank. All is read for the update, which hands the copies to forward.
+    The embedding stays gathered from forward to backward, and with a look-ahead of one group so does the last block's copy in
+    the pool; the copies of the other blocks are read once more."""
     embedding, block = 256 * HIDDEN // ranks, 8 * HIDDEN * HIDDEN // ranks
     copies = [(embedding, 1), *[(block, 2)] * (BLOCKS - 1), (block, 1)]
     parts = [Candidate(2 * numel, 1, reads, 1) for numel, reads in copies]
-    parts.append(Candidate(12 * (embedding + BLOCKS * block), 1, 1, 1))
+    parts.append(Candidate(10 * (embedding + BLOCKS * block), 1, 1, 1))
     return moved_bytes(parts, choose_resident(parts, cache_bytes))
 
 
@@ -106,14 +107,14 @@ def check(nvme_path: str, share: Fraction) -> None:
         assert moved[-1] == optimum(dist.get_world_size(), cache_bytes), (share, moved)
         assert moved[-1] == swap.step_bytes(), (share, moved)
         assert after.cached_bytes == cache_bytes
-        assert after.arena_bytes == 14 * numel - cache_bytes
+        assert after.arena_bytes == 12 * numel - cache_bytes
         assert after.pinned_peak_bytes <= after.pinned_bytes
 
 
 def come_to_rest(swap: infinity.SwapManager) -> None:
     """Wait for what is being written, and for what is read ahead for the next step: it counts in this one, each time."""
-    swap.flush()
-    chunks = [group.chunk for group in swap.paged.groups if group.chunk is not None]
+    swap.stager.settle_all()
+    chunks = [unit.chunk for unit in (*swap.paged.groups, *swap.paged.sub_groups) if unit.chunk is not None]
     while not all(transfer.done for chunk in chunks for transfer in chunk.transfers):
         time.sleep(0.001)
 

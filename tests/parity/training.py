@@ -6,6 +6,7 @@ Used by the tests beside it, in their process and as a script under torchrun.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class Case:
     evaluate: bool = False
     adam: bool = False
     reduce_dtype: str = "fp32"
+    loss_scale: float | None = None  # fp16; 0 adapts
     # What only the NVMe side has.
     backend: str = "auto"
     pinned_bytes_max: int | str = "16MiB"
@@ -50,6 +52,8 @@ class Case:
     live: int | str = "auto"
     reuse: int | str = "auto"
     prefetch: int | str = "auto"
+    update: str = "auto"
+    master: str = "split"
     cached: float = 0.0  # this part of the state stays in host memory
 
 
@@ -64,6 +68,8 @@ CASES = {
     "everything resident": Case(persistence_threshold=10**9),
     "some of it resident": Case(max_in_cpu=40_000),
     "fp32": Case(bf16=False, sub_group_size=4096),
+    "fp16": Case(bf16=False, loss_scale=0, clipping=0.5),
+    "fp16, fixed loss scale": Case(bf16=False, loss_scale=100, accumulation=2, sub_group_size=4096),
     "the plain kernel": Case(fused=False),
     "Adam": Case(adam=True),
     "bf16 reduction": Case(reduce_dtype="bf16"),
@@ -71,6 +77,10 @@ CASES = {
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
     "only the optimizer on NVMe": Case(parameters_on="none", sub_group_size=8192),
     "the smallest pool": Case(pinned_bytes_max="8MiB"),
+    "updated in the step": Case(update="step", accumulation=2, clipping=0.5, evaluate=True),
+    "updated in the step, small sub-groups": Case(update="step", sub_group_size=4096, persistence_threshold=0),
+    "masters in full": Case(master="full", clipping=0.5, evaluate=True),
+    "masters in full, updated in the step": Case(master="full", update="step", persistence_threshold=0),
     "few live parameters": Case(live=2 * BLOCK_NUMEL, prefetch=0, accumulation=2, clipping=1.0, evaluate=True),
     "groups that stay gathered": Case(reuse=10**9, accumulation=2, evaluate=True, persistence_threshold=0),
     "some that stay, some ahead": Case(
@@ -174,6 +184,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "bf16": {"enabled": case.bf16},
+        "fp16": {"enabled": case.loss_scale is not None, "loss_scale": case.loss_scale or 0, "initial_scale_power": 24},
         "optimizer": {
             "type": "Adam" if case.adam else "AdamW",
             "params": {"lr": 1e-2, "weight_decay": 0.1, **({"adam_w_mode": False} if case.adam else {})},
@@ -191,6 +202,8 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "pinned_bytes_max": case.pinned_bytes_max,
             "host_cache_bytes": int(case.cached * state_bytes),
             "backend": case.backend,
+            "update": case.update,
+            "master_weights": case.master,
             "fused": case.fused,
             "reduce_dtype": case.reduce_dtype,
         },
@@ -206,12 +219,13 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
                 losses.append(loss.item())
             norm = engine.get_global_grad_norm()
             assert norm is not None
-            losses.append(norm)
+            losses.append(norm if math.isfinite(norm) else -1.0)  # NaN is not equal to itself
             if case.evaluate and step % 2:
                 engine.eval()
                 with torch.no_grad():
                     losses += [loss_of(engine, batch(step, 9)).item() for _ in range(2)]
                 engine.train()
+        assert (engine.skipped_steps > 0) == (case.loss_scale == 0)
         return losses, full_weights(engine.module)
 
 

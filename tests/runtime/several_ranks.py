@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,41 @@ def failing_alone(folder: Path) -> None:
         one_step(engine)
     dist.destroy_process_group()
     print("all were told", flush=True)
+
+
+def overflowing_alone(folder: Path) -> None:
+    """An fp16 gradient that only rank 1 finds too large: no rank steps, and all lower the scale."""
+    logging.basicConfig()
+    settings = {**config(folder), "bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine, *_ = infinity.initialize(model=model(), config=settings)
+    with engine:
+        before = [p.data.to_local().clone() + 0 for p in engine.parameters()]
+        size = 1e6 if dist.get_rank() else 1e-3
+        engine.backward(engine(torch.full((2, 8), 1.0)).float().mean() * size)
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert all(torch.equal(a, b.data.to_local() + 0) for a, b in zip(before, engine.parameters(), strict=True))
+        one_step(engine)
+        assert engine.skipped_steps == 1
+        assert not all(torch.equal(a, b.data.to_local() + 0) for a, b in zip(before, engine.parameters(), strict=True))
+    print("skipped together", flush=True)
+
+
+def set_by_one(folder: Path) -> None:
+    """What rank 1 sets in a gathered parameter is what all ranks hold, on the drive and in the next forward."""
+    for settings in (config(folder), {"zero_optimization": {"stage": 3}}):
+        trained = model()
+        engine, *_ = infinity.initialize(model=trained, config=settings)
+        with engine:
+            before = trained[0].bias.data.full_tensor().clone()
+            with infinity.zero.GatheredParameters(trained.parameters(), modifier_rank=1):
+                assert trained[0].weight.shape == (64, 8)
+                trained[0].weight.data.fill_(float(dist.get_rank()))
+            full = trained[0].weight.data.full_tensor()
+            assert torch.equal(full, torch.ones(64, 8)), full
+            assert torch.equal(trained[0].bias.data.full_tensor(), before)
+            one_step(engine)
+    print("set by one", flush=True)
 
 
 def writing_rank_fails(folder: Path) -> None:

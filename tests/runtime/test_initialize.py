@@ -162,7 +162,7 @@ def test_nvme_needs_stage_3(nvme_path: Path, stage: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "pattern"),
     [
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, "fp16"),
+        ({"fp16": {"enabled": True}}, "fp16.*bf16"),
         ({"zero_optimisation": {}}, "zero_optimization"),
         ({"infinity": {"wrap": ["Blok"]}}, "Blok.*Linear"),
         ({"infinity": {"backend": "libaio"}}, "libaio"),
@@ -387,12 +387,20 @@ def test_close_gives_the_memory_back_while_the_model_lives_on(nvme_path: Path, h
             use()
 
 
+def _come_to_rest(swap: infinity.SwapManager) -> None:
+    """Nothing is being written or read, ahead or not."""
+    swap.stager.settle_all()
+    for chunk in swap.stager._staged:
+        for transfer in chunk.transfers:
+            transfer.wait()
+
+
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_bytes_moved_are_the_sum_of_the_design(nvme_path: Path) -> None:
-    """16 bytes read and 14 written per parameter and step, as the engine counts them and as the kernel does."""
+    """14 bytes read and 12 written per parameter and step, as the engine counts them and as the kernel does."""
     engine, *_ = infinity.initialize(
         model=model(4, 512), config=config(nvme_path, infinity={"pinned_bytes_max": "32MiB"})
     )
@@ -401,20 +409,20 @@ def test_bytes_moved_are_the_sum_of_the_design(nvme_path: Path) -> None:
         read_at_most, written_at_most = engine.swap.step_bytes()
         for _ in range(2):
             one_step(engine)
-        engine.swap.flush()
+        _come_to_rest(engine.swap)
         before, kernel_before = engine.swap.stats(), _kernel_bytes()
         steps = 4
         for _ in range(steps):
             one_step(engine)
-        engine.swap.flush()
+        _come_to_rest(engine.swap)
         after, kernel_after = engine.swap.stats(), _kernel_bytes()
         read, written = engine.swap.step_bytes()
     assert after.written_bytes - before.written_bytes == pytest.approx(steps * written, rel=0.03)
     assert after.read_bytes - before.read_bytes == pytest.approx(steps * read, rel=0.03)
     copies = 2 * engine.shard_numel  # the pool holds every group from forward to backward: one reading less
     assert read == pytest.approx(read_at_most - copies, rel=0.01)
-    assert read_at_most == pytest.approx(16 * engine.shard_numel, rel=0.01)
-    assert written == written_at_most == pytest.approx(14 * engine.shard_numel, rel=0.01)
+    assert read_at_most == pytest.approx(14 * engine.shard_numel, rel=0.01)
+    assert written == written_at_most == pytest.approx(12 * engine.shard_numel, rel=0.01)
     if kernel_before is not None and kernel_after is not None and engine.swap is not None:
         assert kernel_after[0] - kernel_before[0] == pytest.approx(after.read_bytes - before.read_bytes, rel=0.05)
         assert kernel_after[1] - kernel_before[1] == pytest.approx(after.written_bytes - before.written_bytes, rel=0.05)

@@ -40,7 +40,7 @@ def test_the_bound_holds_on_two_ranks(torchrun: Any, nvme_path: Path) -> None:
 @pytest.mark.parametrize("kept", [0, 2, scene.BLOCKS])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, nvme_path: Path) -> None:
-    """14 bytes per parameter and step where it is kept, 16 where it isn't; 2 per micro-batch less or more."""
+    """12 bytes per parameter and step where it is kept, 14 where it isn't; 2 per micro-batch less or more."""
     reuse = max(0, 2 * (kept - 1) * scene.BLOCK_NUMEL) if kept else 0
     case = scene.Case("auto", reuse or (1 if kept else 0), 0, accumulation=accumulation)
     torch.manual_seed(0)
@@ -54,12 +54,10 @@ def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, 
     _, _, reads = scene.train(case, str(nvme_path))
     if kept == 0:  # the last group's bytes are still staged when its backward comes, the next use there is
         expected -= 2 * scene.BLOCK_NUMEL * accumulation
-    per_step = expected + 12 * scene.MODEL_NUMEL
+    per_step = expected + (12 - 2) * scene.MODEL_NUMEL  # the first gather after a step takes what was updated
     if kept == scene.BLOCKS and accumulation == 1:
-        assert per_step == 14 * scene.MODEL_NUMEL
-    # The root is read as soon as it is written: at the end of one step, or at the beginning of the next.
-    moved = 2 * scene.ROOT_NUMEL
-    assert sum(reads[1:]) - per_step * (scene.STEPS - 1) in (-moved, 0, moved)
+        assert per_step == 12 * scene.MODEL_NUMEL
+    assert sum(reads[1:]) == per_step * (scene.STEPS - 1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -28,6 +28,12 @@ def test_a_failure_on_one_rank_is_told_to_all(scene: str, words: str, torchrun: 
 
 
 @pytest.mark.slow
+def test_a_gathered_parameter_is_what_one_rank_made_it(torchrun: Any, nvme_path: Path) -> None:
+    done = torchrun(SCRIPT, "set_by_one", str(nvme_path))
+    assert done.stdout.count("set by one") == 2, done.stdout
+
+
+@pytest.mark.slow
 def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(torchrun: Any, nvme_path: Path) -> None:
     done = torchrun(SCRIPT, "long_prefetch_lists", str(nvme_path))
     assert done.stdout.count("the pool was enough") == 2, done.stdout

@@ -6,19 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.floor import DriveSpeed, step_bytes, step_floor_seconds
+from infinity.schedule.floor import DriveSpeed, Part, step_bytes, step_floor_seconds
+from infinity.schedule.scheme import Scheme
 
 B = 10**9
 
 
+PLAIN = Scheme("full", "step")
+"""The scheme of the published example: copies beside masters, updates in a phase of their own."""
+
+
 @given(numel=st.integers(0, 10**12))
-def test_plain_scheme_reads_sixteen_and_writes_fourteen_bytes_per_parameter(numel: int) -> None:
-    assert step_bytes(trained_numel=numel, paged_numel=numel, copy_itemsize=2) == (16 * numel, 14 * numel)
+def test_fewest_bytes_are_fourteen_read_and_twelve_written_per_parameter(numel: int) -> None:
+    assert step_bytes([Part(numel)], Scheme()) == (14 * numel, 12 * numel)
+    assert step_bytes([Part(numel)], PLAIN) == (16 * numel, 14 * numel)
 
 
 def test_seventy_billion_parameters() -> None:
-    """1120 GB and 980 GB per step; on drives of 48/26 GB/s that read and write in turns, 61 s."""
-    read, written = step_bytes(trained_numel=70 * B, paged_numel=70 * B, copy_itemsize=2)
+    """Plain, 1120 GB and 980 GB per step; on drives of 48/26 GB/s that read and write in turns, 61 s."""
+    read, written = step_bytes([Part(70 * B)], PLAIN)
     assert (read, written) == (1120 * B, 980 * B)
     rates = {"read_bytes_per_s": 48 * B, "write_bytes_per_s": 26 * B}
     seconds = step_floor_seconds(read_bytes=read, written_bytes=written, compute_seconds=0, **rates)
@@ -30,21 +36,30 @@ def test_seventy_billion_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "read", "written"),
+    ("part", "told", "read", "written"),
     [
-        ({"micro_batches": 4}, 4 * 4 + 12, 14),
-        ({"gathers": 3}, 6 + 12, 14),
-        ({"gathers": 1}, 2 + 12, 14),
-        ({"state_on_nvme": False}, 4, 2),
-        ({"copy_itemsize": 4, "writes_copy": False}, 8 + 12, 12),
-        ({"copy_itemsize": 4, "state_on_nvme": False}, 8, 4),
-        ({"paged_numel": 0}, 12, 12),
-        ({"trained_numel": 0}, 4, 0),
+        ({"gathers": 8}, {}, 4 * 4 + 12, 14),
+        ({"gathers": 3}, {}, 6 + 12, 14),
+        ({"gathers": 1}, {}, 2 + 12, 14),
+        ({}, {"state_on_nvme": False}, 4, 2),
+        ({}, {"copy_itemsize": 4}, 8 + 12, 12),
+        ({}, {"copy_itemsize": 4, "state_on_nvme": False}, 8, 4),
+        ({"copy_on_nvme": False}, {}, 12, 12),
+        ({"copy_on_nvme": False}, {"state_on_nvme": False}, 0, 0),
+        ({"trained": False}, {}, 4, 0),
+        ({"trained": False}, {"state_on_nvme": False}, 4, 0),
     ],
 )
-def test_what_a_step_leaves_out_is_not_counted(told: dict[str, int], read: int, written: int) -> None:
-    numbers = {"trained_numel": 1000, "paged_numel": 1000, "copy_itemsize": 2, **told}
-    assert step_bytes(**numbers) == (1000 * read, 1000 * written)
+def test_what_a_step_leaves_out_is_not_counted(
+    part: dict[str, int], told: dict[str, int], read: int, written: int
+) -> None:
+    assert step_bytes([Part(1000, **part)], PLAIN, **told) == (1000 * read, 1000 * written)
+
+
+def test_parts_add_up() -> None:
+    parts = [Part(1000), Part(10, 1), Part(500, trained=False)]
+    each = [step_bytes([part], Scheme()) for part in parts]
+    assert step_bytes(parts, Scheme()) == (sum(read for read, _ in each), sum(written for _, written in each))
 
 
 def test_compute_hides_transfers_that_are_shorter() -> None:

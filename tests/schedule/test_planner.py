@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,18 +17,23 @@ from infinity.schedule.estimate import (
     Strategy,
     Work,
     bytes_of_step,
+    kept_of,
     memory_of,
     pinned_bytes_min,
     pipeline_of,
 )
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for
+from infinity.schedule.scheme import Scheme
 from infinity.schedule.simulator import Interval
 from infinity.schedule.transformer import transformer_of
 
 B = 10**9
 GB = 1e9
 ALL_NVME = STRATEGIES[-1]
+PLAIN = Scheme("full", "step")
+"""That of the published example."""
+SCHEMES = [Scheme(master, update) for master in ("split", "full") for update in ("step", "forward", "backward")]
 NODE = Machine(
     name="a node",
     ranks_per_node=8,
@@ -53,13 +59,13 @@ CPU = Machine(
 )
 
 
-def work_of(numel: int, **settings: int) -> Work:
+def work_of(numel: int, **settings: Any) -> Work:
     return Work(transformer_of(numel, seq=1024, vocab=32_000), **settings)
 
 
 def test_seventy_billion_parameters_move_the_bytes_of_the_published_example() -> None:
     """1120 GB read and 980 GB written in a step of all ranks; 61 s where drives take turns, 37.7 s where they overlap fully."""
-    work = work_of(70 * B, ranks=8)
+    work = work_of(70 * B, ranks=8, scheme=PLAIN)
     read, written = bytes_of_step(work, ALL_NVME)
     assert (8 * read, 8 * written) == (1120 * B, 980 * B)
     assert NODE.drive is not None
@@ -69,7 +75,7 @@ def test_seventy_billion_parameters_move_the_bytes_of_the_published_example() ->
 
 
 def test_the_published_example_simulated() -> None:
-    plan = plan_step(work_of(70 * B, ranks=8), NODE, ALL_NVME)
+    plan = plan_step(work_of(70 * B, ranks=8, scheme=PLAIN), NODE, ALL_NVME, cache_bytes=0)
     assert plan.fits
     assert plan.simulated is not None
     assert 8 * plan.simulated.written_bytes == pytest.approx(980 * B, rel=1e-6)
@@ -77,10 +83,84 @@ def test_the_published_example_simulated() -> None:
     assert 60 < plan.floor_seconds <= plan.step_seconds < 1.05 * 61
 
 
+@pytest.mark.parametrize(
+    ("scheme", "read", "written"),
+    [
+        (Scheme("split", "step"), 16, 12),
+        (Scheme("split", "forward"), 14, 12),
+        (Scheme("split", "backward"), 14, 12),
+        (Scheme("full", "forward"), 14, 14),
+        (Scheme("full", "backward"), 16, 14),
+    ],
+)
+def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: int, written: int) -> None:
+    """But for what stays gathered, the root, and staged, a few groups: read once from forward to backward."""
+    work = work_of(70 * B, ranks=8, scheme=scheme)
+    assert bytes_of_step(work, ALL_NVME) == (read * work.shard_numel, written * work.shard_numel)
+    simulated = plan_step(work, NODE, ALL_NVME, cache_bytes=0).simulated
+    assert simulated is not None
+    assert simulated.written_bytes == pytest.approx(written * work.shard_numel, rel=1e-6)
+    assert (read - 0.25) * work.shard_numel < simulated.read_bytes <= read * work.shard_numel * (1 + 1e-6)
+
+
+@given(scheme=st.sampled_from(SCHEMES), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
+def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: float) -> None:
+    """Written is what isn't kept, whole; and a step never moves more for keeping more."""
+    count = 1 if scheme.update == "backward" else micro_batches
+    work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=count)
+    none, some = (
+        plan_step(work, NODE, ALL_NVME, cache_bytes=int(part * 12 * work.shard_numel)) for part in (0.0, share)
+    )
+    assert none.simulated is not None and some.simulated is not None
+    stored = sum(ALL_NVME.stored_bytes(scheme)) * work.shard_numel
+    assert some.kept.nbytes <= share * 12 * work.shard_numel
+    assert some.simulated.written_bytes == pytest.approx(stored - some.kept.nbytes, rel=1e-6, abs=1e4)
+    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6)
+    assert some.memory.nvme_bytes == pytest.approx(none.memory.nvme_bytes - some.kept.nbytes, rel=1e-6, abs=1e4)
+    if share >= 14 / 12 * (1 + 1e-6):
+        assert some.simulated.read_bytes == 0
+
+
+def test_what_is_left_of_host_memory_becomes_the_cache_and_its_line_is_in_the_sum() -> None:
+    host = replace(NODE, host_bytes=600 * B)
+    plan = plan_step(work_of(70 * B, ranks=8), host, ALL_NVME)
+    without = plan_step(work_of(70 * B, ranks=8), host, ALL_NVME, cache_bytes=0)
+    assert plan.memory.host["host cache, pinned"] == plan.kept.nbytes > 0
+    assert plan.memory.host_bytes == without.memory.host_bytes + plan.kept.nbytes
+    assert 0 <= 0.95 * 600 * B - 8 * plan.memory.host_bytes < 1000
+    assert plan.fits
+    assert plan.step_seconds < without.step_seconds
+
+
+def test_no_more_is_kept_than_there_is() -> None:
+    work = work_of(B, ranks=8)
+    kept = kept_of(work, ALL_NVME, 10**15)
+    assert kept.nbytes == 12 * sum(work.group_shards)
+    assert kept_of(work, STRATEGIES[0], 10**15).nbytes == 0
+
+
+def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
+    work = {
+        update: work_of(70 * B, ranks=8, samples=8, scheme=Scheme("split", update)) for update in ("step", "forward")
+    }
+    after, beside = (plan_step(work[update], NODE, ALL_NVME, cache_bytes=0) for update in ("step", "forward"))
+    assert beside.step_seconds < after.step_seconds
+    assert beside.floor_seconds <= after.floor_seconds
+
+
+def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
+    work = work_of(70 * B, ranks=8, clipping=False, scheme=Scheme("split", "backward"))
+    memory = memory_of(work, ALL_NVME, pinned_bytes=0, device_is_host=False)
+    assert "gradients" not in memory.host
+    assert memory.host["gradients being applied"] == 2 * 4 * max(work.group_shards)
+    on_cpu = next(each for each in STRATEGIES if each.optimizer == "cpu")
+    assert "gradients" in memory_of(work, on_cpu, pinned_bytes=0, device_is_host=False).host
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each.name)
 def test_every_strategy_holds_each_state_once(strategy: Strategy) -> None:
     """16 bytes per parameter of masters, moments and gradients; copies only where something is gathered from them."""
-    work = work_of(7 * B, ranks=8)
+    work = work_of(7 * B, ranks=8, scheme=PLAIN)
     memory = memory_of(work, strategy, pinned_bytes=1 << 30, device_is_host=False)
     shard = 7 * B // 8
     lines = [line for tier in (memory.device, memory.host, memory.nvme) for line in tier.items()]
@@ -91,7 +171,10 @@ def test_every_strategy_holds_each_state_once(strategy: Strategy) -> None:
     tier_of = {"none": memory.device, "cpu": memory.host, "nvme": memory.nvme}
     assert tier_of[strategy.optimizer]["optimizer state: masters and moments"] == 12 * shard
     assert ("pinned pool" in memory.host) == strategy.uses_nvme
-    assert memory.nvme_bytes == {"none": 0, "cpu": 0, "nvme": 14 * shard}[strategy.optimizer]
+    copies = 2 * shard if strategy.parameters == "nvme" else 0
+    assert memory.nvme_bytes == {"none": 0, "cpu": 0, "nvme": 12 * shard + copies}[strategy.optimizer]
+    split = memory_of(replace(work, scheme=Scheme()), strategy, pinned_bytes=1 << 30, device_is_host=False)
+    assert split.nvme_bytes == memory.nvme_bytes - copies  # the copy is a part of the master
 
 
 def test_from_fast_to_frugal_the_device_holds_less() -> None:
@@ -116,8 +199,9 @@ def test_the_pipeline_fits_its_pool(numel: int, ranks: int, strategy: Strategy) 
         assert pipeline.pinned_bytes == 0
         return
     assert pipeline.pinned_bytes >= pinned_bytes_min(work, strategy)
-    per_element = 14 if strategy.optimizer == "nvme" else 2
-    assert pinned.PIPELINE_DEPTH * pipeline.sub_group_numel * per_element + pinned.ACCESS_BYTES <= pipeline.pinned_bytes
+    group_bytes = 2 * max(work.group_shards) if strategy.parameters == "nvme" else 0
+    updates = pinned.pipeline_bytes(group_bytes, 12 * pipeline.sub_group_numel)
+    assert pinned.PinnedBudget(pinned.gather_bytes(group_bytes), updates).nbytes <= pipeline.pinned_bytes
     assert 0 <= pipeline.look_ahead_bytes < pipeline.pinned_bytes
 
 
@@ -130,7 +214,7 @@ def test_a_given_pool_is_what_is_planned_with(numel: int, pool: int) -> None:
 
 
 def test_a_pool_too_small_for_the_groups_is_a_reason_and_no_crash() -> None:
-    plan = plan_step(work_of(7 * B), CPU, ALL_NVME, pinned_bytes=64 << 20)
+    plan = plan_step(work_of(7 * B), CPU, ALL_NVME, pinned_bytes=64 << 20, cache_bytes=0)
     assert any("pinned pool" in reason for reason in plan.reasons)
     assert plan.simulated is None
     assert math.isinf(plan.step_seconds)
@@ -149,14 +233,13 @@ def test_no_plan_beats_its_floor(numel: int, samples: int, micro_batches: int) -
 @pytest.mark.parametrize("faster", ["flops_per_s", "link_bytes_per_s", "host_bytes_per_s", "node_link_bytes_per_s"])
 def test_a_faster_part_is_no_slower_step(faster: str) -> None:
     better = replace(NODE, **{faster: 4 * getattr(NODE, faster)})
-    for before, after in zip(
-        plans_for(work_of(70 * B, ranks=8), NODE), plans_for(work_of(70 * B, ranks=8), better), strict=True
-    ):
+    plans = (plans_for(work_of(70 * B, ranks=8), machine, cache_bytes=0) for machine in (NODE, better))
+    for before, after in zip(*plans, strict=True):
         assert after.step_seconds <= before.step_seconds * 1.01
 
 
 def test_the_fastest_that_fits_and_runs_is_chosen() -> None:
-    chosen = fastest_that_fits(plans_for(work_of(70 * B, ranks=8), NODE))
+    chosen = fastest_that_fits(plans_for(work_of(70 * B, ranks=8), NODE, cache_bytes=0))
     assert chosen is not None
     assert chosen.strategy.name == "stage 3, all on CPU"
     small_host = replace(NODE, host_bytes=500 * B)
@@ -164,6 +247,14 @@ def test_the_fastest_that_fits_and_runs_is_chosen() -> None:
     assert chosen is not None
     assert chosen.strategy.uses_nvme
     assert fastest_that_fits(plans_for(work_of(1000 * B, ranks=8), NODE)) is None
+
+
+def test_of_strategies_that_are_as_fast_the_first_is_chosen() -> None:
+    """All of the model stays in the host cache of those on NVMe, so that they are faster by what clipping reads again."""
+    plans = plans_for(work_of(B), CPU)
+    chosen = fastest_that_fits(plans)
+    assert chosen is plans[0]
+    assert min(plan.step_seconds for plan in plans) < chosen.step_seconds
 
 
 def test_on_a_cpu_there_is_no_offload_to_the_cpu() -> None:
@@ -179,11 +270,11 @@ def test_what_does_not_fit_says_which_memory_and_by_how_much() -> None:
 
 def test_free_space_counts_and_capacity_wears() -> None:
     crowded = replace(CPU, drive_free_bytes=B)
-    plan = plan_step(work_of(B), crowded, ALL_NVME)
-    assert any(reason.startswith("NVMe: 13.04 GiB needed of the 953.67 MiB") for reason in plan.reasons)
+    plan = plan_step(work_of(B), crowded, ALL_NVME, cache_bytes=0)
+    assert any(reason.startswith("NVMe: 11.18 GiB needed of the 953.67 MiB") for reason in plan.reasons)
     daily = plan.drive_writes_per_day
     assert daily is not None
-    assert daily == pytest.approx(14 * B * 86_400 / plan.step_seconds / (1000 * B), rel=1e-3)
+    assert daily == pytest.approx(12 * B * 86_400 / plan.step_seconds / (1000 * B), rel=1e-3)
 
 
 def test_without_a_drive_nvme_is_refused_and_the_rest_planned() -> None:
@@ -211,7 +302,7 @@ def test_finer_groups_hold_less_at_once() -> None:
 
 def test_more_micro_batches_read_copies_more_often_and_write_once() -> None:
     one, four = (bytes_of_step(work_of(8 * B, ranks=8, micro_batches=count), ALL_NVME) for count in (1, 4))
-    assert four[1] == one[1] == 14 * B
+    assert four[1] == one[1] == 12 * B
     assert four[0] - one[0] == 3 * 4 * B
 
 

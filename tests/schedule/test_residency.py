@@ -10,8 +10,9 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.floor import step_bytes
+from infinity.schedule.floor import Part, candidates_of, step_bytes
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+from infinity.schedule.scheme import Scheme
 
 # A byte of memory holds one of these: nothing worth mentioning, what the arena holds, what the arena doesn't hold, or nothing
 # while the arena holds something stale (which may only be overwritten).
@@ -22,8 +23,10 @@ State = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """A small step, a byte per item: in which passes each copy is read, which copies are trained, how many bytes of state."""
+    """A small step, a byte per item: in which passes each copy is gathered, which copies are trained, how many bytes of state
+    there are beside them, each of which belongs to one of the copies."""
 
+    scheme: Scheme
     passes: int
     copies: tuple[tuple[frozenset[int], bool], ...]
     states: int
@@ -34,28 +37,57 @@ class Step:
 
     @property
     def candidates(self) -> list[Candidate]:
-        copies = [Candidate(1, 1, len(passes), int(trained)) for passes, trained in self.copies]
+        copies = [
+            Candidate(1, 1, self.scheme.copy_reads(len(passes)) if trained else len(passes), int(trained))
+            for passes, trained in self.copies
+        ]
         return [*copies, *(Candidate(1, 1, 1, 1) for _ in range(self.states))]
 
     @property
     def events(self) -> list[tuple[int, str]]:
-        """(item, "read", "write" or "update"), in the order of the step: zigzag passes, then the optimizer."""
+        """(item, "read", "write" or "update"), in the order of the step: zigzag passes, with updates where the scheme has
+        them, or the optimizer after them."""
+        updating = {"forward": 0, "backward": self.passes - 1, "step": None}[self.scheme.update]
         found = []
         for each in range(self.passes):
             order = range(len(self.copies)) if each % 2 == 0 else reversed(range(len(self.copies)))
-            found += [(item, "read") for item in order if each in self.copies[item][0]]
-        found += [(len(self.copies) + k, "update") for k in range(self.states)]
-        return found + [(item, "write") for item, (_, trained) in enumerate(self.copies) if trained]
+            for item in order:
+                gathers, trained = self.copies[item]
+                updated = each == updating and trained
+                made_or_brought = updated and (self.scheme.copy_is_state() or self.scheme.update == "forward")
+                if each in gathers and not made_or_brought:
+                    found.append((item, "read"))
+                if updated:
+                    found += self.update_of(item)
+                elif each == updating:
+                    found += [(state, "update") for state in self.states_of(item)]
+        if updating is None:
+            for item, (_, trained) in enumerate(self.copies):
+                found += self.update_of(item) if trained else [(state, "update") for state in self.states_of(item)]
+        return found
+
+    def states_of(self, item: int) -> list[int]:
+        return [len(self.copies) + k for k in range(self.states) if k % len(self.copies) == item]
+
+    def update_of(self, item: int) -> list[tuple[int, str]]:
+        of_copy = (item, "update" if self.scheme.copy_is_state() else "write")
+        return [*((state, "update") for state in self.states_of(item)), of_copy]
+
+
+schemes = st.builds(Scheme, st.sampled_from(["split", "full"]), st.sampled_from(["step", "forward", "backward"]))
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    passes = draw(st.sampled_from([2, 2, 4]))
+    scheme = draw(schemes)
+    passes = 2 if scheme.update == "backward" else draw(st.sampled_from([2, 2, 4]))
     every, forward = frozenset(range(passes)), frozenset(range(0, passes, 2))
-    reading = draw(st.lists(st.sampled_from([every, every, forward]), min_size=1, max_size=3))
-    may_be_frozen = forward not in reading
+    made = scheme == Scheme("full", "forward") and passes == 2  # gathered in forward alone, it is never read
+    reading = draw(st.lists(st.sampled_from([every] if made else [every, every, forward]), min_size=1, max_size=3))
+    every_pass_reads_all = scheme.copy_is_state() == scheme.in_passes
+    may_be_frozen = forward not in reading and (every_pass_reads_all or scheme == Scheme("full", "backward"))
     copies = tuple((read, not may_be_frozen or draw(st.booleans())) for read in reading)
-    return Step(passes, copies, draw(st.integers(0, 4 - len(copies))))
+    return Step(scheme, passes, copies, draw(st.integers(0, 4 - len(copies))))
 
 
 @settings(max_examples=200)
@@ -102,9 +134,13 @@ def least_cost_of_a_step(step: Step, cache_bytes: int, read_cost: int, write_cos
 def _after_a_step(step: Step, start: State, cache_bytes: int, read_cost: int, write_cost: int) -> dict[State, int]:
     """Every state the memory can be in after one step from `start`, and the least that it costs to get there."""
     found = {start: 0}
-    rewritten = {item for item, kind in step.events if kind == "write"}
-    last_read = {item: at for at, (item, kind) in enumerate(step.events) if kind == "read"}
-    for at, (item, kind) in enumerate(step.events):
+    events = step.events
+    for at, (item, kind) in enumerate(events):
+        dead = set()  # overwritten before it is read again
+        for each in range(step.items):
+            following = next((k for i, k in (*events[at + 1 :], *events[: at + 1]) if i == each), None)
+            if following == "write":
+                dead.add(each)
         reached: dict[State, int] = {}
         for state, cost in found.items():
             if kind != "write":
@@ -112,14 +148,9 @@ def _after_a_step(step: Step, start: State, cache_bytes: int, read_cost: int, wr
                 cost += read_cost * (state[item] == AWAY)
             here = max(state[item], CLEAN) if kind == "read" else DIRTY
             used = (*state[:item], here, *state[item + 1 :])
-            dead = {each for each in rewritten if last_read[each] <= at}  # overwritten before it is read again
-            if kind == "write":
-                dead.discard(item)
             for kept, paid in _forget(used, dead, write_cost):
                 if sum(each in (CLEAN, DIRTY) for each in kept) <= cache_bytes:
                     reached[kept] = min(reached.get(kept, 10**9), cost + paid)
-        if kind == "write":
-            rewritten = rewritten - {item}  # what was written anew is no longer dead in the rest of this step
         found = reached
     return found
 
@@ -175,12 +206,33 @@ def test_the_first_of_equals_stays() -> None:
     assert choose_resident([alike, alike, alike], 45) == [3, 1, 0]
 
 
+def test_equals_that_are_read_once_stay_in_even_shares() -> None:
+    state = [Candidate(units, 10, 1, 1) for units in (4, 8, 4)]
+    assert choose_resident(state, 80) == [2, 4, 2]
+    assert choose_resident(state, 105) == [3, 5, 2]  # what is left over goes to the first
+    assert choose_resident(state, 1000) == [4, 8, 4]
+
+
+@given(costs=st.tuples(st.integers(1, 9), st.integers(1, 9)), scheme=schemes, gathers=st.integers(2, 6))
+def test_whatever_reads_and_writes_cost_trained_copies_come_before_other_state(
+    costs: tuple[int, int], scheme: Scheme, gathers: int
+) -> None:
+    copies, state = candidates_of(Part(10, gathers), scheme)
+    enough = copies.units
+    chosen = choose_resident([state, copies], enough, read_cost=costs[0], write_cost=costs[1])
+    if copies.reads > 1:
+        assert chosen == [0, enough]
+
+
 @given(numel=st.integers(0, 1000), cache_bytes=st.integers(0, 14_000), micro_batches=st.integers(1, 3))
 def test_floor_of_a_step_is_that_of_the_bytes_that_do_not_stay(
     numel: int, cache_bytes: int, micro_batches: int
 ) -> None:
-    """The sum of the design, with single bytes as units."""
-    parts = [Candidate(2 * numel, 1, 2 * micro_batches, 1), Candidate(12 * numel, 1, 1, 1)]
-    expected = moved_bytes(parts, choose_resident(parts, cache_bytes))
-    numbers = {"trained_numel": numel, "paged_numel": numel, "copy_itemsize": 2, "micro_batches": micro_batches}
-    assert step_bytes(**numbers, cached_bytes=cache_bytes) == expected
+    """The sums of the design, with single bytes as units."""
+    parts = [Part(numel, 2 * micro_batches)]
+    full = [Candidate(2 * numel, 1, 2 * micro_batches, 1), Candidate(12 * numel, 1, 1, 1)]
+    expected = moved_bytes(full, choose_resident(full, cache_bytes))
+    assert step_bytes(parts, Scheme("full", "step"), cached_bytes=cache_bytes) == expected
+    split = [Candidate(2 * numel, 1, 2 * micro_batches, 1), Candidate(10 * numel, 1, 1, 1)]
+    expected = moved_bytes(split, choose_resident(split, cache_bytes))
+    assert step_bytes(parts, Scheme("split", "forward"), cached_bytes=cache_bytes) == expected

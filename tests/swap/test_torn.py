@@ -39,7 +39,7 @@ def engine(nvme_path: Path) -> Iterator[infinity.Engine]:
             "stage3_param_persistence_threshold": 0,
             "sub_group_size": 4096,
         },
-        "infinity": {"pinned_bytes_max": "16MiB"},
+        "infinity": {"pinned_bytes_max": "16MiB", "update": "step"},
     }
     made, *_ = infinity.initialize(model=model(), config=config)
     yield made

@@ -14,10 +14,11 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.cli.arguments import add_described
 from infinity.errors import StoreError
 
 if TYPE_CHECKING:
-    from infinity.cli.checks import Finding, Section
+    from infinity.cli.doctor.checks import Finding, Section
 
 JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
@@ -37,13 +38,8 @@ docs/doctor.md lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the commands of `infinity-bench`."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check whether training with NVMe works here, and what would make it work better",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "check whether training with NVMe works here, and what would make it work better"
+    parser = add_described(subparsers, "doctor", help=what, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         "path",
         nargs="?",
@@ -57,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(asked: argparse.Namespace) -> int:
     """Report on the path asked for; 0 where training with NVMe works, else 1."""
-    from infinity.cli.checks import Mark, examine
+    from infinity.cli.doctor.checks import Mark, examine
 
     try:
         path = (asked.path or Path()).absolute()

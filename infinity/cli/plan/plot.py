@@ -16,14 +16,17 @@ _AROUND = 30
 """Sizes up to so many times larger or smaller than the model are drawn."""
 
 
-def draw(work: Work, machine: Machine, file: Path, *, pinned_bytes: int | None) -> None:
+def draw(
+    work: Work, machine: Machine, file: Path, *, pinned_bytes: int | None = None, cache_bytes: int | None = None
+) -> None:
     """Write the figure to `file`; its suffix says in which format."""
     asked = work.model.numel
     sizes = sorted({asked, *(size for size in _SIZES if asked / _AROUND <= size <= asked * _AROUND)})
     lines: dict[str, list[tuple[int, float]]] = {}
     for size in sizes:
         model = transformer_of(size, seq=work.model.seq, vocab=work.model.vocab) if size != asked else work.model
-        for plan in plans_for(replace(work, model=model), machine, pinned_bytes=pinned_bytes):
+        of_this_size = replace(work, model=model)
+        for plan in plans_for(of_this_size, machine, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes):
             name = plan.strategy.name + ("" if plan.strategy.runs else " (not yet)")
             lines.setdefault(name, [])
             if plan.fits:

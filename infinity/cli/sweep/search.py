@@ -100,13 +100,13 @@ class Choice:
         return self.of[Workload.MIXED].cpu_seconds_per_gib
 
 
-def step_bytes_per_s(read: float, write: float, mixed: float) -> float:
+def step_bytes_per_s(read: float, mixed: float) -> float:
     """Bytes per second of a training step on a drive with these rates (bytes per second; `mixed` counts both ways).
 
-    Of the 16 bytes read and 14 written per parameter (docs/architecture.md, "The sum"), the 4 of the copies for forward
-    and backward are read alone, 12 are read while 12 are written, and 2 are left to write: the harmonic mean of the three.
+    Of the 14 bytes read and 12 written per parameter (docs/architecture.md, "The sum"), the 2 of the copies for the backward
+    are read alone, and 12 are read while 12 are written: the harmonic mean of the two.
     """
-    return 30 / (4 / read + 24 / mixed + 2 / write)
+    return 26 / (2 / read + 24 / mixed)
 
 
 class Search:
@@ -308,7 +308,7 @@ class Search:
             one_way = self._as_tried(Workload.READ, settings)
             read, write = standings.get((Workload.READ, one_way)), standings.get((Workload.WRITE, one_way))
             if read is not None and write is not None:
-                rate = step_bytes_per_s(read.bytes_per_s, write.bytes_per_s, mixed.bytes_per_s)
+                rate = step_bytes_per_s(read.bytes_per_s, mixed.bytes_per_s)
                 of = {Workload.READ: read, Workload.WRITE: write, Workload.MIXED: mixed}
                 found.append(Choice(settings, rate, of))
         return found

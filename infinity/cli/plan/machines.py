@@ -2,69 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.planner import Machine
 
 GB = 1e9
 
+# GPU: 989 TFLOP/s dense bf16, 80 GB at 3.35 TB/s, NVLink 450 GB/s each way (H100 SXM5 data sheet). 40 % of the peak is
+# what trainings of dense models reach (38 to 43 % in "The Llama 3 Herd of Models", 2024, table 4).
+# Node: 2 TB, two sockets of 8 channels DDR5-4800 (614 GB/s, of which 80 % reached), 8 network ports of 400 Gb/s for
+# compute, PCIe Gen5 x16 (64 GB/s, of which 55 reached), 8 U.2 drives of 3.84 TB (DGX H100 user guide).
+# Drives: Gen4 of this class read 6.0 and write 3.25 GB/s sustained, 48 and 26 together.
+_DGX_H100 = Machine(
+    name="DGX H100",
+    ranks_per_node=8,
+    device_bytes=int(80 * GB),
+    flops_per_s=0.40 * 989e12,
+    device_bytes_per_s=3350 * GB,
+    link_bytes_per_s=55 * GB,
+    host_bytes=int(2000 * GB),
+    host_bytes_per_s=0.8 * 614 * GB,
+    drive_bytes=int(8 * 3840 * GB),
+    drive=DriveSpeed(48 * GB, 26 * GB),
+    node_link_bytes_per_s=0.8 * 450 * GB,
+    network_bytes_per_s=0.8 * 400 * GB,
+    collective_seconds=50e-6,
+    group_seconds=100e-6,
+)
+
 PRESETS: dict[str, Machine] = {
-    # GPU: 989 TFLOP/s dense bf16, 80 GB at 3.35 TB/s, NVLink 450 GB/s each way (H100 SXM5 data sheet). 40 % of the peak is
-    # what trainings of dense models reach (38 to 43 % in "The Llama 3 Herd of Models", 2024, table 4).
-    # Node: 2 TB, two sockets of 8 channels DDR5-4800 (614 GB/s, of which 80 % reached), 8 network ports of 400 Gb/s for
-    # compute, PCIe Gen5 x16 (64 GB/s, of which 55 reached), 8 U.2 drives of 3.84 TB (DGX H100 user guide).
-    # Drives: Gen4 of this class read 6.0 and write 3.25 GB/s sustained, 48 and 26 together.
-    "dgx-h100": Machine(
-        name="DGX H100",
-        ranks_per_node=8,
-        device_bytes=int(80 * GB),
-        flops_per_s=0.40 * 989e12,
-        device_bytes_per_s=3350 * GB,
-        link_bytes_per_s=55 * GB,
-        host_bytes=int(2000 * GB),
-        host_bytes_per_s=0.8 * 614 * GB,
-        drive_bytes=int(8 * 3840 * GB),
-        drive=DriveSpeed(48 * GB, 26 * GB),
-        node_link_bytes_per_s=0.8 * 450 * GB,
-        network_bytes_per_s=0.8 * 400 * GB,
-        collective_seconds=50e-6,
-        group_seconds=100e-6,
-    ),
+    "dgx-h100": _DGX_H100,
     # GPU: as H100, with 141 GB at 4.8 TB/s (H200 data sheet). Drives: 8 Gen5 x4 of 7.68 TB, 13.0 GB/s read and 6.6 GB/s
     # written each (PM1743 as announced). The rest as DGX H100.
-    "8xh200-gen5": Machine(
+    "8xh200-gen5": replace(
+        _DGX_H100,
         name="8 x H200, 8 Gen5 drives",
-        ranks_per_node=8,
         device_bytes=int(141 * GB),
-        flops_per_s=0.40 * 989e12,
         device_bytes_per_s=4800 * GB,
-        link_bytes_per_s=55 * GB,
-        host_bytes=int(2000 * GB),
-        host_bytes_per_s=0.8 * 614 * GB,
         drive_bytes=int(8 * 7680 * GB),
         drive=DriveSpeed(8 * 13.0 * GB, 8 * 6.6 * GB),
-        node_link_bytes_per_s=0.8 * 450 * GB,
-        network_bytes_per_s=0.8 * 400 * GB,
-        collective_seconds=50e-6,
-        group_seconds=100e-6,
     ),
     # GPU: 312 TFLOP/s dense bf16, 80 GB at 2.04 TB/s, NVLink 300 GB/s each way (A100 data sheet); half of the peak, as
     # Megatron-LM reports (Narayanan et al., SC'21). Node: 2 TB, two sockets of 8 channels DDR4-3200 (410 GB/s), 8 ports of
-    # 200 Gb/s, PCIe Gen4 x16, 8 U.2 drives of 3.84 TB (DGX A100 user guide).
-    "dgx-a100": Machine(
+    # 200 Gb/s, PCIe Gen4 x16 (DGX A100 user guide). Drives as DGX H100.
+    "dgx-a100": replace(
+        _DGX_H100,
         name="DGX A100",
-        ranks_per_node=8,
-        device_bytes=int(80 * GB),
         flops_per_s=0.50 * 312e12,
         device_bytes_per_s=2039 * GB,
         link_bytes_per_s=25 * GB,
-        host_bytes=int(2000 * GB),
         host_bytes_per_s=0.8 * 410 * GB,
-        drive_bytes=int(8 * 3840 * GB),
-        drive=DriveSpeed(48 * GB, 26 * GB),
         node_link_bytes_per_s=0.8 * 300 * GB,
         network_bytes_per_s=0.8 * 200 * GB,
-        collective_seconds=50e-6,
-        group_seconds=100e-6,
     ),
     # GPU: 165 TFLOP/s bf16 with fp32 accumulation, 24 GB at 1008 GB/s, PCIe Gen4 x16 (Ada whitepaper); half of the peak.
     # Desktop: 64 GB of DDR5-5200 on two channels (83 GB/s), one Gen4 drive of 2 TB: 7.0 GB/s read, and written at the

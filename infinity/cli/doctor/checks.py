@@ -41,8 +41,8 @@ TRIAL_BYTES = 8 * MIB
 """What the trial writes and reads back."""
 SLAB_BYTES = 64 * MIB
 """The trial slab: large enough that huge pages could be had, small enough for any machine that trains."""
-STATE_BYTES_PER_PARAMETER = 14
-"""On NVMe: 16-bit copy, fp32 master, two fp32 moments."""
+STATE_BYTES_PER_PARAMETER = 12
+"""On NVMe: 16-bit copy, 16-bit remainder of the master, two fp32 moments."""
 
 _DECISIVE = ("software", "backends", "path", "trial")
 """Sections without which nobody can say that training works."""

@@ -18,10 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 from infinity.aio import probe
-from infinity.cli import fio
-from infinity.cli.search import QUICK, THOROUGH, Effort, Search, default_settings
-from infinity.cli.sweep_progress import Progress
-from infinity.cli.sweep_report import (
+from infinity.cli.sweep import fio
+from infinity.cli.sweep.progress import Progress
+from infinity.cli.sweep.report import (
     Swept,
     Together,
     as_json,
@@ -32,6 +31,7 @@ from infinity.cli.sweep_report import (
     profile_of,
     share_a_disk,
 )
+from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
 from infinity.store.drive import drive_of
 from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Settings, Trial, Workload
 from infinity.store.profile import save_profile
@@ -192,7 +192,7 @@ class Sweep:
             else:
                 Path(self._asked.json).write_text(text + "\n")
         if self._asked.plot is not None:
-            from infinity.cli.sweep_plot import draw
+            from infinity.cli.sweep.plot import draw
 
             draw(self._swept, self._asked.plot)
 

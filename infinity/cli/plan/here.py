@@ -21,7 +21,7 @@ from torch import nn
 import infinity
 from infinity.cli.environment import read_machine
 from infinity.schedule.floor import DriveSpeed
-from infinity.schedule.planner import ADAM_BYTES, NORM_BYTES, Machine
+from infinity.schedule.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
 from infinity.schedule.transformer import BLOCK_FACTOR, Transformer, heads_for
 from infinity.store.drive import drive_of
 from infinity.store.measure import DriveTest, Settings, Workload
@@ -146,7 +146,7 @@ def measure_training(model: Transformer, *, samples: int, kind: str) -> Training
     return Training(
         f"{layers} blocks of width {hidden}, {batch.shape[0]} x {seq} tokens",
         6 * batch.shape[0] * seq * exact / gradient_seconds,
-        (ADAM_BYTES + NORM_BYTES) * exact / step_seconds,
+        (ADAM_BYTES + NORM_BYTES + CLIP_BYTES) * exact / step_seconds,
     )
 
 

@@ -12,7 +12,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import checked_value, why_no_file, why_not_written
+from infinity.cli.arguments import (
+    add_described,
+    add_scheme,
+    checked_value,
+    count,
+    scheme_from,
+    why_no_file,
+    why_not_written,
+)
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import parse_bytes, parse_count
 
@@ -34,26 +42,21 @@ docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan` to the commands of `infinity-bench`."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="predict memory and step time of a model on this machine or on another",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "predict memory and step time of a model on this machine or on another"
+    parser = add_described(subparsers, "plan", help=what, description=_DESCRIPTION, epilog=_EPILOG)
     _add_model(parser)
     _add_machine(parser)
     training = parser.add_argument_group("training")
     training.add_argument(
         "--batch",
-        type=checked_value(int, at_least=1),
+        type=count,
         default=1,
         metavar="N",
         help="samples per GPU and pass (default: 1)",
     )
     training.add_argument(
         "--accumulation",
-        type=checked_value(int, at_least=1),
+        type=count,
         default=1,
         metavar="N",
         help="passes per step (default: 1)",
@@ -63,11 +66,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--pinned",
         type=checked_value(parse_bytes, at_least=1),
         metavar="BYTES",
-        help="pinned pool of a rank (default: auto)",
+        help="pinned pool of a rank, beside its cache (default: auto)",
     )
     training.add_argument(
+        "--cache",
+        type=checked_value(parse_bytes, at_least=0),
+        metavar="BYTES",
+        help="host memory of a rank that keeps copies and optimizer state from step to step (default: all that is left)",
+    )
+    add_scheme(training)
+    training.add_argument(
         "--groups-per-block",
-        type=checked_value(int, at_least=1),
+        type=count,
         default=1,
         metavar="N",
         help="wrap the parts of a block as so many groups: less memory, more collectives (default: 1)",
@@ -98,11 +108,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help='number of parameters, such as "70B"',
     )
     for name, what in (("layers", "blocks"), ("hidden", "hidden size"), ("heads", "attention heads")):
-        model.add_argument(f"--{name}", type=checked_value(int, at_least=1), metavar="N", help=what)
-    model.add_argument("--vocab", type=checked_value(int, at_least=1), metavar="N", help="vocabulary (default: 32000)")
-    model.add_argument(
-        "--seq", type=checked_value(int, at_least=1), metavar="N", help="tokens of a sample (default: 2048)"
-    )
+        model.add_argument(f"--{name}", type=count, metavar="N", help=what)
+    model.add_argument("--vocab", type=count, metavar="N", help="vocabulary (default: 32000)")
+    model.add_argument("--seq", type=count, metavar="N", help="tokens of a sample (default: 2048)")
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
 
 
@@ -110,10 +118,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--preset", metavar="NAME", help='a machine that is known here; "list" names them')
     machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
-    machine.add_argument("--nodes", type=checked_value(int, at_least=1), metavar="N", help="nodes (default: 1)")
-    machine.add_argument(
-        "--gpus", type=checked_value(int, at_least=1), metavar="N", help="GPUs of a node, or processes"
-    )
+    machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
+    machine.add_argument("--gpus", type=count, metavar="N", help="GPUs of a node, or processes")
     for name, what in (
         ("gpu-memory", "memory of a GPU"),
         ("host-memory", "memory of a node"),
@@ -148,20 +154,20 @@ def run(asked: argparse.Namespace) -> int:
     from infinity.schedule.planner import fastest_that_fits, plans_for
 
     work = _work(model, machine, asked)
-    plans = plans_for(work, machine, pinned_bytes=asked.pinned)
+    plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     chosen = fastest_that_fits(plans)
     _tell(asked, plans, chosen)
     if chosen is not None:
         _write(asked, chosen)
     if asked.plot is not None:
-        from infinity.cli.plan_plot import draw
+        from infinity.cli.plan.plot import draw
 
-        draw(work, machine, asked.plot, pinned_bytes=asked.pinned)
+        draw(work, machine, asked.plot, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     return 0 if chosen is not None else 1
 
 
 def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> None:
-    from infinity.cli.plan_report import as_json, print_report
+    from infinity.cli.plan.report import as_json, print_report
 
     if asked.json != "-":
         print_report(plans, chosen)
@@ -175,7 +181,7 @@ def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> 
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
     """The files about the chosen strategy."""
-    from infinity.cli.plan_report import config_for, trace_events
+    from infinity.cli.plan.report import config_for, trace_events
 
     if asked.write_config is not None:
         asked.write_config.write_text(json.dumps(config_for(chosen, _nvme_path(asked)), indent=2) + "\n")
@@ -197,16 +203,18 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         micro_batches=asked.accumulation,
         checkpointing=not asked.no_checkpointing,
         groups_per_block=asked.groups_per_block,
+        clipping=not asked.no_clipping,
+        scheme=scheme_from(asked, accumulation=asked.accumulation),
     )
 
 
 def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
     """The model and the machine. Raises ConfigError."""
-    from infinity.cli.plan_model import model_from
+    from infinity.cli.plan.model import model_from
 
     model = model_from(asked)
     if asked.here is not None:
-        from infinity.cli.plan_here import measure_machine
+        from infinity.cli.plan.here import measure_machine
 
         try:
             machine = measure_machine(asked.here, model, samples=asked.batch, report=_progress)
@@ -229,6 +237,7 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(f"--here {asked.here}: name an existing folder on the drive to plan with")
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
+    scheme_from(asked, accumulation=asked.accumulation)
     reason = why_not_written(asked)
     for file in (asked.write_config, asked.timeline):
         reason = reason or (why_no_file(file) if file is not None else None)
@@ -238,7 +247,7 @@ def _check(asked: argparse.Namespace) -> None:
 
 def _base(asked: argparse.Namespace) -> Machine:
     """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
-    from infinity.cli.plan_machines import PRESETS
+    from infinity.cli.plan.machines import PRESETS
     from infinity.schedule.planner import Machine
 
     if asked.preset is not None:
@@ -311,7 +320,7 @@ _FIGURES = (
 
 
 def _list_presets() -> int:
-    from infinity.cli.plan_machines import PRESETS
+    from infinity.cli.plan.machines import PRESETS
 
     for name, machine in PRESETS.items():
         print(f"{name:14} {machine.name}")

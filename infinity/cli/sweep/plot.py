@@ -9,8 +9,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from infinity.cli.search import Search
-from infinity.cli.sweep_report import Swept, block_in_words, name_of
+from infinity.cli.sweep.report import Swept, block_in_words, name_of
+from infinity.cli.sweep.search import Search
 from infinity.store.measure import Workload
 from infinity.units import GIB
 

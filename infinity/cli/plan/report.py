@@ -135,7 +135,9 @@ def words(plan: Plan) -> list[str]:
             f"{plan.step_seconds / plan.floor_seconds:.2f} times the floor"
         )
     daily = plan.drive_writes_per_day
-    if daily is not None:
+    if daily == 0:
+        lines.append("wear: none, since all that is written anew stays in the host cache")
+    elif daily is not None:
         lines.append(
             f"wear: {daily:.3g} drive writes per day; drives rated for 1 a day over 5 years last {5 / daily:.2g} years"
         )
@@ -173,6 +175,9 @@ def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str,
         "accumulation": work.micro_batches,
         "checkpointing": work.checkpointing,
         "groups_per_block": work.groups_per_block,
+        "clipping": work.clipping,
+        "master_weights": work.scheme.master_weights,
+        "update": work.scheme.update,
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,
@@ -219,6 +224,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "reasons": list(plan.reasons),
         "memory_bytes_per_rank": _memory_as_json(plan.memory),
         "pinned_bytes": plan.pipeline.pinned_bytes,
+        "cache_bytes": plan.kept.nbytes,
         "floor_seconds": plan.floor_seconds,
         "plain_read_bytes_per_rank": plan.plain_bytes[0],
         "plain_written_bytes_per_rank": plan.plain_bytes[1],
@@ -258,14 +264,17 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         "train_batch_size": work.ranks * work.samples * work.micro_batches,
         "train_micro_batch_size_per_gpu": work.samples,
         "gradient_accumulation_steps": work.micro_batches,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 1.0 if work.clipping else 0.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
         "zero_optimization": zero,
     }
     if strategy.uses_nvme:
         zero["sub_group_size"] = plan.pipeline.sub_group_numel
-        config["infinity"] = {"pinned_bytes_max": plan.pipeline.pinned_bytes}
+        config["infinity"] = {
+            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.kept.nbytes,
+            "host_cache_bytes": plan.kept.nbytes,
+        }
     return config
 
 

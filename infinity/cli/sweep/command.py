@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from infinity.cli.arguments import checked_value, why_not_written
+from infinity.cli.arguments import checked_value, count, why_not_written
 from infinity.errors import InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
 
@@ -41,9 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         help='size of the test file, such as "4GiB" (default: 8 GiB, with --quick 2 GiB, at most a tenth of the free space)',
     )
-    parser.add_argument(
-        "--rounds", type=checked_value(int, at_least=1), metavar="N", help="final rounds (default: 5, with --quick 3)"
-    )
+    parser.add_argument("--rounds", type=count, metavar="N", help="final rounds (default: 5, with --quick 3)")
     parser.add_argument(
         "--backend", action="append", metavar="NAME", help="only this I/O backend; may be given several times"
     )
@@ -69,7 +67,7 @@ def run(asked: argparse.Namespace) -> int:
     if reason is not None:
         print(f"infinity-bench sweep: error: {reason}", file=sys.stderr)
         return 2
-    from infinity.cli.sweep_run import Sweep
+    from infinity.cli.sweep.run import Sweep
 
     sweep = Sweep(asked, {path: _file_bytes(path, asked.size, quick=asked.quick) for path in asked.paths})
     try:
@@ -123,7 +121,7 @@ def _why_not_backends(names: list[str] | None) -> str | None:
 
 
 def _why_not_fio(wanted: bool) -> str | None:
-    from infinity.cli.fio import find_fio
+    from infinity.cli.sweep.fio import find_fio
 
     try:
         if wanted:

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 import infinity
-from infinity.cli import fio
-from infinity.cli.search import Choice, Search, Standing, default_settings
-from infinity.schedule.floor import step_bytes
+from infinity.cli.sweep import fio
+from infinity.cli.sweep.search import Choice, Search, Standing, default_settings
+from infinity.schedule.floor import Part, step_bytes
+from infinity.schedule.scheme import Scheme
 from infinity.store.drive import Drive
 from infinity.store.measure import DriveTest, Workload
 from infinity.store.profile import DriveProfile
@@ -31,8 +32,8 @@ _RATED_DAYS = 5 * 365
 """Drives are rated in drive writes per day (DWPD) over five years."""
 
 _PARAMS = (10**9, 7 * 10**9, 70 * 10**9)
-_NVME_BYTES_PER_PARAM = 14
-"""16-bit copy, fp32 master and two fp32 moments."""
+_NVME_BYTES_PER_PARAM = 12
+"""16-bit copy, 16-bit remainder of the master and two fp32 moments."""
 
 
 class Swept:
@@ -236,7 +237,7 @@ def endurance(drive: Drive, choice: Choice) -> list[str]:
     """Drive wear in plain words. The same for models of all sizes: the larger one writes more, less often."""
     wear = wear_of(drive, choice)
     lines = [
-        "Wear: a step writes 14 bytes per trained parameter. Training that never waits for compute would write "
+        "Wear: a step writes 12 bytes per trained parameter. Training that never waits for compute would write "
         f"{format_bytes(wear['written_bytes_per_day'])} a day."
     ]
     if "drive_writes_per_day" in wear:
@@ -393,7 +394,7 @@ def _versions(asked: argparse.Namespace) -> dict[str, str]:
 
 
 def _step_bytes(params: int) -> tuple[int, int]:
-    return step_bytes(trained_numel=params, paged_numel=params, copy_itemsize=2)
+    return step_bytes([Part(params)], Scheme())
 
 
 def _fastest(swept: Swept, workload: Workload) -> float:

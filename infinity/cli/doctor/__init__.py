@@ -1,0 +1,1 @@
+"""Floor 7. `infinity-bench doctor`: `command` asks and prints, `checks` judge and try."""

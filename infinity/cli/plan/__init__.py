@@ -1,0 +1,1 @@
+"""Floor 7. `infinity-bench plan`: `command` asks, `model`, `machines`, `here` say what and where, `report` and `plot` tell."""

@@ -1,0 +1,60 @@
+"""Floor 0. The training config: DeepSpeed's JSON, read into frozen and documented models.
+
+What each key means, which values it may take and how "auto" is filled. Runs once, at start, on the caller's thread; touches
+nothing but the config file. `python -m infinity.config` prints the reference (docs/config.md).
+
+From the bottom: `words` and `rules` (what a value may be) ← `blocks`, `optimizers` (the models) ← `contradictions` ← `whole`
+(the top level) ← `known` (every key by its path), `check` (values to a config) ← `read`, `resolve`, `reference`.
+"""
+
+from infinity.config.blocks import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    Bf16Config,
+    FlopsProfilerConfig,
+    Fp16Config,
+    InfinityConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    ZeroConfig,
+)
+from infinity.config.optimizers import (
+    AdamConfig,
+    OneCycleConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SGDConfig,
+    WarmupCosineLRConfig,
+    WarmupDecayLRConfig,
+    WarmupLRConfig,
+)
+from infinity.config.read import load_config
+from infinity.config.reference import render_reference
+from infinity.config.rules import WarmupType
+from infinity.config.whole import Batch, Config, solve_batch
+
+__all__ = [
+    "ActivationCheckpointingConfig",
+    "AdamConfig",
+    "AioConfig",
+    "Batch",
+    "Bf16Config",
+    "Config",
+    "FlopsProfilerConfig",
+    "Fp16Config",
+    "InfinityConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "OneCycleConfig",
+    "OptimizerConfig",
+    "SGDConfig",
+    "SchedulerConfig",
+    "WarmupCosineLRConfig",
+    "WarmupDecayLRConfig",
+    "WarmupLRConfig",
+    "WarmupType",
+    "ZeroConfig",
+    "load_config",
+    "render_reference",
+    "solve_batch",
+]

@@ -1,0 +1,349 @@
+"""Floor 0. The blocks of the config, each a frozen model: what sharding, storage, precision and infinity itself take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infinity.config.rules import (
+    BLOCK_BYTES,
+    BUDGET_BYTES,
+    CACHE_BYTES,
+    CLASS_NAMES,
+    DEPTH,
+    SIZE_OR_ALL,
+    STAGE,
+    Amount,
+    AutoCount,
+    AutoPositive,
+    Backend,
+    Count,
+    Device,
+    Flag,
+    MasterWeights,
+    Mix,
+    Paths,
+    Positive,
+    ReduceDtype,
+    Share,
+    Text,
+    Update,
+    choice,
+    names_of,
+    or_auto,
+)
+from infinity.units import MIB
+
+
+class Block(BaseModel):
+    """One JSON object of the config.
+
+    `ignored_keys` exist in DeepSpeed and mean nothing here; `old_names` are other spellings of a key; `fixed_keys` are
+    accepted with one value only, for the reason that stands beside it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ignored_keys: ClassVar[frozenset[str]] = frozenset()
+    old_names: ClassVar[Mapping[str, str]] = {}
+    fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {}
+
+
+class AioConfig(Block):
+    """How transfers between the drives and pinned memory are cut and queued."""
+
+    block_size: Annotated[int, BLOCK_BYTES] = Field(
+        default=MIB,
+        description="Bytes per submission to the kernel; a transfer is cut into such blocks. Where absent or auto: the "
+        "drive's profile (`infinity-bench sweep`), or else what its block queue passes on as one request.",
+    )
+    queue_depth: Positive = Field(
+        default=32,
+        description="Submissions in flight per ring. Where absent or auto: the drive's profile, or else 32 MiB of blocks. "
+        "DeepSpeed's default is 8.",
+    )
+    intra_op_parallelism: Positive = Field(
+        default=1, description="I/O threads; another name for `infinity.rings`, and the larger of the two is used."
+    )
+
+    ignored_keys = names_of("single_submit overlap_events use_gds")
+    old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
+
+
+class OffloadParamConfig(Block):
+    """Where parameters rest between uses (stage 3)."""
+
+    device: Annotated[Device, choice(Device)] = Field(
+        default="none",
+        description="Where the parameters of this rank rest: none is the device that computes, cpu host memory.",
+    )
+    nvme_path: Paths | None = Field(
+        default=None,
+        description="Folder on the drive, or a list of folders on several, over which everything is striped by their "
+        "bandwidth; required when `device` is nvme.",
+    )
+    max_in_cpu: Count = Field(
+        default=0,
+        description="Elements of parameters kept in host memory from step to step when `device` is nvme. DeepSpeed's "
+        "default is 1e9; here nothing is cached unless asked for.",
+    )
+    pin_memory: Flag = Field(
+        default=True,
+        description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
+    )
+
+    ignored_keys = names_of("buffer_count buffer_size")
+
+
+class OffloadOptimizerConfig(Block):
+    """Where the optimizer's state rests between steps (stages 1 to 3; nvme needs stage 3)."""
+
+    device: Annotated[Device, choice(Device)] = Field(
+        default="none", description="Where the optimizer state of this rank rests: none is the device that computes."
+    )
+    nvme_path: Paths | None = Field(
+        default=None,
+        description="Folder on the drive, or a list of folders on several, over which everything is striped by their "
+        "bandwidth; required when `device` is nvme.",
+    )
+    pin_memory: Flag = Field(
+        default=True,
+        description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
+    )
+
+    ratio: Share = Field(
+        default=1.0,
+        description="Share of the optimizer's state that rests on NVMe; as many bytes as the others take stay in host memory, "
+        "as with `infinity.host_cache_bytes`. Without effect when `device` is cpu, the only one where DeepSpeed knows it.",
+    )
+
+    ignored_keys = names_of(
+        """
+        buffer_count buffer_size cpuadam_cores_perc fast_init pipeline pipeline_read pipeline_write super_offload
+        """
+    )
+
+
+class ZeroConfig(Block):
+    """What is sharded over the ranks, where it rests, and how much of it is live.
+
+    The deprecated switches `cpu_offload` and `cpu_offload_param` are read as `offload_optimizer` and `offload_param`
+    with device cpu, and `cpu_offload_use_pin_memory` as their `pin_memory`.
+    """
+
+    stage: Annotated[int, STAGE] = Field(
+        default=0,
+        description="2 shards gradients and optimizer state, 3 parameters too. 0 and 1, which in DeepSpeed shard nothing and "
+        "the optimizer state, are carried out as 2: the same numbers in less memory.",
+    )
+    offload_param: OffloadParamConfig = Field(
+        default=OffloadParamConfig(), description="Where parameters rest between uses."
+    )
+    offload_optimizer: OffloadOptimizerConfig = Field(
+        default=OffloadOptimizerConfig(), description="Where the optimizer's state rests between steps."
+    )
+    sub_group_size: AutoPositive = Field(
+        default="auto",
+        description="At most this many elements of this rank's shards are stepped together, fewer where the pinned budget "
+        "doesn't hold three such sub-groups; their state is one extent. auto derives "
+        "it from the pinned budget. DeepSpeed's default is 1e9.",
+    )
+    stage3_prefetch_bucket_size: AutoCount = Field(
+        default="auto",
+        description="How far reading and gathering run ahead of use. Read: so many elements of this rank's shards, the next "
+        "group always; auto is as far as the pinned budget allows. Gathered: so many elements, in backward the next group "
+        "unless it is 0; auto is that one alone. DeepSpeed's default is 5e7, its auto 0.9 · hidden size²: less than a group "
+        "here.",
+    )
+    stage3_param_persistence_threshold: Count = Field(
+        default=100_000, description="Parameters of fewer elements stay gathered. auto is 10 · hidden size."
+    )
+    stage3_model_persistence_threshold: Count = Field(
+        default=sys.maxsize, description="Upper bound on the elements that stay gathered because they are small."
+    )
+    stage3_max_live_parameters: AutoCount = Field(
+        default="auto",
+        description="Elements that may be gathered at one time on one rank: a bound that always holds. auto is what the root, "
+        "a group, the one gathered ahead of it and those kept by stage3_max_reuse_distance come to. DeepSpeed's default is "
+        "1e9.",
+    )
+    stage3_max_reuse_distance: AutoCount = Field(
+        default="auto",
+        description="A group that is used again within this many elements stays gathered in between, as long as the bound on "
+        "live parameters has room: fewer bytes to read, more memory. auto is 0: none does, beyond the root from forward to "
+        "backward. DeepSpeed's default is 1e9.",
+    )
+    stage3_gather_16bit_weights_on_model_save: Flag = Field(
+        default=False,
+        description="Whether a trainer that saves the model gathers its 16-bit weights whole on rank 0. "
+        "`Engine.save_16bit_model` writes them without that, whatever is set here.",
+    )
+    stage3_module_granularity_threshold: Count = Field(
+        default=0, description="Modules with fewer elements per submodule than this are fetched as one; 0 turns it off."
+    )
+    reduce_bucket_size: Positive = Field(
+        default=500_000_000,
+        description="Elements reduced at one time, as an upper bound: FSDP2 reduces one group at a time. "
+        "auto is hidden size².",
+    )
+    mics_shard_size: Annotated[int, SIZE_OR_ALL] = Field(
+        default=-1,
+        description="Ranks that one copy of the model is sharded over, copies being replicated (HSDP); -1 is all ranks. It "
+        "divides their number. With NVMe, every copy rests on the drives of its own ranks.",
+    )
+    zero_hpz_partition_size: Positive = Field(
+        default=1,
+        description="Ranks that parameters are sharded over from forward to backward, in a second copy in the memory of the "
+        "device; 1 is none. It divides the number of ranks, and is not available with NVMe.",
+    )
+
+    ignored_keys = names_of(
+        """
+        allgather_bucket_size allgather_partitions contiguous_gradients elastic_checkpoint enable_sanity_checks
+        fast_init grad_hooks ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+        log_trace_cache_warnings memory_efficient_linear mics_hierarchical_params_gather overlap_comm
+        override_module_apply pipeline_loading_checkpoint reduce_scatter round_robin_gradients
+        stage3_allgather_sequential stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
+        use_multi_rank_bucket_allreduce zenflow zero_quantized_gradients zero_quantized_nontrainable_weights
+        zero_quantized_weights zeropp_loco_param
+        """
+    )
+    old_names = {
+        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "max_live_parameters": "stage3_max_live_parameters",
+        "max_reuse_distance": "stage3_max_reuse_distance",
+        "model_persistence_threshold": "stage3_model_persistence_threshold",
+        "module_granularity_threshold": "stage3_module_granularity_threshold",
+        "param_persistence_threshold": "stage3_param_persistence_threshold",
+        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    }
+
+
+class Fp16Config(Block):
+    """Training in fp16 with fp32 masters and a factor on the loss, which moves as DeepSpeed's does.
+
+    A step whose gradient holds an inf or NaN on any rank is skipped; the schedule does not advance then.
+    """
+
+    enabled: Flag = Field(default=False, description="Compute in fp16. Excludes `bf16.enabled`.")
+    auto_cast: Flag = Field(
+        default=False,
+        description="Accepted: FSDP2 casts floating-point inputs in any case; DeepSpeed does so only where this is true.",
+    )
+    loss_scale: Amount = Field(default=0.0, description="Factor on the loss; 0 adapts it while training.")
+    initial_scale_power: Count = Field(default=16, description="The adaptive factor starts at 2 to this power.")
+    loss_scale_window: Positive = Field(
+        default=1000, description="Steps without overflow after which the factor doubles."
+    )
+    hysteresis: Positive = Field(
+        default=2, description="The factor is halved at this overflow; those before it only skip their step."
+    )
+    consecutive_hysteresis: Flag = Field(
+        default=False,
+        description="Whether every step without overflow refills `hysteresis`, not only those that double the factor.",
+    )
+    min_loss_scale: Amount = Field(
+        default=1.0, description="The adaptive factor does not fall below this; one more overflow there is an error."
+    )
+
+    ignored_keys = names_of("fp16_master_weights_and_grads fp16_optimizer_states opt_level")
+
+
+class Bf16Config(Block):
+    """Training in bf16 with fp32 masters."""
+
+    enabled: Flag = Field(default=False, description="Compute in bf16. Excludes `fp16.enabled`.")
+
+    ignored_keys = names_of(
+        """
+        bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow immediate_grad_update
+        """
+    )
+
+
+class ActivationCheckpointingConfig(Block):
+    """What happens to activations that a checkpointed model saves. Which parts are checkpointed, the model decides."""
+
+    cpu_checkpointing: Flag = Field(
+        default=False, description="Keep saved activations in host memory between forward and backward."
+    )
+
+    ignored_keys = names_of(
+        """
+        contiguous_memory_optimization number_checkpoints partition_activations profile
+        synchronize_checkpoint_boundary
+        """
+    )
+
+
+class FlopsProfilerConfig(Block):
+    """A count of floating-point operations at one step."""
+
+    enabled: Flag = Field(default=False, description="Whether to count.")
+    profile_step: Positive = Field(default=1, description="The step that is counted.")
+    module_depth: Annotated[int, DEPTH] = Field(
+        default=-1, description="Depth of nested modules to report; -1 is the innermost."
+    )
+    top_modules: Positive = Field(default=1, description="Modules to report at each depth, the largest first.")
+    detailed: Flag = Field(default=True, description="Whether every module is reported.")
+    output_file: Text | None = Field(default=None, description="Where the report goes; standard output when absent.")
+    recompute_fwd_factor: Amount = Field(
+        default=0.0, description="Share of the forward pass that checkpointing computes again."
+    )
+
+
+class InfinityConfig(Block):
+    """What only infinity knows."""
+
+    pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = Field(
+        default="auto", description="Pinned host memory of this process, in bytes; every transfer goes through it."
+    )
+    host_cache_bytes: Annotated[int, CACHE_BYTES] = Field(
+        default=0,
+        description="So much of the pinned memory, in bytes, keeps 16-bit copies and optimizer state from step to step, those "
+        "that spare the most transfers; they take no space on the drive. Counted in `pinned_bytes_max`; no more is taken than "
+        "there is to keep.",
+    )
+    wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
+        default="auto",
+        description="Class names of the modules that become groups, one `fully_shard` call each. auto is the repeated blocks, "
+        "and parts of them, or of what is left, where stage3_max_live_parameters is less than they need.",
+    )
+    backend: Annotated[Backend, choice(Backend)] = Field(
+        default="auto",
+        description="How storage is driven; auto takes the drive's profile, or else the first of io_uring, linux_aio and "
+        "threads that the system permits.",
+    )
+    mix: Annotated[Mix, choice(Mix)] = Field(
+        default="auto",
+        description="How reads and writes that wait for one drive share it: interleaved, or in bursts of one, then the "
+        "other; auto takes the drive's profile, or else interleaves.",
+    )
+    rings: Positive = Field(
+        default=1, description="Ring threads per drive; each has `aio.queue_depth` submissions in flight."
+    )
+    iopoll: Flag = Field(
+        default=False, description="Whether io_uring polls the drive for completions; its driver needs poll queues."
+    )
+    sqpoll: Flag = Field(
+        default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
+    )
+    lock_memory: Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
+    fused: Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
+    master_weights: Annotated[MasterWeights, choice(MasterWeights)] = Field(
+        default="split",
+        description="How an fp32 master weight rests on NVMe beside its bf16 copy: split keeps the 16 bits that the copy "
+        "lacks, full keeps all 32. The numbers are the same.",
+    )
+    update: Annotated[Update, choice(Update)] = Field(
+        default="auto",
+        description="When the weights of a group are updated: in step, in forward just before the group is gathered, or in "
+        "backward as soon as its gradient is there, which clipping and accumulation exclude. The numbers are the same.",
+    )
+    reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
+        default="fp32", description="Element type in which gradients are reduced over the ranks."
+    )

@@ -1,0 +1,59 @@
+"""Floor 0. Values of the config that are fine alone and can't work together, and how an error tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from infinity.config.optimizers import OneCycleConfig, SchedulerConfig, SGDConfig
+
+if TYPE_CHECKING:
+    from infinity.config.whole import Config
+
+
+def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
+    """Error lines for values that are fine alone and can't work together; what is still "auto" is given the benefit."""
+    zero = config.zero_optimization
+    for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        path = f"zero_optimization.{name}"
+        if block.device == "nvme" and block.nvme_path is None and f"{path}.nvme_path" not in auto:
+            yield f'{path}.nvme_path: missing, expected a folder on the drive because {path}.device is "nvme"'
+        if "zero_optimization.stage" in auto:
+            continue
+        if zero.stage < 3 and (block.device == "nvme" or (name == "offload_param" and block.device == "cpu")):
+            yield (
+                f'{path}.device: got "{block.device}" with zero_optimization.stage {zero.stage}, which keeps whole '
+                "parameters on every rank; set zero_optimization.stage to 3"
+            )
+        elif zero.stage == 0 and block.device == "cpu":
+            yield (
+                f'{path}.device: got "cpu" with zero_optimization.stage 0, which shards nothing; '
+                "set zero_optimization.stage to 1, 2 or 3"
+            )
+    if config.fp16.enabled and config.bf16.enabled:
+        yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
+    if isinstance(config.optimizer, SGDConfig):
+        yield from _find_sgd_contradictions(config, config.optimizer)
+    if config.scheduler is not None:
+        yield from _find_scheduler_contradictions(config.scheduler, auto)
+
+
+def _find_sgd_contradictions(config: Config, optimizer: SGDConfig) -> Iterator[str]:
+    if config.nvme_paths:
+        yield (
+            'optimizer.type: got "SGD" together with NVMe, expected AdamW or Adam: what is paged is stepped piece by piece by '
+            "a kernel of its own, which there is for these two; leave parameters and optimizer state off NVMe to use SGD"
+        )
+    if optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
+        yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
+
+
+def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:
+    for name in scheduler.required_keys:
+        path = f"scheduler.params.{name}"
+        if getattr(scheduler, name) is None and path not in auto:
+            yield f'{path}: missing, expected a number from the config or, for "auto", from the caller'
+    if isinstance(scheduler, OneCycleConfig):
+        decays = scheduler.decay_lr_rate > 0 or (scheduler.cycle_momentum and scheduler.decay_mom_rate > 0)
+        if decays and not scheduler.decay_step_size and "scheduler.params.decay_step_size" not in auto:
+            yield "scheduler.params.decay_step_size: got 0 together with a decay rate, expected at least 1"

@@ -1,0 +1,83 @@
+"""Floor 0. Every key that exists, by its dotted path; what to say of one that doesn't."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator
+
+from infinity.config.blocks import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    Bf16Config,
+    Block,
+    FlopsProfilerConfig,
+    Fp16Config,
+    InfinityConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    ZeroConfig,
+)
+from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
+from infinity.config.whole import Config
+from infinity.config.words import join
+
+_OTHER_NAMES = {"max_grad_norm": "gradient_clipping", "learning_rate": "lr", "max_lr": "warmup_max_lr"}
+"""What other tools call some of the keys, for the error that names the key."""
+
+
+def explain_unknown(written: str, where: str) -> str:
+    """The error line for a key that exists nowhere, or not here, with the nearest name that does."""
+    path = join(where, written)
+    known = known_paths()
+    if path in known:
+        return f"{path}: unknown key for this type, remove it"
+    elsewhere = [other for other in known if other.rpartition(".")[2] == _OTHER_NAMES.get(written, written)]
+    if 1 <= len(elsewhere) <= 2:
+        return f"{path}: unknown key here, it belongs at {' or '.join(elsewhere)}"
+    here = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == where}
+    anywhere = {other.rpartition(".")[2]: other for other in reversed(known)}
+    for names in (here, anywhere):
+        if near := difflib.get_close_matches(written, names, n=1, cutoff=0.6):
+            return f"{path}: unknown key, did you mean {names[near[0]]}?"
+    return f"{path}: unknown key, remove it"
+
+
+@functools.cache
+def known_paths() -> tuple[str, ...]:
+    """Dotted paths of every key that is accepted, those of the models first."""
+    fields: list[str] = []
+    others: list[str] = ["optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"]
+    others += ["optimizer.params.adam_w_mode", "optimizer.legacy_fusion"]
+    others += [
+        f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
+    ]
+    for where, model in all_blocks():
+        typed = where in ("optimizer.params", "scheduler.params")
+        fields += [join(where, name) for name in model.model_fields if not (typed and name == "type")]
+        others += [join(where, name) for name in (*sorted(model.ignored_keys), *model.old_names, *model.fixed_keys)]
+    others += sorted(Config.feature_keys)
+    return tuple(dict.fromkeys((*fields, *others)))
+
+
+NESTED: dict[str, type[Block]] = {
+    "zero_optimization": ZeroConfig,
+    "zero_optimization.offload_param": OffloadParamConfig,
+    "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
+    "aio": AioConfig,
+    "infinity": InfinityConfig,
+    "bf16": Bf16Config,
+    "fp16": Fp16Config,
+    "activation_checkpointing": ActivationCheckpointingConfig,
+    "flops_profiler": FlopsProfilerConfig,
+}
+
+
+def all_blocks() -> Iterator[tuple[str, type[Block]]]:
+    """Every block with the dotted path of its keys in the source."""
+    yield "", Config
+    yield from NESTED.items()
+    yield "optimizer.params", AdamConfig
+    yield "optimizer.params", SGDConfig
+    for scheduler in SCHEDULERS.values():
+        yield "scheduler.params", scheduler

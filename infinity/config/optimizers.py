@@ -1,0 +1,181 @@
+"""Floor 0. The optimizer and the learning-rate schedules of the config, `{"type": ..., "params": {...}}` in the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from infinity.config.blocks import Block
+from infinity.config.rules import (
+    BETAS,
+    Amount,
+    Beta,
+    Count,
+    Flag,
+    Positive,
+    Rates,
+    WarmupType,
+    choice,
+    names_of,
+)
+
+
+class AdamConfig(Block):
+    """Adam or AdamW, in memory, on the CPU or on NVMe.
+
+    Adam with `adam_w_mode` true, DeepSpeed's default, decouples weight decay and is therefore typed AdamW here; type
+    AdamW does so whatever `adam_w_mode` says.
+    """
+
+    type: Literal["AdamW", "Adam"] = Field(
+        default="AdamW",
+        description="AdamW decouples weight decay from the gradient (Loshchilov and Hutter, 2019); Adam does not.",
+    )
+    lr: Amount = Field(default=1e-3, description="Learning rate, where no scheduler sets it.")
+    betas: Annotated[tuple[float, float], BETAS] = Field(
+        default=(0.9, 0.999), description="Decay of the running means of gradient and squared gradient."
+    )
+    eps: Amount = Field(default=1e-8, description="Added to the denominator.")
+    weight_decay: Amount = Field(
+        default=0.01,
+        description="Per unit of learning rate. The default is torch's for the type that is written: 0.01 for AdamW, 0 "
+        "for Adam whatever its `adam_w_mode`. DeepSpeed's own kernels default to 0 for both: write it down to be sure.",
+    )
+    torch_adam: Flag = Field(
+        default=False, description="Chooses torch's implementation in DeepSpeed; here it is always torch's."
+    )
+
+    ignored_keys = names_of("capturable cuda_aware foreach fused set_grad_none")
+    fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {
+        "amsgrad": (False, "the running maximum of AMSGrad is not kept"),
+        "bias_correction": (True, "the update always corrects for bias"),
+        "fp32_optimizer_states": (True, "the state is always fp32"),
+        "maximize": (False, "losses are minimised"),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_weight_decay(cls, data: Any) -> Any:
+        if isinstance(data, dict) and str(data.get("type")).lower() == "adam":
+            return {"weight_decay": 0.0, **data}
+        return data
+
+
+class SGDConfig(Block):
+    """Stochastic gradient descent, torch's. Not with NVMe, where only Adam and AdamW are paged."""
+
+    type: Literal["SGD"] = Field(default="SGD", description="Names this optimizer.")
+    lr: Amount = Field(default=1e-3, description="Learning rate, where no scheduler sets it.")
+    momentum: Amount = Field(default=0.0, description="Decay of the running sum of gradients; 0 keeps none.")
+    dampening: Amount = Field(default=0.0, description="Share of each gradient that the running sum leaves out.")
+    weight_decay: Amount = Field(default=0.0, description="Times the weight, added to its gradient.")
+    nesterov: Flag = Field(
+        default=False, description="Whether the momentum looks ahead; needs `momentum` and no `dampening`."
+    )
+
+    ignored_keys = names_of("differentiable foreach fused torch_adam")
+    fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {"maximize": (False, "losses are minimised")}
+
+
+OptimizerConfig = AdamConfig | SGDConfig
+
+OPTIMIZERS: dict[str, type[Block]] = {"AdamW": AdamConfig, "Adam": AdamConfig, "SGD": SGDConfig}
+
+
+class SchedulerBlock(Block):
+    """A learning-rate schedule, `{"type": ..., "params": {...}}` in the source; steps are optimizer steps."""
+
+    required_keys: ClassVar[tuple[str, ...]] = ()
+    ignored_keys = names_of("last_batch_iteration")
+
+
+class WarmupLRConfig(SchedulerBlock):
+    """From `warmup_min_lr` up to `warmup_max_lr`, then constant."""
+
+    type: Literal["WarmupLR"] = Field(default="WarmupLR", description="Names this schedule.")
+    warmup_min_lr: Rates = Field(default=0.0, description="Learning rate at the start.")
+    warmup_max_lr: Rates = Field(
+        default=1e-3, description='Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.'
+    )
+    warmup_num_steps: Count = Field(default=1000, description="Optimizer steps of the warmup; fewer than 2 count as 2.")
+    warmup_type: Annotated[WarmupType, choice(WarmupType)] = Field(
+        default="log", description="Shape of the warmup: logarithmic or linear in the step."
+    )
+
+
+class WarmupDecayLRConfig(SchedulerBlock):
+    """As WarmupLR, then linearly down to `warmup_min_lr` at `total_num_steps`."""
+
+    type: Literal["WarmupDecayLR"] = Field(default="WarmupDecayLR", description="Names this schedule.")
+    total_num_steps: Positive | None = Field(
+        default=None, description="Optimizer steps of the whole training; required."
+    )
+    warmup_min_lr: Rates = Field(default=0.0, description="Learning rate at the start and at the end.")
+    warmup_max_lr: Rates = Field(
+        default=1e-3, description='Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.'
+    )
+    warmup_num_steps: Count = Field(default=1000, description="Optimizer steps of the warmup; fewer than 2 count as 2.")
+    warmup_type: Annotated[WarmupType, choice(WarmupType)] = Field(
+        default="log", description="Shape of the warmup: logarithmic or linear in the step."
+    )
+
+    required_keys = ("total_num_steps",)
+
+
+class WarmupCosineLRConfig(SchedulerBlock):
+    """A share of the optimizer's `lr`: from `warmup_min_ratio` up to 1, then along half a cosine to `cos_min_ratio`."""
+
+    type: Literal["WarmupCosineLR"] = Field(default="WarmupCosineLR", description="Names this schedule.")
+    total_num_steps: Positive | None = Field(
+        default=None, description="Optimizer steps of the whole training; required."
+    )
+    warmup_min_ratio: Amount = Field(
+        default=0.0, description="Share of the optimizer's `lr` at the start of the warmup."
+    )
+    warmup_num_steps: Count = Field(default=1000, description="Optimizer steps of the warmup; fewer than 2 count as 2.")
+    cos_min_ratio: Amount = Field(default=1e-4, description="Share of the optimizer's `lr` at the end.")
+    warmup_type: Annotated[WarmupType, choice(WarmupType)] = Field(
+        default="log", description="Shape of the warmup: logarithmic or linear in the step."
+    )
+
+    required_keys = ("total_num_steps",)
+
+
+class OneCycleConfig(SchedulerBlock):
+    """Up to `cycle_max_lr` and back (Smith, 2018), with momentum going the other way, then an optional decay."""
+
+    type: Literal["OneCycle"] = Field(default="OneCycle", description="Names this schedule.")
+    cycle_min_lr: Amount | None = Field(default=None, description="Learning rate at both ends of the cycle; required.")
+    cycle_max_lr: Amount | None = Field(default=None, description="Learning rate at the top of the cycle; required.")
+    cycle_first_step_size: Positive = Field(default=2000, description="Steps up.")
+    cycle_second_step_size: Positive | None = Field(default=None, description="Steps down; as many as up when absent.")
+    decay_step_size: Count = Field(default=0, description="Steps per unit of decay after the cycle.")
+    decay_lr_rate: Amount = Field(
+        default=0.0, description="After n units of decay the learning rate is `cycle_min_lr` / (1 + this · n)."
+    )
+    cycle_momentum: Flag = Field(
+        default=True,
+        description="Whether the first beta is cycled too, against the learning rate. As in DeepSpeed, the second beta "
+        "is 0.99 then.",
+    )
+    cycle_min_mom: Beta = Field(default=0.8, description="First beta at the top of the cycle.")
+    cycle_max_mom: Beta = Field(default=0.9, description="First beta at the end of the cycle.")
+    decay_mom_rate: Amount = Field(
+        default=0.0,
+        description="After n units of decay the first beta is `cycle_max_mom` · (1 + this · n), and below 1.",
+    )
+
+    required_keys = ("cycle_min_lr", "cycle_max_lr")
+    ignored_keys = names_of("cycle_first_stair_count cycle_second_stair_count last_batch_iteration")
+
+
+SchedulerConfig = WarmupLRConfig | WarmupDecayLRConfig | WarmupCosineLRConfig | OneCycleConfig
+
+SCHEDULERS: dict[str, type[SchedulerBlock]] = {
+    "WarmupLR": WarmupLRConfig,
+    "WarmupDecayLR": WarmupDecayLRConfig,
+    "WarmupCosineLR": WarmupCosineLRConfig,
+    "OneCycle": OneCycleConfig,
+}

@@ -1,0 +1,258 @@
+"""Floor 0. Reading a config from a dict, a file or base64: what each of its keys is taken for."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from infinity.config.blocks import Block, ZeroConfig
+from infinity.config.check import validated
+from infinity.config.known import NESTED, explain_unknown
+from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS, AdamConfig
+from infinity.config.rules import FLAG, OptimizerType, SchedulerType, choice
+from infinity.config.whole import Config
+from infinity.config.words import config_error, join, shown
+from infinity.errors import ConfigError
+
+
+def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+    """The config in `source`: a dict, the path of a JSON file, or base64 of the JSON (as some launchers pass it).
+
+    Values written as "auto" are listed in `Config.auto` and hold their defaults until `Config.resolve` fills them; keys
+    that mean nothing here are listed in `Config.ignored`.
+
+    Raises ConfigError when the source can't be read (path, line and column) or holds anything that can't be right;
+    every problem is on a line of its own, with the dotted path of its key.
+    """
+    if isinstance(source, Mapping):
+        return _read_config(source, "config")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"a config is a dict, a path to JSON, or base64 of JSON, got {type(source).__name__}")
+    text, origin = _read_text(source)
+    return _read_config(_parse_json(text, origin), origin)
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which of its keys were given more than once."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _read_text(source: str | os.PathLike[str]) -> tuple[str, str]:
+    """The JSON text of a file or of base64, and the words that name where it came from."""
+    path = Path(source)
+    origin = str(path)
+    try:
+        return path.read_bytes().decode("utf-8-sig"), origin
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    except (OSError, ValueError) as error:  # a long base64 string is not a valid file name
+        if isinstance(source, str) and (text := _decode_base64(source)) is not None:
+            return text, "base64 config"
+        shown = origin if len(origin) <= 80 else f"{origin[:77]}..."
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"{shown}: can't read the config: {reason}; expected a dict, the path of a JSON file, or base64 of JSON"
+        ) from None
+
+
+def _decode_base64(text: str) -> str | None:
+    try:
+        decoded = base64.b64decode(text.strip().replace("-", "+").replace("_", "/"), validate=True).decode("utf-8-sig")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
+
+
+def _parse_json(text: str, origin: str) -> Mapping[str, Any]:
+    try:
+        source = json.loads(text, object_pairs_hook=_make_object)
+        repeated = list(_find_repeated(source))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{origin}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: not a config: nested too deeply") from None
+    if not isinstance(source, dict):
+        raise ConfigError(f"{origin}: got {shown(source)}, expected a JSON object")
+    if repeated:
+        raise config_error(origin, [f"{path}: given more than once, keep one" for path in repeated])
+    return source
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> _Object:
+    made = _Object(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        made.repeated = tuple(key for key in made if keys.count(key) > 1)
+    return made
+
+
+def _find_repeated(value: Any, where: str = "") -> Iterator[str]:
+    if isinstance(value, _Object):
+        yield from (join(where, key) for key in value.repeated)
+        for key, inner in value.items():
+            yield from _find_repeated(inner, join(where, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _find_repeated(inner, f"{where}[{index}]")
+
+
+def _read_config(source: Mapping[str, Any], origin: str) -> Config:
+    reader = _Reader()
+    values = reader.read_block(source, Config)
+    config = validated(values, origin, auto=reader.auto, written=reader.written, problems=reader.problems)
+    config._ignored, config._auto = tuple(reader.ignored), tuple(reader.auto)
+    return config
+
+
+class _Reader:
+    """Walks a source and sorts its keys: values for the models, autos, ignored keys, and problems."""
+
+    def __init__(self) -> None:
+        self.ignored: list[str] = []
+        self.auto: list[str] = []
+        self.problems: list[str] = []
+        self.written: dict[str, str] = {}  # canonical path -> the path as the user wrote it
+
+    def read_block(self, source: Mapping[Any, Any], model: type[Block], where: str = "") -> dict[str, Any]:
+        """The values that `source` gives to the fields of `model`."""
+        if model is ZeroConfig:
+            source = self._replace_deprecated(source, where)
+        values: dict[str, Any] = {}
+        for written, value in source.items():
+            if not isinstance(written, str):
+                self.problems.append(f"{where or 'config'}: got the key {written!r}, expected a text")
+                continue
+            name = model.old_names.get(written, written)
+            path = join(where, name)
+            if name in model.ignored_keys:
+                self.ignored.append(path)
+            elif name in model.fixed_keys:
+                self._check_fixed(value, path, *model.fixed_keys[name])
+            elif model is Config and name in Config.feature_keys:
+                self._check_feature(value, path)
+            elif name not in model.model_fields or (
+                name == "type" and where in ("optimizer.params", "scheduler.params")
+            ):
+                self.problems.append(explain_unknown(written, where))
+            elif value is None:
+                continue  # null is the same as leaving the key out
+            elif path in self.written:
+                self.problems.append(f"{join(where, written)}: given already as {self.written[path]}, keep one")
+            else:
+                self.written[path] = join(where, written)
+                self._take(values, name, value, path)
+        return values
+
+    def _take(self, values: dict[str, Any], name: str, value: Any, path: str) -> None:
+        nested = NESTED.get(path)
+        if isinstance(value, str) and value == "auto":
+            self.auto.append(f"{path}.enabled" if nested and "enabled" in nested.model_fields else path)
+        elif nested is not None and not isinstance(value, Mapping):
+            self.problems.append(f"{self.written[path]}: got {shown(value)}, expected an object")
+        elif nested is not None:
+            values[name] = self.read_block(value, nested, path)
+        elif path == "optimizer":
+            self._take_optimizer(values, value)
+        elif path == "scheduler":
+            self._take_scheduler(values, value)
+        else:
+            values[name] = value
+
+    def _take_optimizer(self, values: dict[str, Any], source: Any) -> None:
+        read = self._read_typed(source, "optimizer", OptimizerType, "AdamW")
+        if read is None:
+            return
+        kind, params = read
+        if kind in ("AdamW", "Adam"):
+            w_mode = self._pop_flag(params, "adam_w_mode", "optimizer.params.adam_w_mode", default=True)
+            found = self.read_block(params, AdamConfig, "optimizer.params")
+            if kind == "Adam":
+                found.setdefault(
+                    "weight_decay", 0.0
+                )  # the default of the type that is written, before it becomes AdamW
+            values["optimizer"] = {**found, "type": "AdamW" if w_mode else kind}
+        else:
+            values["optimizer"] = {**self.read_block(params, OPTIMIZERS[kind], "optimizer.params"), "type": kind}
+
+    def _take_scheduler(self, values: dict[str, Any], source: Any) -> None:
+        read = self._read_typed(source, "scheduler", SchedulerType, "WarmupLR")
+        if read is None:
+            return
+        kind, params = read
+        values["scheduler"] = {**self.read_block(params, SCHEDULERS[kind], "scheduler.params"), "type": kind}
+
+    def _read_typed(self, source: Any, where: str, types: Any, default: str) -> tuple[str, dict[str, Any]] | None:
+        """The type and the params of a `{"type": ..., "params": {...}}` block; None when its type is of no use."""
+        if not isinstance(source, Mapping):
+            self.problems.append(f"{where}: got {shown(source)}, expected an object")
+            return None
+        for key in source:
+            if key == "legacy_fusion" and where == "optimizer":
+                self.ignored.append(f"{where}.{key}")
+            elif key not in ("type", "params"):
+                self.problems.append(explain_unknown(str(key), where))
+        params = source.get("params")
+        if params is not None and not isinstance(params, Mapping) and params != "auto":
+            self.problems.append(f"{where}.params: got {shown(params)}, expected an object")
+        known = dict(params) if isinstance(params, Mapping) else {}
+        kind, rule = source.get("type"), choice(types)
+        if kind == "auto":
+            return default, known
+        try:
+            return str(rule.read(kind)), known
+        except ValueError:
+            got = "missing" if kind is None else f"got {shown(kind)}"
+            self.problems.append(f"{where}.type: {got}, expected {rule.wanted}")
+            return None
+
+    def _replace_deprecated(self, source: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """`source` with the switches that came before the offload blocks turned into those blocks."""
+        current = dict(source)
+        pin_memory, used = current.pop("cpu_offload_use_pin_memory", None), False
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            path = join(where, old)
+            if not self._pop_flag(current, old, path, default=False):
+                continue
+            used = True
+            block = current.get(new)
+            if isinstance(block, Mapping) and block.get("device", "cpu") != "cpu":
+                self.problems.append(
+                    f"{path}: got true together with {where}.{new}.device {shown(block['device'])}, keep the latter"
+                )
+            elif block is None or isinstance(block, Mapping):
+                pinned = {} if pin_memory is None else {"pin_memory": pin_memory}
+                current[new] = {**pinned, **(block or {}), "device": "cpu"}
+        if "cpu_offload_use_pin_memory" in source and not used:
+            self.ignored.append(join(where, "cpu_offload_use_pin_memory"))
+        return current
+
+    def _pop_flag(self, source: dict[str, Any], key: str, path: str, *, default: bool) -> bool:
+        value = source.pop(key, None)
+        if value is None or value == "auto":
+            return default
+        try:
+            return bool(FLAG.read(value))
+        except ValueError:
+            self.problems.append(f"{path}: got {shown(value)}, expected true or false")
+            return default
+
+    def _check_fixed(self, value: Any, path: str, wanted: bool, reason: str) -> None:
+        if value not in (None, "auto") and (
+            not isinstance(value, (bool, str)) or str(value).lower() != str(wanted).lower()
+        ):
+            self.problems.append(f"{path}: got {shown(value)}, expected {str(wanted).lower()}: {reason}")
+
+    def _check_feature(self, value: Any, path: str) -> None:
+        enabled = value.get("enabled") if isinstance(value, Mapping) else value
+        if enabled is True or (isinstance(enabled, str) and enabled.lower() == "true"):
+            self.problems.append(
+                f"{path}.enabled: got true, expected false: it changes what is computed, and infinity does not do it"
+            )
+        else:
+            self.ignored.append(path)

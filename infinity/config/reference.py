@@ -1,0 +1,84 @@
+"""Floor 0. The reference of the config, docs/config.md, written from the models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from infinity.config.blocks import Block
+from infinity.config.known import NESTED
+from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
+from infinity.config.rules import Rule
+from infinity.config.whole import Config
+
+_INTRO = """\
+# The training config
+
+<!-- Written by `python -m infinity.config > docs/config.md`; change the models in infinity/config/ instead of this file. -->
+
+infinity reads the JSON that DeepSpeed users own: `infinity.config.load_config` takes a dict, the path of a JSON file,
+or base64 of the JSON. Every key is optional unless it says otherwise.
+
+- Booleans may be the strings "true" and "false", integers may be written as `1e9` or `"40M"`, and byte counts as
+  `"512MiB"`. `null` is the same as leaving the key out.
+- `"auto"` may stand for any value. `Config.resolve(world_size=..., hidden_size=..., lr=..., ...)` fills it from the
+  caller's arguments by name; what nobody fills takes the default below.
+- `train_batch_size` = `train_micro_batch_size_per_gpu` · `gradient_accumulation_steps` · number of ranks. Two give the
+  third; what can't be derived is 1.
+- A key that exists in DeepSpeed and means nothing here is accepted and listed in `Config.ignored`. A key that exists
+  nowhere is an error, with the nearest name suggested.
+"""
+
+
+def render_reference() -> str:
+    """docs/config.md: every block with its keys, what they may be, their defaults and their meaning."""
+    parts = [_INTRO, *_render_block("Top level", "", Config)]
+    for path, model in NESTED.items():
+        parts += _render_block(f"`{path}`", path, model)
+    parts += _render_block("`optimizer` of type AdamW or Adam", "optimizer", AdamConfig)
+    parts += _render_block("`optimizer` of type SGD", "optimizer", SGDConfig)
+    for name, scheduler in SCHEDULERS.items():
+        parts += _render_block(f"`scheduler` of type {name}", "scheduler", scheduler)
+    return "\n".join(parts)
+
+
+def _render_block(title: str, path: str, model: type[Block]) -> list[str]:
+    lines = [f"## {title}", "", " ".join((model.__doc__ or "").split()), ""]
+    lines += ["| Key | Value | Default | Meaning |", "|---|---|---|---|"]
+    for name in model.model_fields:
+        lines.append(_render_field(name, path, model))
+    lines.append("")
+    if model.old_names:
+        lines += ["Old names: " + ", ".join(f"`{old}` for `{new}`" for old, new in model.old_names.items()) + ".", ""]
+    if model.fixed_keys:
+        fixed = (f"`{key}` {str(value).lower()} ({why})" for key, (value, why) in model.fixed_keys.items())
+        lines += ["Accepted with one value only: " + ", ".join(fixed) + ".", ""]
+    if model is Config:
+        features = ", ".join(f"`{key}`" for key in sorted(Config.feature_keys))
+        lines += [f"Ignored unless their `enabled` is true, which is an error: {features}.", ""]
+    if model.ignored_keys:
+        lines += ["Accepted and ignored: " + ", ".join(f"`{key}`" for key in sorted(model.ignored_keys)) + ".", ""]
+    return lines
+
+
+def _render_field(name: str, path: str, model: type[Block]) -> str:
+    field = model.model_fields[name]
+    key = f"params.{name}" if path in ("optimizer", "scheduler") and name != "type" else name
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, Block) or name in ("optimizer", "scheduler"):
+        wanted, shown = "an object", ""
+    elif path in ("optimizer", "scheduler") and name == "type":
+        wanted, shown = " or ".join(f'"{kind}"' for kind in get_args(field.annotation)), ""
+    else:
+        wanted = _find_wanted(field.metadata, field.annotation)
+        shown = "" if default is None else f"`{json.dumps(default)}`"
+    return f"| `{key}` | {wanted} | {shown} | {field.description} |"
+
+
+def _find_wanted(metadata: Sequence[Any], annotation: Any) -> str:
+    """The words of the rule on a field, which sits inside the annotation where the field may be absent."""
+    for candidate in (*metadata, *(part for inner in get_args(annotation) for part in get_args(inner))):
+        if isinstance(candidate, Rule):
+            return candidate.wanted
+    raise AssertionError(f"a field without a rule: {annotation}")

@@ -1,0 +1,123 @@
+"""Floor 5. The optimizer over a sharded model, paged where the model is, and the schedule that moves its learning rate.
+
+An optimizer or a schedule may come from the config or from the caller, made or as a function that makes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR
+
+from infinity.config import AdamConfig, Config, SGDConfig
+from infinity.errors import ConfigError
+from infinity.runtime.lr_schedules import make_lr_scheduler
+from infinity.swap import PagedAdam, SwapManager
+from infinity.swap.names import parameter_names, parameters_by_name
+
+Groups = list[tuple[dict[str, Any], list[str]]]
+"""Parameter groups as (settings, names)."""
+
+
+def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any) -> Groups:
+    """Parameter groups as (settings, names): sharding puts other objects in the parameters' place."""
+    names = parameter_names(model)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        source: list[Any] = optimizer.param_groups
+    elif model_parameters is not None:
+        source = list(model_parameters)
+    else:
+        source = [parameter for parameter in names if parameter.requires_grad]
+    if not source:
+        raise ConfigError("there is nothing to train: no parameter requires a gradient")
+    grouped = source if isinstance(source[0], dict) else [{"params": source}]
+    found = []
+    for group in grouped:
+        members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
+        if any(member not in names for member in members):
+            raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found.append((settings, [names[member][0] for member in members]))
+    return found
+
+
+def make_optimizer(
+    model: nn.Module, config: Config, given: Any, groups: Groups, swap: SwapManager | None
+) -> torch.optim.Optimizer:
+    """The optimizer over the sharded parameters: the caller's, made to hold them, or the config's; paged where `swap` is.
+
+    Raises ConfigError for one that has stepped, and for one that can't be paged.
+    """
+    parameters = parameters_by_name(model)
+    regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
+    if isinstance(given, torch.optim.Optimizer):
+        if given.state:
+            raise ConfigError("pass an optimizer that has not stepped yet; its state can't follow the parameters")
+    elif callable(given):
+        made: torch.optim.Optimizer = given(regrouped)
+        if swap is None:
+            return made
+        given, regrouped = made, made.param_groups
+    if swap is not None:
+        if given is not None:
+            check_pageable(given)
+        settings = given.defaults if given is not None else _settings_in(config)
+        return PagedAdam(regrouped, swap=swap, **{key: settings[key] for key in _PAGED_SETTINGS if key in settings})
+    if given is not None:
+        for group, holding in zip(given.param_groups, regrouped, strict=True):
+            group["params"] = holding["params"]
+        return given  # type: ignore[no-any-return]
+    if isinstance(config.optimizer, SGDConfig):
+        return torch.optim.SGD(regrouped, **config.optimizer.model_dump(exclude={"type"}))
+    return torch.optim.Adam(regrouped, **_settings_in(config))
+
+
+def check_pageable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where it is something else than torch's Adam or AdamW."""
+    adam = isinstance(optimizer, torch.optim.Adam)
+    if not adam or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.Adam.step):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} can't be paged: with NVMe the state is stepped piece by piece, by a kernel "
+            "that there is for Adam and AdamW; pass torch.optim.AdamW or Adam, or leave parameters and optimizer state off NVMe"
+        )
+
+
+def make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, before: Any) -> Any:
+    """The caller's schedule, made to move `optimizer` where it was made for the one `before` it, or the config's."""
+    if given is None:
+        return make_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+    if callable(given) and not hasattr(given, "step"):
+        return given(optimizer)
+    moved = getattr(given, "optimizer", None)
+    if moved is optimizer:
+        return given
+    if moved is None or moved is not before:
+        raise ConfigError(
+            "the lr_scheduler belongs to another optimizer than the one passed: pass a function of the optimizer instead, "
+            "lr_scheduler=lambda optimizer: ..."
+        )
+    ConstantLR(
+        optimizer, factor=1.0, total_iters=0
+    )  # torch's mark on an optimizer that has a schedule; changes no rate
+    given.optimizer = optimizer
+    return given
+
+
+_PAGED_SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize", "fused", "decoupled_weight_decay")
+
+
+def _settings_in(config: Config) -> dict[str, Any]:
+    """Arguments of torch.optim.Adam."""
+    chosen = config.optimizer if isinstance(config.optimizer, AdamConfig) else AdamConfig()
+    return {
+        "lr": chosen.lr,
+        "betas": chosen.betas,
+        "eps": chosen.eps,
+        "weight_decay": chosen.weight_decay,
+        "fused": config.infinity.fused,
+        "decoupled_weight_decay": chosen.type == "AdamW",
+    }

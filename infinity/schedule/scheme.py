@@ -1,0 +1,84 @@
+"""Floor 3. The scheme of a step: how master weights rest on the drive, when a group is updated, and what that moves.
+
+[Note: Schemes]
+Master weights rest *split*, as the bf16 copy that is gathered and the 16 bits that rounding took away (12 bytes of state per
+element, the copy among them), or in *full* beside the copy (14). A group is updated in the optimizer *step* after the backward;
+or just before its next *forward*, by the numbers that the step settled; or in the *backward*, as soon as its gradient is
+reduced, which is the same only where nothing has to be known of all gradients before. Bytes per element of one micro-batch:
+
+    split      forward             backward            step      read   written
+    step       2                   2                   12        16     12
+    forward    12 (copy included)  2                             14     12
+    backward   2                   12 (copy included)            14     12
+
+In full the step reads 12 and writes 14. Updated before its forward, a group gets its copy from the update (12 + 2 read);
+updated in its backward, it has read the copy for that already, and reads the master beside it (2 + 2 + 12).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from infinity.errors import ConfigError
+
+MasterWeights = Literal["split", "full"]
+Update = Literal["step", "forward", "backward"]
+
+COPY_BYTES = 2
+"""One element of what is gathered (bf16)."""
+
+MASTER_BYTES = 4
+MOMENT_BYTES = 4
+
+STATE_BYTES = MASTER_BYTES + 2 * MOMENT_BYTES
+"""Master and moments; split, the copy is a part of them."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """See [Note: Schemes]."""
+
+    master_weights: MasterWeights = "split"
+    update: Update = "forward"
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether updates happen in forward or backward, so that groups and sub-groups share the pool at all times."""
+        return self.update != "step"
+
+    def copy_is_state(self, copy_itemsize: int = COPY_BYTES) -> bool:
+        """Whether what is gathered is a part of the state: a split master's copy, or the fp32 master itself."""
+        return self.master_weights == "split" or copy_itemsize >= MASTER_BYTES
+
+    def rest_bytes(self, copy_itemsize: int = COPY_BYTES) -> int:
+        """State per element beside what is gathered: a remainder and moments, moments alone, or master and moments."""
+        return STATE_BYTES - (copy_itemsize if self.copy_is_state(copy_itemsize) else 0)
+
+    def copy_reads(self, gathers: int, copy_itemsize: int = COPY_BYTES) -> int:
+        """How often a step reads a trained copy that is gathered `gathers` times in it and doesn't stay in memory."""
+        if not self.copy_is_state(copy_itemsize):
+            return gathers - (self.update == "forward")
+        if self.update == "step":
+            return gathers + 1
+        return gathers if self.update == "forward" else max(gathers, 2)
+
+
+def choose_update(asked: str, *, clipping: bool, accumulation: int, loss_scaling: bool) -> Update:
+    """The update that the config's "auto" means, or what was `asked` for.
+
+    In the backward, which keeps no gradients, where that is exact: what is done to one gradient must not depend on another.
+    Raises ConfigError where "backward" was asked for and isn't.
+    """
+    reasons = ["gradient_clipping"] * clipping + ["gradient_accumulation_steps"] * (accumulation > 1)
+    reasons += ["fp16"] * loss_scaling
+    if asked == "auto":
+        return "forward" if reasons else "backward"
+    if asked == "backward" and reasons:
+        raise ConfigError(
+            f'infinity.update "backward" does not go with {" and ".join(reasons)}: a gradient would be applied before all '
+            'are known; use "forward", which moves as few bytes'
+        )
+    if asked not in ("step", "forward", "backward"):
+        raise ConfigError(f'infinity.update: expected "auto", "step", "forward" or "backward", got {asked!r}')
+    return asked  # type: ignore[return-value]

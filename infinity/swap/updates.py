@@ -1,0 +1,45 @@
+"""Floor 4. All updates that sub-groups wait for, at once: as a pipeline through the pinned pool, three or more deep.
+
+Sub-group k+1 is being read while k is updated and k-1 is being written; the pool is the only bound.
+"""
+
+from __future__ import annotations
+
+from infinity.swap.chunk import ChunkState
+from infinity.swap.paged_model import PagedModel, PagedSubGroup
+from infinity.swap.stager import Stager
+
+
+def finish_updates(paged: PagedModel, stager: Stager, sub_groups_ahead: int) -> None:
+    """Run every update that is left, reading `sub_groups_ahead` sub-groups ahead; the last writes go on in the background.
+
+    Raises IoError when a transfer failed: where that was a read, the updates that were not run still wait.
+    """
+    waiting = list(paged.updates)
+    groups = [group for group in paged.groups if paged.waiting(group)]
+    for group in groups:
+        paged.forget(group)
+    try:
+        _run(paged, stager, waiting, sub_groups_ahead)
+    finally:
+        for group in groups:
+            paged.expect(group)
+
+
+def _run(paged: PagedModel, stager: Stager, waiting: list[PagedSubGroup], sub_groups_ahead: int) -> None:
+    moving = [sub.chunk for sub in waiting if sub.moves]
+    done = 0
+    for sub in _in_turn([sub for sub in waiting if sub.moves], [sub for sub in waiting if not sub.moves]):
+        stager.wanted = moving[done : done + 1 + sub_groups_ahead]
+        for chunk in stager.wanted:
+            if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
+                break
+        done += sub.moves
+        paged.run_update(sub)
+
+
+def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:
+    """All of them, those that stay in memory evenly between the others: the drive reads and writes while they are updated."""
+    placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
+    placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
+    return [sub for _, sub in sorted(placed, key=lambda each: each[0])]

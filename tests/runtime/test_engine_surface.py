@@ -1,0 +1,140 @@
+"""What trainers and scripts written for a DeepSpeed engine call on ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[0].bias.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = torch.relu(block(h))
+        return self.head(h) * self.scale
+
+    def describe(self) -> str:
+        return "a model"
+
+
+def engine_of(path: Path | None, **changes: Any) -> infinity.Engine:
+    place = {"device": "nvme", "nvme_path": str(path)} if path is not None else {"device": "none"}
+    zero = {"stage": 3, "offload_param": place, "offload_optimizer": place, **changes.pop("zero_optimization", {})}
+    engine, *_ = infinity.initialize(model=Model(), config={"zero_optimization": zero, **changes})
+    return engine
+
+
+def loss_of(engine: Any) -> torch.Tensor:
+    return engine(torch.arange(6).reshape(2, 3)).float().square().mean()
+
+
+def test_wall_clock_breakdown_prints_each_part(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = engine_of(nvme_path, wall_clock_breakdown=True, gradient_accumulation_steps=2)
+    with engine:
+        for _ in range(4):
+            engine.backward(loss_of(engine))
+            engine.step()
+    number = r"\d+\.\d\d"
+    micro = rf"time \(ms\) \| fwd_microstep: {number} \| bwd_microstep: {number} \| step_microstep: {number}"
+    whole = rf"time \(ms\) \| fwd: ({number}) \| bwd: {number} \| step: {number}"
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time (ms)")]
+    assert [bool(re.fullmatch(micro, line)) for line in lines] == [True, True, False] * 2
+    assert [bool(re.fullmatch(whole, line)) for line in lines] == [False, False, True] * 2
+    assert all(float(found[1]) > 0 for line in lines if (found := re.fullmatch(whole, line)))
+
+
+def test_a_boundary_that_the_caller_sets(nvme_path: Path) -> None:
+    """As accelerate drives it: it says where a step ends, and the loss may come divided already."""
+    engine, other = engine_of(nvme_path, gradient_accumulation_steps=2), engine_of(None, gradient_accumulation_steps=2)
+    with engine, other:
+        for boundary in (False, False, True):
+            engine.set_gradient_accumulation_boundary(boundary)
+            engine.backward(loss_of(engine) / 2, retain_graph=True, scale_wrt_gas=False)
+            other.set_gradient_accumulation_boundary(boundary)
+            other.backward(loss_of(other))
+            engine.step()
+            other.step()
+        assert engine.global_steps == other.global_steps == 1
+        assert engine.was_step_applied()
+        assert engine.get_global_grad_norm() == other.get_global_grad_norm()
+        assert engine.global_samples == engine.train_batch_size()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_16_bit_weights_gathered_on_one_rank(nvme_path: Path, frozen: bool) -> None:
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    engine = engine_of(nvme_path, bf16={"enabled": True}, zero_optimization=gathers)
+    with engine:
+        assert engine.zero_gather_16bit_weights_on_model_save()
+        state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=not frozen)
+    assert state is not None
+    expected = Model().bfloat16().state_dict()
+    if not frozen:
+        del expected["blocks.0.bias"]
+    assert sorted(state) == sorted(expected)
+    assert all(torch.equal(state[name], value) for name, value in expected.items() if name != "scale")
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    assert not engine_flag_default()
+
+
+def engine_flag_default() -> bool:
+    engine = engine_of(None)
+    with engine:
+        return engine.zero_gather_16bit_weights_on_model_save()
+
+
+def test_what_else_is_asked_of_an_engine(nvme_path: Path) -> None:
+    engine = engine_of(nvme_path, bf16={"enabled": True}, gradient_clipping=0.5)
+    with engine:
+        assert engine.zero_optimization_stage() == 3
+        assert (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.gradient_clipping()) == (True, False, 0.5)
+        assert (engine.global_rank, engine.local_rank, engine.world_size) == (0, 0, 1)
+        assert engine.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        assert not engine.was_step_applied()
+        assert engine.describe() == "a model"
+        with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+            engine.nothing_of_the_kind  # noqa: B018
+        assert engine.cur_scale == engine.loss_scale == 1.0
+
+
+def test_arguments_of_deepspeed_s_checkpoint_calls(nvme_path: Path, tmp_path: Path) -> None:
+    engine = engine_of(nvme_path)
+    with engine:
+        engine.backward(loss_of(engine))
+        engine.step()
+        engine.save_checkpoint(tmp_path, tag="one", client_state={"a": 1}, save_latest=True)
+        path, state = engine.load_checkpoint(
+            tmp_path, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=False
+        )
+        assert path == str(tmp_path / "one")
+        assert state == {"a": 1}
+        with pytest.raises(infinity.ConfigError, match="for weights alone"):
+            engine.load_checkpoint(tmp_path, load_module_only=True)
+        engine.destroy()

@@ -1,0 +1,264 @@
+"""An update that waits is never seen: whoever looks at values sees them updated, and nothing that fails loses one."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import infinity
+from infinity.swap import paged_optimizer
+from infinity.swap.stager import Stager
+
+BLOCKS = 5
+WIDTH = 96
+
+
+class Model(nn.Module):
+    """Blocks of which a pass may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        h = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != without:
+                h = h + block(h).tanh()
+        return h
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(nvme_path: Path | None, model: nn.Module | None = None, **own: Any) -> infinity.Engine:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path else {"device": "none"}
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": place,
+            "offload_optimizer": place,
+            "stage3_param_persistence_threshold": 100,
+            "sub_group_size": 4096,
+        },
+        "infinity": {"pinned_bytes_max": "16MiB", "wrap": ["Linear"], "update": "forward", **own},
+    }
+    engine, *_ = infinity.initialize(model=model or Model(), config=config)
+    return engine
+
+
+@pytest.fixture
+def both(nvme_path: Path) -> Iterator[list[infinity.Engine]]:
+    """The same training in memory and on NVMe."""
+    engines = [made(None), made(nvme_path)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def step(engine: infinity.Engine, without: int | None = None) -> float:
+    loss = engine(torch.ones(2, 8), without).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
+
+
+def waiting(engine: infinity.Engine) -> int:
+    assert engine.swap is not None
+    return len(engine.swap.paged.updates)
+
+
+def released(engine: infinity.Engine) -> dict[str, nn.Parameter]:
+    for module in engine.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(engine.module.named_parameters())
+
+
+def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    return {name: p.detach().full_tensor() + 0 for name, p in released(engine).items()}
+
+
+def moments(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": engine.optimizer.state[p][key].full_tensor() + 0
+        for name, p in released(engine).items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def state_of_model(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    released(engine)
+    return {name: value.full_tensor() + 0 for name, value in engine.state_dict().items()}
+
+
+def evaluation(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    engine.eval()
+    with torch.no_grad():
+        value = engine(torch.ones(3, 8)).float()
+    engine.train()
+    return {"output": value}
+
+
+@pytest.mark.parametrize("look", [weights, moments, state_of_model, evaluation])
+def test_whoever_looks_sees_what_was_updated(
+    both: list[infinity.Engine], look: Callable[[infinity.Engine], dict[str, torch.Tensor]]
+) -> None:
+    for _ in range(3):
+        for engine in both:
+            step(engine)
+        assert waiting(both[1]) > 0
+        expected, got = (look(engine) for engine in both)
+        for name, value in expected.items():
+            assert torch.equal(value, got[name]), name
+
+
+def test_a_weight_set_by_hand_after_a_step_stays_as_it_was_set(both: list[infinity.Engine]) -> None:
+    for engine in both:
+        step(engine)
+        weight = released(engine)["blocks.2.weight"]
+        with torch.no_grad():
+            weight.fill_(0.5)
+    assert waiting(both[1]) > 0
+    for _ in range(2):
+        assert len({step(engine) for engine in both}) == 1
+    for look in (weights, moments):
+        expected, got = (look(engine) for engine in both)
+        assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_a_checkpoint_right_after_a_step_holds_the_step(both: list[infinity.Engine], tmp_path: Path) -> None:
+    memory, nvme = both
+    for engine in both:
+        step(engine)
+    nvme.save_checkpoint(tmp_path)
+    expected = [step(memory) for _ in range(3)]
+    step(nvme)
+    memory.load_checkpoint(tmp_path)
+    assert [step(memory) for _ in range(3)] == expected
+    nvme.load_checkpoint(tmp_path)
+    assert [step(nvme) for _ in range(3)] == expected
+
+
+def test_what_the_next_forward_leaves_out_is_updated_all_the_same(both: list[infinity.Engine]) -> None:
+    for without in (None, 3, 1, 3, None):
+        assert len({step(engine, without) for engine in both}) == 1
+    expected, got = (weights(engine) for engine in both)
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_a_step_takes_the_gradients_and_a_forward_frees_them(both: list[infinity.Engine]) -> None:
+    nvme = both[1]
+    nvme.backward(nvme(torch.ones(2, 8)).float().square().mean())
+    grads = [weakref.ref(p.grad.to_local()) for p in released(nvme).values()]
+    nvme.step()
+    assert all(p.grad is None for p in nvme.parameters())
+    with torch.no_grad():
+        nvme(torch.ones(2, 8))
+    gc.collect()
+    assert waiting(nvme) == 0
+    assert all(grad() is None for grad in grads)
+
+
+def test_a_read_that_fails_loses_no_update(both: list[infinity.Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, nvme = both
+    for engine in both:
+        step(engine)
+    acquire, seen = Stager.acquire, iter(range(1000))
+
+    def acquire_or_fail(self: Stager, chunk: Any) -> Any:
+        if chunk.name.startswith("sub-group") and next(seen) == 3:
+            raise infinity.IoError("read of rank0.arena: EIO", errno.EIO, "read")
+        return acquire(self, chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "acquire", acquire_or_fail)
+        with pytest.raises(infinity.IoError, match="EIO"):
+            weights(nvme)
+    for _ in range(2):
+        assert step(nvme) == step(memory)
+    expected, got = weights(memory), weights(nvme)
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_an_update_that_fails_half_way_is_told_to_everybody(
+    both: list[infinity.Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvme = both[1]
+    nvme.save_checkpoint(tmp_path)
+    expected = [step(nvme) for _ in range(2)]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the kernel failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged_optimizer, "adam_", fail)
+        with pytest.raises(RuntimeError, match="the kernel failed"):
+            nvme(torch.ones(2, 8))
+    assert waiting(nvme) == 0
+    with pytest.raises(infinity.InfinityError, match=r"torn.*the kernel failed.*load a checkpoint"):
+        weights(nvme)
+    released(nvme)
+    nvme.load_checkpoint(tmp_path)
+    assert [step(nvme) for _ in range(2)] == expected
+
+
+def test_a_flush_leaves_nothing_to_do(both: list[infinity.Engine]) -> None:
+    nvme = both[1]
+    step(nvme)
+    assert nvme.swap is not None
+    nvme.swap.flush()
+    assert waiting(nvme) == 0
+    assert step(nvme) == [step(both[0]) for _ in range(2)][1]
+
+
+def test_closing_forgets_what_waits(nvme_path: Path) -> None:
+    engine = made(nvme_path)
+    step(engine)
+    assert waiting(engine) > 0
+    engine.close()
+    assert waiting(engine) == 0
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_weights_full_of_ties_train_as_in_memory(nvme_path: Path, update: str) -> None:
+    """A checkpoint in fp16 has a tie in every eighth weight: just half-way between two bf16 numbers."""
+
+    def model() -> Model:
+        model = Model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.half().float())
+        return model
+
+    engines = [made(None, model()), made(nvme_path, model(), update=update)]
+    assert engines[1].swap is not None
+    assert sum(sub.ties.numel() for sub in engines[1].swap.paged.sub_groups) > 1000
+    before = [weights(engine) for engine in engines]
+    for name, value in before[0].items():
+        assert torch.equal(value, before[1][name]), name
+    for _ in range(3):
+        assert len({step(engine, without=2) for engine in engines}) == 1  # some stay as they are
+    expected, got = (weights(engine) for engine in engines)
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+    for engine in engines:
+        engine.close()

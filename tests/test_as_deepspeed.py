@@ -1,0 +1,218 @@
+"""`import infinity as deepspeed`: what common scripts do with it, in their own words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity as deepspeed
+from infinity.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from infinity.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+from infinity.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.blocks = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.register_buffer("table", torch.arange(64.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = deepspeed.checkpointing.checkpoint(self.first, x)
+        return self.blocks(h) + self.table
+
+
+def config(path: Path | None, **changes: Any) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": str(path)} if path is not None else {"device": "none"}
+    zero = {"stage": 3, "offload_param": place, "offload_optimizer": place}
+    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **changes}
+
+
+def whole(engine: deepspeed.Engine) -> list[torch.Tensor]:
+    return [p.data.full_tensor().clone() + 0 for p in engine.parameters()]
+
+
+def train(engine: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+        loss = (engine(x) - engine.module.table).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_script_with_arguments(nvme_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config(nvme_path, optimizer={"type": "AdamW"})))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser = deepspeed.add_config_arguments(parser)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    assert args.deepspeed
+    deepspeed.init_distributed(dist_backend="gloo")
+    assert dist.get_world_size() == 1
+    model = Model()
+    data = [torch.ones(8)] * 4
+    model_engine, optimizer, loader, schedule = deepspeed.initialize(
+        args=args,
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        training_data=data,
+        mpu=None,
+        dist_init_required=False,
+        collate_fn=None,
+    )
+    with model_engine:
+        assert isinstance(model_engine, deepspeed.DeepSpeedEngine)
+        assert schedule is None
+        for batch in loader:
+            loss = model_engine(batch.to(model_engine.device)).square().mean()
+            model_engine.backward(loss)
+            model_engine.step()
+        assert model_engine.global_steps == 2
+        assert isinstance(optimizer, deepspeed.PagedAdam)
+    assert dist.is_initialized()  # the script's, not the engine's
+
+
+@pytest.mark.parametrize("where", ["memory", "nvme"])
+@pytest.mark.parametrize(
+    ("make", "decoupled"),
+    [
+        (lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1), True),
+        (lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=False), False),
+        (lambda p: FusedAdam(p, lr=1e-2, weight_decay=0.1), True),
+        (lambda p: FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False), False),
+    ],
+)
+def test_deepspeed_s_adams_are_torch_s(make: Any, decoupled: bool, where: str, nvme_path: Path) -> None:
+    outcomes = []
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    for given, place in ((make, where), (lambda p: kind(p, lr=1e-2, weight_decay=0.1, fused=True), "memory")):
+        torch.manual_seed(0)
+        model = Model()
+        settings = config(nvme_path if place == "nvme" else None)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=given(model.parameters()), config=settings)
+        with engine:
+            outcomes.append((train(engine), whole(engine)))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(outcomes[0][1], outcomes[1][1], strict=True))
+    with pytest.raises(deepspeed.ConfigError, match="bias_correction"):
+        deepspeed.ops.adam.FusedAdam([nn.Parameter(torch.ones(1))], bias_correction=False)
+
+
+def test_zero_init_builds_without_memory_and_initialize_gives_the_values(nvme_path: Path) -> None:
+    settings = config(nvme_path)
+    torch.manual_seed(0)
+    expected = [p.detach().clone() for p in Model().parameters()]
+    with deepspeed.zero.Init(config_dict_or_path=settings, remote_device="nvme"):
+        model = Model()
+        tied = nn.Linear(64, 8, bias=False)
+        tied.weight = model.first.weight
+    assert all(p.is_meta for p in model.parameters())
+    assert tied.weight is model.first.weight
+    assert torch.equal(model.table, torch.arange(64.0))
+    assert not nn.Linear(2, 2).weight.is_meta
+    with pytest.raises(deepspeed.ConfigError, match="no values before initialize"):
+        deepspeed.zero.GatheredParameters(model.first.weight).__enter__()
+    torch.manual_seed(0)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    with engine:
+        assert all(torch.equal(a, b) for a, b in zip(expected, whole(engine), strict=True))
+        train(engine)
+    with deepspeed.zero.Init(enabled=False):
+        assert not Model().first.weight.is_meta
+
+
+@pytest.mark.parametrize("where", ["memory", "nvme"])
+def test_gathered_parameters_are_read_and_set_through_their_modules(where: str, nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine, *_ = deepspeed.initialize(model=model, config=config(nvme_path if where == "nvme" else None))
+    gathered = deepspeed.zero.GatheredParameters
+    with engine:
+        with gathered(model.parameters()) as full:
+            assert [type(p) for p in full] == [nn.Parameter] * 6
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.first.weight.data.fill_(7.0)  # forgotten: nobody was named whose changes count
+        assert state.keys() == before.keys()
+        assert all(torch.equal(state[name], before[name]) for name in before)
+        with gathered(model.first.weight, modifier_rank=0):
+            if dist.get_rank() == 0:
+                nn.init.constant_(model.first.weight, 0.25)
+        with gathered(model.first.weight), torch.no_grad():
+            assert torch.equal(model.first.weight, torch.full((64, 8), 0.25))
+        assert torch.equal(whole(engine)[0], torch.full((64, 8), 0.25))
+        with gathered(model.parameters(), enabled=False) as same:
+            assert same[0] is next(iter(model.parameters()))
+        deepspeed.zero.register_external_parameter(model, model.first.weight)
+        losses = train(engine)
+    with torch.no_grad():
+        nn.init.constant_((other := fresh(before)).first.weight, 0.25)
+    engine, *_ = deepspeed.initialize(model=other, config=config(None))
+    with engine:
+        assert train(engine) == losses
+
+
+def fresh(values: dict[str, torch.Tensor]) -> Model:
+    model = Model()
+    model.load_state_dict(values)
+    return model
+
+
+def test_a_gathered_change_that_fails_is_forgotten() -> None:
+    engine, *_ = deepspeed.initialize(model=Model(), config=config(None))
+    with engine:
+        before = whole(engine)
+        with pytest.raises(KeyError):
+            fail_inside(engine.module)
+        assert all(torch.equal(a, b) for a, b in zip(before, whole(engine), strict=True))
+        train(engine, 1)
+
+
+def fail_inside(model: Any) -> None:
+    with deepspeed.zero.GatheredParameters(model.first.weight, modifier_rank=0):
+        model.first.weight.data.zero_()
+        raise KeyError
+
+
+def test_checkpointing_recomputes() -> None:
+    deepspeed.checkpointing.configure(mpu_=None, partition_activations=True)
+    assert deepspeed.checkpointing.is_configured()
+    calls = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return (x * 2).sin()
+
+    x = torch.ones(3, requires_grad=True)
+    deepspeed.checkpointing.checkpoint(layer, x).sum().backward()
+    assert len(calls) == 2
+    assert x.grad is not None
+    deepspeed.checkpointing.reset()
+
+
+def test_estimators_under_the_paths_that_scripts_import(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate_zero3_model_states_mem_needs_all_live(Model(), num_gpus_per_node=2, num_nodes=1)
+    estimate_zero2_model_states_mem_needs_all_cold(1e9)
+    out = capsys.readouterr().out
+    assert "Stage 3" in out
+    assert "Stage 2" in out
