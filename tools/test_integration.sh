@@ -33,4 +33,4 @@ if [[ $name == deepspeed ]]; then
     export DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv-$name/extensions}
     export PATH=$PWD/.venv-$name/bin:$PATH # ninja, with which DeepSpeed compiles, and its commands
 fi
-exec "$python" -m pytest "tests/integrations/test_$name.py" tests/integrations/test_aio_handle.py "$@"
+exec "$python" -m pytest "tests/integrations/test_$name.py" "$@"
