@@ -390,10 +390,10 @@ class Engine::RingThread {
     }
   }
 
-  // A short direct transfer goes on at the page that it did not finish: offsets and memory must stay aligned.
+  // A short direct transfer goes on at the sector that it did not finish: offsets and memory must stay aligned.
   void on_bytes(Block& block, int64_t moved) {
     moved = std::min(moved, block.length);
-    if (block.file->direct() && moved < block.length) moved -= moved % kPageBytes;
+    if (moved < block.length) moved -= moved % block.file->alignment();
     moved_bytes_[static_cast<size_t>(block.operation)] += moved;
     block.advance(moved);
     if (block.length == 0) {
