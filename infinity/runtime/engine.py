@@ -298,7 +298,8 @@ class Engine:
         """
         if self.swap is None:
             return compute_seconds
-        read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps())
+        gathers = self.live.gathers if self.live is not None else None
+        read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
         return step_floor_seconds(
             read_bytes=read,
             written_bytes=written,

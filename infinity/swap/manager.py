@@ -513,11 +513,11 @@ class SwapManager:
             drives=tuple(machinery.engine.drives),
         )
 
-    def step_bytes(self, *, micro_batches: int = 1) -> tuple[int, int]:
+    def step_bytes(self, *, micro_batches: int = 1, gathers: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Bytes (read, written) that a step moves in which every trained parameter has a gradient.
 
         Once a step was taken: what the next one like it moves, to the byte. Before: the sum for `micro_batches` that gather
-        every group for forward and for backward.
+        every group for forward and for backward, or as often in a step as `gathers` says, by name.
         """
         paged = self.paged
         stepped = [sub for sub in paged.sub_groups if sub.layout.trained]
@@ -526,11 +526,14 @@ class SwapManager:
         cycle = self._traces[True].cycle
         if cycle:
             return read + self._gathers_of(cycle), written
-        every = sum(_copy_bytes(group) for group in paged.groups)
-        first = (
-            sum(_copy_bytes(group, stepped=False) for group in paged.groups) if self.update_at == "forward" else every
-        )
-        return read + first + (2 * micro_batches - 1) * every, written
+        for group in paged.groups:
+            times = 2 * micro_batches if gathers is None else gathers[group.name]
+            spared = self.update_at == "forward"  # the first gather after a step takes what was just updated
+            if self.update_at == "backward" and group.completes is not None:
+                times = max(times, 2)  # its update in the backward takes the copies that were read for it
+            frozen = _copy_bytes(group, stepped=False)
+            read += frozen * times + (_copy_bytes(group) - frozen) * (times - spared)
+        return read, written
 
     def _gathers_of(self, cycle: Sequence[int]) -> int:
         """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
