@@ -331,9 +331,11 @@ class Engine:
         """
 
     def take_timings(self) -> npt.NDArray[np.void]:
-        """The transfers that have ended since the last call, oldest first, at most the last 65536.
+        """The transfers that have ended since the last call, one row for each drive that they reached, in the order in which
+        they ended, at most the last 65536.
 
-        A structured array: `queued`, `submitted`, `done` (float64, seconds), `bytes` (int64), `operation` (0 read,
+        A structured array: `queued`, and of the drive's part of the transfer `submitted`, `done` (float64, seconds: the clock
+        of `time.monotonic`), `bytes` (int64), `drive` (int32, -1 where it failed before it reached one); `operation` (0 read,
         1 write), `priority` (0 DEMAND, 1 PREFETCH, 2 WRITE_BACK), `failed` (uint8).
         """
 

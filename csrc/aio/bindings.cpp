@@ -296,7 +296,7 @@ std::shared_ptr<Transfer> start(Engine& engine, const py::object& file, int64_t 
 }
 
 void bind_engine(py::module_& module) {
-  PYBIND11_NUMPY_DTYPE(Timing, queued, submitted, done, bytes, operation, priority, failed);
+  PYBIND11_NUMPY_DTYPE(Timing, queued, submitted, done, bytes, drive, operation, priority, failed);
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final(), "Moves bytes on threads of its own.")
       .def(py::init([](const std::string& backend, int queue_depth, int64_t block_bytes, int rings,
                        std::shared_ptr<PinnedSlab> slab, int drives, const std::string& mix, bool iopoll, bool sqpoll,

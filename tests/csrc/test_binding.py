@@ -197,10 +197,29 @@ def test_timings_come_as_an_array(file: File, slab: PinnedSlab) -> None:
         timings = engine.take_timings()
         assert len(engine.take_timings()) == 0
     assert timings["bytes"].tolist() == [PAGE, MIB, PAGE]
+    assert timings["drive"].tolist() == [0, 0, 0]
     assert timings["operation"].tolist() == [1, 1, 0]
     assert timings["priority"].tolist() == [2, 2, 0]
     assert not timings["failed"].any()
     assert (timings["queued"] <= timings["submitted"]).all() and (timings["submitted"] <= timings["done"]).all()
+
+
+@pytest.mark.parametrize("rings", [1, 2])
+def test_each_drive_of_a_striped_transfer_has_a_timing(tmp_path: Path, slab: PinnedSlab, rings: int) -> None:
+    files = [File(tmp_path / str(drive), create=True, drive=drive) for drive in (0, 1)]
+    striped = StripedFile(files, pattern=[0, 1, 0], stripe_bytes=64 * KIB)
+    with Engine(slab=slab, drives=2, rings=rings, block_bytes=64 * KIB) as engine:
+        striped.reserve(3 * MIB)
+        transfer = engine.start_write(striped, 0, slab, 0, 3 * MIB)
+        transfer.wait()
+        timings = engine.take_timings()
+        counted = [drive["written_bytes"] for drive in engine.counters()["drives"]]
+    queued, _, done = transfer.times
+    assert dict(zip(timings["drive"].tolist(), timings["bytes"].tolist(), strict=True)) == {0: 2 * MIB, 1: MIB}
+    assert counted == [2 * MIB, MIB]
+    assert (timings["queued"] == queued).all() and (timings["queued"] <= timings["submitted"]).all()
+    assert (timings["submitted"] <= timings["done"]).all() and (timings["done"] <= done).all()
+    striped.close()
 
 
 @pytest.mark.parametrize(
