@@ -16,10 +16,11 @@ SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: error: no $(PYTHON)
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev demo test torture lint lint-style lint-layout lint-types lint-cxx format clean distclean
+.PHONY: help setup setup-test setup-dev demo test torture test-deepspeed test-transformers test-lightning lint lint-style \
+	lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 setup: ## everything into .venv; quick when nothing changed
 	$(SETUP)
@@ -34,10 +35,13 @@ demo: setup ## train a language model whose weights rest on disk (ARGS="--help" 
 	$(VENV_PYTHON) examples/train_lm.py $(ARGS)
 
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
-	$(VENV_PYTHON) -m pytest $(ARGS)
+	$(VENV_PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
 	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) $(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
+
+test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own
+	tools/test_integration.sh $(@:test-%=%) $(ARGS)
 
 lint: setup-dev ## ruff, mypy --strict, clang-format; changes nothing
 	@$(MAKE) --no-print-directory --keep-going lint-style lint-layout lint-types lint-cxx
@@ -61,7 +65,7 @@ format: setup-dev ## lay out Python and C++ the house's way
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info infinity/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .nvme
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and .venv
-	rm -rf .venv
+distclean: clean ## the same, and .venv with those of the integrations
+	rm -rf .venv .venv-*

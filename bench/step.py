@@ -1,177 +1,203 @@
-"""One training step beside what it could be: NVMe, in memory, and the floor of the drive, interleaved in one run.
+"""One training step beside what it could be, each way in a process of its own, interleaved in one run.
 
     python bench/step.py --params 40M --rounds 5 --nvme-path /local_nvme
+    python bench/step.py --params 200M --ways memory,forward,backward,step,step-full --deepspeed-python ../ds/bin/python
 
-Every round steps the same model both ways and measures the drive in between. Prints a table and, last, one JSON line; with
---save the line is appended to bench/results/step.jsonl.
+Every round steps the same model each way, one after the other, and measures the drive in between. Prints a table and, last, one
+JSON line; with --save the line is appended to bench/results/step.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
 
-from gpt import GPT, config_for  # noqa: E402
 from results import machine, save  # noqa: E402
 
 import infinity  # noqa: E402
-from infinity.units import MIB, parse_count  # noqa: E402
+from infinity.schedule.floor import step_floor_seconds  # noqa: E402
+from infinity.units import GIB, MIB, parse_count  # noqa: E402
+
+WAYS = ("memory", "backward", "forward", "step", "backward-full", "forward-full", "step-full")
 
 
-def make_engine(args: argparse.Namespace, nvme_path: str | None) -> infinity.Engine:
-    device = {"device": "nvme", "nvme_path": nvme_path} if nvme_path else {"device": "none"}
-    config: dict[str, Any] = {
-        "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
-        "steps_per_print": 0,
-        "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
-        "infinity": {"backend": args.backend, "pinned_bytes_max": args.pinned_bytes_max},
-    }
-    torch.manual_seed(0)
-    with infinity.init_empty():
-        model = GPT(config_for(parse_count(args.params), args.context))
-    return infinity.initialize(model=model, config=config)[0]
+class Worker:
+    """A process that steps one way when asked to."""
 
-
-@dataclass
-class Parts:
-    """Seconds of one step, and its bytes."""
-
-    forward: float
-    backward: float
-    step: float
-    stall: float
-    read_bytes: int
-    written_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward + self.step
-
-
-def one_step(engine: infinity.Engine, batch: torch.Tensor) -> Parts:
-    """A whole step, its writes included."""
-    before = engine.swap_stats()
-    began = time.perf_counter()
-    loss = F.cross_entropy(engine(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
-    forward = time.perf_counter()
-    engine.backward(loss)
-    backward = time.perf_counter()
-    engine.step()
-    if engine.swap is not None:
-        engine.swap.stager.settle_all()
-    ended = time.perf_counter()
-    after = engine.swap_stats()
-    moved = (0.0, 0, 0)
-    if before is not None and after is not None:
-        moved = (
-            after.stall_seconds - before.stall_seconds,
-            after.read_bytes - before.read_bytes,
-            after.written_bytes - before.written_bytes,
+    def __init__(self, way: str, order: dict[str, Any], python: str) -> None:
+        self.way = way
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"} if way == "deepspeed" else None
+        self._process = subprocess.Popen(
+            [python, str(HERE / "step_worker.py"), json.dumps({**order, "way": way})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
-    return Parts(forward - began, backward - forward, ended - backward, *moved)
+        self._answer()
+
+    def step(self) -> dict[str, Any]:
+        """Take a step; what it took."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._answer())
+        return found
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the worker for {self.way} ended with status {self._process.wait()}")
+        return line
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--params", default="40M", help="size of the model (default: %(default)s)")
+    parser.add_argument(
+        "--ways", default="memory,backward,forward,step", help=f"of {', '.join(WAYS)} (default: %(default)s)"
+    )
+    parser.add_argument("--deepspeed-python", help="a Python that has deepspeed, to step its ZeRO-Infinity, too")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds, after one that is not counted (default: %(default)s)"
+        "--clipping", type=float, default=1.0, help="of gradients; none where updates are in the backward"
     )
-    parser.add_argument("--backend", default="auto", help="auto, io_uring or threads")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds, after two that are not counted (default: %(default)s)"
+    )
+    parser.add_argument("--backend", default="auto", help="auto, io_uring, linux_aio or threads")
     parser.add_argument("--pinned-bytes-max", default="auto", help='such as "256MiB" (default: %(default)s)')
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/step.jsonl")
     args = parser.parse_args()
+    ways = args.ways.split(",")
+    if unknown := [way for way in ways if way not in WAYS]:
+        parser.error(f"--ways: {unknown[0]} is none of {', '.join(WAYS)}")
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    batch = torch.randint(0, 256, (args.batch_size, args.context + 1), generator=torch.Generator().manual_seed(0))
-    memory, nvme = make_engine(args, None), make_engine(args, args.nvme_path)
-    rows: list[tuple[Parts, Parts, infinity.DriveRates]] = []
-    with memory, nvme:
-        for number in range(args.rounds + 1):
-            round_ = (
-                one_step(memory, batch),
-                one_step(nvme, batch),
-                infinity.measure_drive(args.nvme_path, nbytes=256 * MIB, rounds=1, backend=args.backend),
-            )
-            print(
-                f"round {number}: in memory {round_[0].seconds:.3f} s, NVMe {round_[1].seconds:.3f} s, "
-                f"stall {round_[1].stall:.3f} s, drive {round_[2].read_bytes_per_s / 1e9:.2f} / "
-                f"{round_[2].write_bytes_per_s / 1e9:.2f} GB/s{' (not counted)' if number == 0 else ''}",
-                file=sys.stderr,
-            )
-            if number:
-                rows.append(round_)
-        assert nvme.swap is not None
-        bytes_floor = nvme.swap.step_bytes()
-        result = summarize(rows, bytes_floor, nvme)
-    dist.destroy_process_group()
-    result |= {"params": nvme.numel, "batch_size": args.batch_size, "context": args.context, "rounds": args.rounds}
-    line = {"bench": "step", **machine(), **result}
+    Path(args.nvme_path).mkdir(parents=True, exist_ok=True)
+    order = {name: getattr(args, name) for name in ("batch_size", "context", "clipping", "backend", "pinned_bytes_max")}
+    order |= {"numel": parse_count(args.params), "nvme_path": str(Path(args.nvme_path).resolve())}
+    workers: list[Worker] = []
+    rows: list[dict[str, Any]] = []
+    try:
+        workers += [Worker(way, order, sys.executable) for way in ways]
+        if args.deepspeed_python:
+            workers.append(Worker("deepspeed", order, args.deepspeed_python))
+        for number in range(args.rounds + 2):
+            row: dict[str, Any] = {worker.way: worker.step() for worker in workers}
+            drive = infinity.measure_drive(args.nvme_path, nbytes=256 * MIB, rounds=1, backend=args.backend)
+            row["drive"] = (drive.read_bytes_per_s, drive.write_bytes_per_s)
+            counted = "" if number > 1 else " (not counted)"
+            times = ", ".join(f"{worker.way} {row[worker.way]['seconds']:.3f} s" for worker in workers)
+            rates = " / ".join(f"{rate / 1e9:.2f}" for rate in row["drive"])
+            print(f"round {number}: {times}, drive {rates} GB/s{counted}", file=sys.stderr)
+            if number > 1:
+                rows.append(row)
+    finally:
+        for worker in workers:
+            worker.close()
+    found = {worker.way: summarize(rows, worker.way) for worker in workers}
+    show(found)
+    line = {"bench": "step", **machine(), "params": rows[0][ways[0]]["numel"], "ways": found}
+    line |= {name: getattr(args, name) for name in ("batch_size", "context", "clipping", "rounds")}
+    line |= {"drive_gb_per_s": [median(row["drive"][k] / 1e9 for row in rows) for k in (0, 1)]}
     print(json.dumps(line))
     if args.save:
         save("step", line)
     return 0
 
 
-def summarize(
-    rows: list[tuple[Parts, Parts, infinity.DriveRates]], bytes_floor: tuple[int, int], engine: infinity.Engine
-) -> dict[str, Any]:
+def median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     """Medians over the rounds; every ratio is taken within its round first."""
-
-    def median(values: Any) -> float:
-        return round(statistics.median(values), 4)
-
-    floors = [
-        engine.step_floor_seconds(
-            compute_seconds=in_memory.seconds,
-            read_bytes_per_s=drive.read_bytes_per_s,
-            write_bytes_per_s=drive.write_bytes_per_s,
-        )
-        for in_memory, _, drive in rows
-    ]
-    drive_only = [bytes_floor[0] / d.read_bytes_per_s + bytes_floor[1] / d.write_bytes_per_s for _, _, d in rows]
-    optimizer_read = 12 * engine.shard_numel
-    optimizer_floor = [optimizer_read / d.read_bytes_per_s + bytes_floor[1] / d.write_bytes_per_s for _, _, d in rows]
-    stats = engine.swap_stats()
-    assert stats is not None
-    return {
-        "backend": engine.swap.backend if engine.swap else None,
-        "in_memory_seconds": median(m.seconds for m, _, _ in rows),
-        "nvme_seconds": median(n.seconds for _, n, _ in rows),
-        "nvme_min_max_seconds": [
-            round(min(n.seconds for _, n, _ in rows), 4),
-            round(max(n.seconds for _, n, _ in rows), 4),
-        ],
-        "nvme_over_in_memory": median(n.seconds / m.seconds for m, n, _ in rows),
-        "floor_seconds": median(floors),
-        "nvme_over_floor": median(n.seconds / f for (_, n, _), f in zip(rows, floors, strict=True)),
-        "drive_seconds": median(drive_only),
-        "optimizer_step_seconds": median(n.step for _, n, _ in rows),
-        "optimizer_step_over_drive": median(n.step / f for (_, n, _), f in zip(rows, optimizer_floor, strict=True)),
-        "stall_seconds": median(n.stall for _, n, _ in rows),
-        "read_bytes_per_param": median(n.read_bytes / engine.shard_numel for _, n, _ in rows),
-        "written_bytes_per_param": median(n.written_bytes / engine.shard_numel for _, n, _ in rows),
-        "drive_read_gb_per_s": median(d.read_bytes_per_s / 1e9 for _, _, d in rows),
-        "drive_write_gb_per_s": median(d.write_bytes_per_s / 1e9 for _, _, d in rows),
-        "pinned_bytes": stats.pinned_bytes,
+    steps = [row[way] for row in rows]
+    found: dict[str, Any] = {
+        part: median(step[part] for step in steps) for part in ("seconds", "forward", "backward", "step")
     }
+    found["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
+    found["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
+    found["loss"] = steps[-1]["loss"]
+    numel = steps[0]["numel"]
+    for name in ("disk_read_bytes", "disk_written_bytes"):
+        found[f"{name}_per_param"] = median(step[name] / numel for step in steps)
+    if "memory" in rows[0]:
+        found["over_memory"] = median(row[way]["seconds"] / row["memory"]["seconds"] for row in rows)
+    if "deepspeed" in rows[0]:
+        found["deepspeed_over_this"] = median(row["deepspeed"]["seconds"] / row[way]["seconds"] for row in rows)
+    if "step_bytes" not in steps[0]:
+        return found
+    for name in ("read_bytes", "written_bytes"):
+        found[f"{name}_per_param"] = median(step[name] / numel for step in steps)
+    found["stall_seconds"] = median(step["stall_seconds"] for step in steps)
+    found["pinned_mib"] = round(steps[-1]["pinned_bytes"] / MIB)
+    found["drive_seconds"] = median(drive_seconds(row, way) for row in rows)
+    if "memory" in rows[0]:
+        floors = [max(drive_seconds(row, way), row["memory"]["seconds"]) for row in rows]
+        found["over_floor"] = median(row[way]["seconds"] / floor for row, floor in zip(rows, floors, strict=True))
+    if way.startswith("step"):  # the state is read and everything written in the optimizer step
+        written = steps[0]["step_bytes"][1]
+        parts = [row[way]["step"] / _seconds(12 * numel, written, row["drive"], 0.0) for row in rows]
+        found["optimizer_over_drive"] = median(parts)
+    return found
+
+
+def drive_seconds(row: dict[str, Any], way: str) -> float:
+    """What the bytes of a step take at the drive's bandwidth of that round."""
+    read, written = row[way]["step_bytes"]
+    return _seconds(read, written, row["drive"], 0.0)
+
+
+def _seconds(read: int, written: int, rates: tuple[float, float], compute: float) -> float:
+    return step_floor_seconds(
+        read_bytes=read,
+        written_bytes=written,
+        read_bytes_per_s=rates[0],
+        write_bytes_per_s=rates[1],
+        compute_seconds=compute,
+    )
+
+
+def show(found: dict[str, dict[str, Any]]) -> None:
+    """A table for people, on standard error."""
+    columns = {
+        "step s": "seconds",
+        "forward": "forward",
+        "backward": "backward",
+        "optimizer": "step",
+        "stall": "stall_seconds",
+        "/ memory": "over_memory",
+        "/ floor": "over_floor",
+        "optimizer / drive": "optimizer_over_drive",
+        "B read": "disk_read_bytes_per_param",
+        "B written": "disk_written_bytes_per_param",
+        "peak GiB": "peak_rss_gib",
+        "DeepSpeed /": "deepspeed_over_this",
+    }
+    table = Table("way", *columns)
+    for way, values in found.items():
+        table.add_row(way, *(f"{values[key]:.3g}" if key in values else "" for key in columns.values()))
+    Console(stderr=True, width=150).print(table)
 
 
 if __name__ == "__main__":

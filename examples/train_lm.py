@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import json
 import logging
 import math
@@ -91,7 +92,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", type=some_path, metavar="DIR", help="go on from the latest checkpoint there")
     parser.add_argument("--no-sample", action="store_true", help="don't sample text at the end")
     parser.add_argument("--json", type=some_path, metavar="FILE", help="write every step and the summary there")
+    parser.add_argument(
+        "--trace",
+        type=some_path,
+        metavar="FILE",
+        help="write what rank 0 did when in the last step, for ui.perfetto.dev",
+    )
     args = parser.parse_args(argv)
+    if args.trace and args.in_memory:
+        parser.error("--trace: a training held in memory has no timeline")
     try:
         args.numel = parse_count(args.params)
     except ValueError as error:
@@ -158,20 +167,22 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
 
 
 def check_writable(args: argparse.Namespace) -> None:
-    """Raise ConfigError now where --save or --json could only fail after the training."""
+    """Raise ConfigError now where --save, --json or --trace could only fail after the training."""
     try:
         if args.save:
             args.save.mkdir(parents=True, exist_ok=True)
             probe = args.save / f".probe-{os.getpid()}"
             probe.touch()
             probe.unlink()
-        if args.json:
-            fresh = not args.json.exists()
-            args.json.open("a").close()
+        for file in filter(None, (args.json, args.trace)):
+            fresh = not file.exists()
+            file.open("a").close()
             if fresh:
-                args.json.unlink()
+                file.unlink()
     except OSError as error:
-        raise infinity.ConfigError(f"--save or --json: can't write {error.filename} ({error.strerror})") from None
+        raise infinity.ConfigError(
+            f"--save, --json or --trace: can't write {error.filename} ({error.strerror})"
+        ) from None
 
 
 def read_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,6 +282,10 @@ def train(
     accumulation = engine.gradient_accumulation_steps()
     with progress_bar(console, enabled=rank == 0) as report:
         for step in range(engine.global_steps, args.steps):
+            traces = args.trace is not None and rank == 0 and step == args.steps - 1
+            if traces:
+                engine.start_trace()
+                engine.restart_clock()
             loss = 0.0
             for micro in range(accumulation):
                 seed = ((args.seed * 1_000_003 + step) * 1009 + micro) * 997 + rank
@@ -293,7 +308,13 @@ def train(
                     "stall_seconds": took.stall_seconds,
                 }
             )
+            if traces:
+                trace = engine.stop_trace(args.trace)
+                records[-1]["trace"] = dataclasses.asdict(trace)
             report(step + 1, args.steps, records[-1])
+            if traces:
+                for name, words in trace.in_words().items():
+                    console.print(f"{name}: {words}", highlight=False, soft_wrap=True)
     return records
 
 

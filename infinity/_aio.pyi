@@ -27,6 +27,13 @@ class PinnedSlab:
         Raises MemoryError if the memory isn't available, ValueError if `nbytes` isn't positive.
         """
 
+    @staticmethod
+    def around(address: int, nbytes: int) -> PinnedSlab:
+        """A slab around memory of someone else, who keeps it until every transfer with it is done.
+
+        Raises ValueError if `address` isn't a multiple of 4096 or `nbytes` isn't positive.
+        """
+
     @property
     def nbytes(self) -> int:
         """Bytes in the slab, as asked for."""
@@ -56,10 +63,19 @@ class File:
     After `close`, its methods and new transfers raise ValueError.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        drive: int = 0,
+        fine_alignment: bool = False,
+        read_only: bool = False,
+    ) -> None:
         """Open `path` for reading and writing; `create` makes it, mode 0600, and refuses one that exists.
 
-        `drive`, from 0, says which of an engine's drives it lies on. Raises IoError with the errno.
+        `drive`, from 0, says which of an engine's drives it lies on. `fine_alignment`: take transfers aligned as finely as
+        the drive does, see `alignment`. `read_only`: for files that one may not write. Raises IoError with the errno.
         """
 
     @property
@@ -68,7 +84,12 @@ class File:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers bypass the page cache, and so need offsets and lengths in multiples of 4096."""
+        """Whether transfers bypass the page cache, and so need offsets and lengths in multiples of `alignment`."""
+
+    @property
+    def alignment(self) -> int:
+        """What offset, length and slab offset of every transfer must be multiples of: 4096; with `fine_alignment` what the
+        drive wants (often 512) where the kernel says so; 1 where it isn't direct."""
 
     @property
     def notes(self) -> list[str]:
@@ -310,9 +331,11 @@ class Engine:
         """
 
     def take_timings(self) -> npt.NDArray[np.void]:
-        """The transfers that have ended since the last call, oldest first, at most the last 65536.
+        """The transfers that have ended since the last call, one row for each drive that they reached, in the order in which
+        they ended, at most the last 65536.
 
-        A structured array: `queued`, `submitted`, `done` (float64, seconds), `bytes` (int64), `operation` (0 read,
+        A structured array: `queued`, and of the drive's part of the transfer `submitted`, `done` (float64, seconds: the clock
+        of `time.monotonic`), `bytes` (int64), `drive` (int32, -1 where it failed before it reached one); `operation` (0 read,
         1 write), `priority` (0 DEMAND, 1 PREFETCH, 2 WRITE_BACK), `failed` (uint8).
         """
 

@@ -211,6 +211,12 @@ void bind_slab(py::module_& module) {
              return std::make_shared<PinnedSlab>(nbytes, huge_pages, lock);
            }),
            py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true, py::arg("lock") = false)
+      .def_static(
+          "around",
+          [](uintptr_t address, int64_t nbytes) {
+            return PinnedSlab::around(reinterpret_cast<std::byte*>(address), nbytes);
+          },
+          py::arg("address"), py::arg("nbytes"))
       .def_buffer(&buffer_of)
       .def_property_readonly("nbytes", &PinnedSlab::bytes)
       .def_property_readonly("address", [](const PinnedSlab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
@@ -222,13 +228,15 @@ void bind_slab(py::module_& module) {
 void bind_file(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<File, std::shared_ptr<File>>(module, "File", py::is_final(), "A file for direct transfers.")
-      .def(py::init([](const std::filesystem::path& path, bool create, int drive) {
+      .def(py::init([](const std::filesystem::path& path, bool create, int drive, bool fine_alignment, bool read_only) {
              py::gil_scoped_release release;
-             return std::make_shared<File>(path.native(), create, drive);
+             return std::make_shared<File>(path.native(), FileOptions{create, drive, fine_alignment, read_only});
            }),
-           py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("drive") = 0)
+           py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("drive") = 0,
+           py::arg("fine_alignment") = false, py::arg("read_only") = false)
       .def_property_readonly("path", [](const File& file) { return decode(file.path()); })
       .def_property_readonly("direct", &File::direct)
+      .def_property_readonly("alignment", &File::alignment)
       .def_property_readonly("notes", [](const File& file) { return decode_all(file.notes()); })
       .def_property_readonly("size_bytes", &File::size_bytes)
       .def("reserve", &File::reserve, py::arg("nbytes"), NoGil())
@@ -288,7 +296,7 @@ std::shared_ptr<Transfer> start(Engine& engine, const py::object& file, int64_t 
 }
 
 void bind_engine(py::module_& module) {
-  PYBIND11_NUMPY_DTYPE(Timing, queued, submitted, done, bytes, operation, priority, failed);
+  PYBIND11_NUMPY_DTYPE(Timing, queued, submitted, done, bytes, drive, operation, priority, failed);
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final(), "Moves bytes on threads of its own.")
       .def(py::init([](const std::string& backend, int queue_depth, int64_t block_bytes, int rings,
                        std::shared_ptr<PinnedSlab> slab, int drives, const std::string& mix, bool iopoll, bool sqpoll,

@@ -86,8 +86,18 @@ PinnedSlab::PinnedSlab(int64_t bytes, bool huge_pages, bool lock)
   }
 }
 
+PinnedSlab::PinnedSlab(std::byte* data, int64_t bytes) : bytes_(checked_bytes(bytes)), mapped_bytes_(0), data_(data) {
+  if (data == nullptr || reinterpret_cast<uintptr_t>(data) % kPageBytes != 0) {
+    throw std::invalid_argument("a slab around other memory must begin on a page boundary");
+  }
+}
+
+std::shared_ptr<PinnedSlab> PinnedSlab::around(std::byte* data, int64_t bytes) {
+  return std::shared_ptr<PinnedSlab>(new PinnedSlab(data, bytes));
+}
+
 PinnedSlab::~PinnedSlab() {
-  if (!guard_.in_child()) munmap(data_, static_cast<size_t>(mapped_bytes_));
+  if (mapped_bytes_ > 0 && !guard_.in_child()) munmap(data_, static_cast<size_t>(mapped_bytes_));
 }
 
 // Maps more than asked for and gives back what lies outside the aligned range.

@@ -20,6 +20,10 @@ class PinnedSlab {
  public:
   // Throws OutOfMemory when the memory isn't there, std::invalid_argument when `bytes` isn't positive.
   explicit PinnedSlab(int64_t bytes, bool huge_pages = true, bool lock = false);
+
+  // A slab around memory of someone else, who keeps it until every transfer with it is done. Nothing is asked of the
+  // kernel for it. Throws std::invalid_argument when `data` isn't on a page boundary or `bytes` isn't positive.
+  static std::shared_ptr<PinnedSlab> around(std::byte* data, int64_t bytes);
   PinnedSlab(const PinnedSlab&) = delete;
   PinnedSlab& operator=(const PinnedSlab&) = delete;
   ~PinnedSlab();
@@ -32,6 +36,8 @@ class PinnedSlab {
   const ForkGuard& guard() const noexcept { return guard_; }
 
  private:
+  PinnedSlab(std::byte* data, int64_t bytes);
+
   void map();
   bool advise_huge();
   void populate();
@@ -39,7 +45,7 @@ class PinnedSlab {
   void lock();
 
   const int64_t bytes_;
-  const int64_t mapped_bytes_;  // bytes_ rounded up to whole pages
+  const int64_t mapped_bytes_;  // bytes_ rounded up to whole pages; 0 where the memory is someone else's
   std::byte* data_ = nullptr;
   bool huge_pages_ = false;
   bool locked_ = false;

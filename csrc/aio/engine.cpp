@@ -63,6 +63,15 @@ void keep_for_good(std::shared_ptr<const void> thing) {
   things->push_back(std::move(thing));
 }
 
+// The share of a drive in a transfer, begun now where it has none yet. Holding the mutex.
+DriveShare& share_of(Transfer& transfer, int drive, double now) {
+  auto& shares = transfer.shares;
+  auto found = std::find_if(shares.begin(), shares.end(), [&](const DriveShare& one) { return one.drive == drive; });
+  if (found != shares.end()) return *found;
+  shares.push_back({drive, now});
+  return shares.back();
+}
+
 // Seconds during which at least one block of a kind was in flight.
 class BusyClock {
  public:
@@ -127,6 +136,9 @@ struct Engine::State {
           queued_bytes -= block->length;
           turns.taken(block->operation, *chosen, block->length, now);
           busy[static_cast<size_t>(block->operation)].change(1, now);
+          DriveShare& share = share_of(*block->transfer, lane.drive(), now);
+          share.bytes += block->length;
+          ++share.blocks_in_flight;
         }
         if (!block.has_value() || lane.left_bytes() == 0) {
           queued_bytes -= lane.left_bytes();
@@ -248,8 +260,23 @@ struct Engine::State {
     }
     Transfer::Held held = transfer->finish();
     TransferTimes times = transfer->times();
-    keep_timing({times.queued, times.submitted, times.done, transfer->length(),
-                 static_cast<uint8_t>(transfer->operation()), static_cast<uint8_t>(transfer->priority()), failed});
+    Timing timing{times.queued,
+                  times.done,
+                  times.done,
+                  0,
+                  -1,
+                  static_cast<uint8_t>(transfer->operation()),
+                  static_cast<uint8_t>(transfer->priority()),
+                  failed};
+    if (transfer->shares.empty()) keep_timing(timing);
+    for (const DriveShare& share : transfer->shares) {
+      timing.submitted = share.submitted;
+      // Another ring that has ended a block of it writes that into the books when it comes to it.
+      timing.done = share.blocks_in_flight == 0 ? share.ended : times.done;
+      timing.bytes = share.bytes;
+      timing.drive = share.drive;
+      keep_timing(timing);
+    }
     if (--active_transfers == 0) idle.notify_all();
     return held;
   }
@@ -335,6 +362,8 @@ class Engine::RingThread {
     Operation operation;
     Priority priority;
     int64_t taken_bytes;
+    int drive;
+    std::shared_ptr<Transfer> transfer;
   };
 
   bool take_blocks() {
@@ -370,6 +399,9 @@ class Engine::RingThread {
     for (const Ended& one : ended_) {
       drive_.turns.ended(one.operation, one.priority, one.taken_bytes, now);
       drive_.busy[static_cast<size_t>(one.operation)].change(-1, now);
+      DriveShare& share = share_of(*one.transfer, one.drive, now);
+      share.ended = now;
+      --share.blocks_in_flight;
     }
     ended_.clear();
     for (size_t i = 0; i < moved_bytes_.size(); ++i) drive_.moved_bytes[i] += std::exchange(moved_bytes_[i], 0);
@@ -390,10 +422,10 @@ class Engine::RingThread {
     }
   }
 
-  // A short direct transfer goes on at the page that it did not finish: offsets and memory must stay aligned.
+  // A short direct transfer goes on at the sector that it did not finish: offsets and memory must stay aligned.
   void on_bytes(Block& block, int64_t moved) {
     moved = std::min(moved, block.length);
-    if (block.file->direct() && moved < block.length) moved -= moved % kPageBytes;
+    if (moved < block.length) moved -= moved % block.file->alignment();
     moved_bytes_[static_cast<size_t>(block.operation)] += moved;
     block.advance(moved);
     if (block.length == 0) {
@@ -429,9 +461,10 @@ class Engine::RingThread {
 
   void end(Block& block, std::optional<Failure> failure) {
     std::shared_ptr<Transfer> transfer = std::move(block.transfer);
+    int drive = block.file->drive();
     block.file.reset();
     free_.push_back(block.tag);
-    ended_.push_back({block.operation, transfer->priority(), block.taken_bytes});
+    ended_.push_back({block.operation, transfer->priority(), block.taken_bytes, drive, transfer});
     if (!transfer->end_block(std::move(failure))) return;
     Transfer::Held held;  // let go after the lock
     std::lock_guard<std::mutex> lock(state_.mutex);

@@ -63,12 +63,13 @@ struct Counters {
 // and the memory and the files that the kernel may still use are kept for good. Looks are counted, not seconds, so that
 // a process which was stopped and goes on gives up nothing.
 
-// One transfer that is over.
+// What one drive moved of a transfer that is over: from its first block there to its last.
 struct Timing {
   double queued = 0.0;  // CLOCK_MONOTONIC seconds
   double submitted = 0.0;
   double done = 0.0;
   int64_t bytes = 0;
+  int32_t drive = 0;      // -1 for a transfer that failed before it reached one
   uint8_t operation = 0;  // of Operation
   uint8_t priority = 0;   // of Priority
   uint8_t failed = 0;
@@ -113,7 +114,8 @@ class Engine {
 
   Counters counters() const;
 
-  // The transfers that are over since the last call, oldest first: the last 65536 of them.
+  // The transfers that are over since the last call, one for each drive that they reached, in the order in which they
+  // ended: the last 65536 of them.
   std::vector<Timing> take_timings();
 
   std::vector<std::string> notes() const;

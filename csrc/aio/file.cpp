@@ -30,6 +30,22 @@ uint64_t next_id() {
   throw IoFailure(std::move(failure));
 }
 
+// What transfers with this file must be aligned to (bytes): 4096 unless the kernel names something finer for memory,
+// offset and length alike.
+int64_t finest_alignment(int fd) {
+#ifdef STATX_DIOALIGN
+  struct statx status{};
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN) != 0 &&
+      status.stx_dio_offset_align > 0) {
+    int64_t finest = std::max(status.stx_dio_mem_align, status.stx_dio_offset_align);
+    if (kPageBytes % finest == 0) return finest;
+  }
+#else
+  static_cast<void>(fd);
+#endif
+  return kPageBytes;
+}
+
 // fallocate may be interrupted by a signal before it has done anything.
 int reserve_blocks(int fd, int64_t bytes) {
   int status;
@@ -41,8 +57,8 @@ int reserve_blocks(int fd, int64_t bytes) {
 
 }  // namespace
 
-Descriptor::Descriptor(int fd, std::string path, bool direct, int drive)
-    : fd_(fd), id_(next_id()), path_(std::move(path)), direct_(direct), drive_(drive) {}
+Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment)
+    : fd_(fd), id_(next_id()), path_(std::move(path)), direct_(direct), drive_(drive), alignment_(alignment) {}
 
 Descriptor::~Descriptor() {
   if (!guard_.in_child()) {
@@ -56,9 +72,13 @@ void Descriptor::on_close(std::function<void()> body) const {
   closers_.push_back(std::move(body));
 }
 
-File::File(const std::string& path, bool create, int drive) : path_(path) {
-  if (drive < 0) throw std::invalid_argument("drive must not be negative, got " + std::to_string(drive));
-  int flags = O_RDWR | O_CLOEXEC | (create ? O_CREAT | O_EXCL : 0);
+File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive, false, false}) {}
+
+File::File(const std::string& path, const FileOptions& options) : path_(path) {
+  if (options.drive < 0) {
+    throw std::invalid_argument("drive must not be negative, got " + std::to_string(options.drive));
+  }
+  int flags = (options.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC | (options.create ? O_CREAT | O_EXCL : 0);
   int fd;
   do {
     fd = ::open(path.c_str(), flags, 0600);
@@ -70,7 +90,8 @@ File::File(const std::string& path, bool create, int drive) : path_(path) {
     notes_.push_back("the file system of " + path + " refuses O_DIRECT (" + format_errno(errno) +
                      "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
   }
-  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, drive);
+  int64_t alignment = direct_ && options.fine_alignment ? finest_alignment(fd) : kPageBytes;
+  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment);
   volume_ = std::make_shared<const Volume>(descriptor_);
 }
 

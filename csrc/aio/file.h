@@ -16,13 +16,14 @@ namespace infinity::aio {
 
 class Volume;
 
-// Alignment of offset, length and memory in every direct transfer (bytes). 512 is refused by some drives.
+// Alignment of offset, length and memory in direct transfers (bytes) that serves everywhere; some drives take finer
+// ones.
 inline constexpr int64_t kPageBytes = 4096;
 
 // An open file descriptor: closed when the last owner (the File, or the last transfer on it) lets go.
 class Descriptor {
  public:
-  Descriptor(int fd, std::string path, bool direct, int drive = 0);
+  Descriptor(int fd, std::string path, bool direct, int drive = 0, int64_t alignment = kPageBytes);
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor();
@@ -31,7 +32,8 @@ class Descriptor {
   uint64_t id() const noexcept { return id_; }  // never used twice, unlike the descriptor's number
   const std::string& path() const noexcept { return path_; }
   bool direct() const noexcept { return direct_; }
-  int drive() const noexcept { return drive_; }  // which of the engine's drives it lies on
+  int64_t alignment() const noexcept { return direct_ ? alignment_ : 1; }  // of every transfer (bytes)
+  int drive() const noexcept { return drive_; }                            // which of the engine's drives it lies on
 
   // `body` runs once, on the thread that drops the last reference, just before the descriptor is closed. A backend that
   // lends the file to the kernel (a registered-file table) takes it back there.
@@ -43,18 +45,26 @@ class Descriptor {
   const std::string path_;
   const bool direct_;
   const int drive_;
+  const int64_t alignment_;
   ForkGuard guard_;
   mutable std::mutex mutex_;
   mutable std::vector<std::function<void()>> closers_;
+};
+
+struct FileOptions {
+  bool create = false;  // make the file, mode 0600, and fail if it exists; otherwise it must exist
+  int drive = 0;        // the number, from 0, of the rings that shall serve it; files on one drive share a number
+  bool fine_alignment =
+      false;               // take transfers aligned as finely as the drive does, where it says so, not only at 4096
+  bool read_only = false;  // for files that one may not write
 };
 
 // A file for transfers. Opened O_DIRECT; buffered, with a note, where the file system refuses that. Calls may come from
 // any thread. Every failing call throws IoFailure, and a call after close() throws std::invalid_argument.
 class File {
  public:
-  // `create`: make the file, mode 0600, and fail if it exists. Otherwise it must exist. `drive`: the number, from 0, of
-  // the engine's rings that shall serve it; files on one drive share a number.
   explicit File(const std::string& path, bool create = false, int drive = 0);
+  File(const std::string& path, const FileOptions& options);
 
   // Makes room for at least `bytes` on the drive, so that no later write can run out of space.
   void reserve(int64_t bytes);
@@ -68,6 +78,7 @@ class File {
   int64_t size_bytes() const;
   const std::string& path() const noexcept { return path_; }
   bool direct() const noexcept { return direct_; }
+  int64_t alignment() const { return descriptor()->alignment(); }
   std::vector<std::string> notes() const;
 
   // The open file, to be shared by a transfer; as it is, and as a volume of its own.

@@ -52,9 +52,11 @@ void Request::check() const {
     if (range.slab_offset < 0 || range.length > slab->bytes() || range.slab_offset > slab->bytes() - range.length) {
       refuse_numbers(*this, range, "the range isn't inside the slab of " + std::to_string(slab->bytes()) + " bytes");
     }
-    if (volume->direct() &&
-        (range.offset % kPageBytes != 0 || range.length % kPageBytes != 0 || range.slab_offset % kPageBytes != 0)) {
-      refuse_numbers(*this, range, "a direct transfer needs offset, length and slab offset in multiples of 4096");
+    int64_t alignment = volume->alignment();
+    if (range.offset % alignment != 0 || range.length % alignment != 0 || range.slab_offset % alignment != 0) {
+      refuse_numbers(
+          *this, range,
+          "a direct transfer needs offset, length and slab offset in multiples of " + std::to_string(alignment));
     }
     if (range.length > INT64_MAX - total) refuse_numbers(*this, range, "the ranges are longer than any file");
     total += range.length;

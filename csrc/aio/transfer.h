@@ -70,6 +70,15 @@ struct TransferTimes {
   double done = 0.0;
 };
 
+// What one drive does of a transfer. The engine keeps these, under its own mutex.
+struct DriveShare {
+  int drive = 0;
+  double submitted = 0.0;  // its first block, CLOCK_MONOTONIC seconds
+  double ended = 0.0;      // its last block so far
+  int64_t bytes = 0;
+  int64_t blocks_in_flight = 0;
+};
+
 class Transfer;
 
 // The part of a transfer that one submission moves, or what is left of it after a short one. It lives in a ring's slot
@@ -131,6 +140,9 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // What it still holds; null when done.
   std::shared_ptr<const Volume> volume() const;
   std::shared_ptr<const PinnedSlab> slab() const;
+
+  // Guarded by the engine's mutex: one for each drive that took a block of it.
+  std::vector<DriveShare> shares;
 
   // Whether finish() will find a failure. To be asked between end_block and finish.
   bool has_failed() const;

@@ -18,7 +18,7 @@ std::string joined_paths(const Files& files) {
 }  // namespace
 
 Volume::Volume(std::shared_ptr<const Descriptor> file) : files_{std::move(file)}, stripe_bytes_(0) {
-  direct_ = files_.front()->direct();
+  alignment_ = files_.front()->alignment();
 }
 
 Volume::Volume(std::vector<std::shared_ptr<const Descriptor>> files, std::vector<int> pattern, int64_t stripe_bytes)
@@ -40,7 +40,7 @@ Volume::Volume(std::vector<std::shared_ptr<const Descriptor>> files, std::vector
     if (stripes_per_cycle_[static_cast<size_t>(member)] == 0) {
       throw std::invalid_argument("the pattern leaves out file " + std::to_string(member));
     }
-    direct_ = direct_ || file(member)->direct();
+    alignment_ = std::max(alignment_, file(member)->alignment());
     std::vector<int64_t> skips(pattern_.size());
     for (size_t slot = 0; slot < pattern_.size(); ++slot) {
       while (pattern_[(slot + static_cast<size_t>(skips[slot])) % pattern_.size()] != member) ++skips[slot];

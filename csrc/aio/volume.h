@@ -42,7 +42,7 @@ class Volume {
   int members() const noexcept { return static_cast<int>(files_.size()); }
   const std::shared_ptr<const Descriptor>& file(int member) const { return files_[static_cast<size_t>(member)]; }
   bool striped() const noexcept { return files_.size() > 1; }
-  bool direct() const noexcept { return direct_; }  // some file is: offsets and lengths must be aligned
+  int64_t alignment() const noexcept { return alignment_; }  // of memory, offsets and lengths: what all files want
 
   // The file's path; of several, joined by commas.
   std::string path() const;
@@ -51,7 +51,7 @@ class Volume {
   const std::vector<std::shared_ptr<const Descriptor>> files_;
   const std::vector<int> pattern_;  // empty for one file
   const int64_t stripe_bytes_;
-  bool direct_ = false;
+  int64_t alignment_ = 1;
   std::vector<int64_t> rank_;                // of each slot of the pattern: how many before it are on the same member
   std::vector<int64_t> stripes_per_cycle_;   // of each member
   std::vector<std::vector<int64_t>> skips_;  // of each member and slot: stripes to its next one, from 0

@@ -189,7 +189,7 @@ class IoEngine:
         return dict(self._core.counters()["faults"])
 
     def take_timings(self) -> npt.NDArray[np.void]:
-        """When each transfer that ended since the last call was queued, submitted and done; see `_aio.Engine`."""
+        """When each transfer that ended since the last call was queued, submitted and done, by drive; see `_aio.Engine`."""
         return self._core.take_timings()
 
     def open(self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0) -> File:
@@ -249,6 +249,14 @@ class IoEngine:
         self.stall_seconds += time.perf_counter() - began
         if failure is not None:
             raise failure
+
+    def drain(self) -> None:
+        """Wait until nothing is under way; the time it takes counts as stall. Raises no IoError."""
+        began = time.perf_counter()
+        try:
+            self._core.drain()
+        finally:
+            self.stall_seconds += time.perf_counter() - began
 
     def close(self) -> None:
         """Drain, stop the threads, and raise the first failure that nobody waited for."""

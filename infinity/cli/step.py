@@ -6,6 +6,7 @@ Checks what it was asked, then trains, then tells. What it puts on the drive has
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import logging
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from infinity.cli import synthetic
     from infinity.schedule.estimate import Work
     from infinity.schedule.planner import Machine
+    from infinity.schedule.timeline import TraceSummary
     from infinity.schedule.transformer import Transformer as Shape
 
 
@@ -58,6 +60,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="of it, what keeps copies and optimizer state from step to step (default: 0)",
     )
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="take one more step, and write what the drives and the training thread did in it when, for ui.perfetto.dev",
+    )
     parser.set_defaults(func=run)
 
 
@@ -67,29 +75,29 @@ def run(asked: argparse.Namespace) -> int:
         scheme_from(asked)
         if asked.pinned_bytes_max != "auto":
             parse_bytes(asked.pinned_bytes_max)
-        reason = None if asked.json in (None, "-") else why_no_file(Path(asked.json))
-        if reason is not None:
-            raise ValueError(f"--json: {reason}")
+        files = {"--json": None if asked.json in (None, "-") else Path(asked.json), "--trace": asked.trace}
+        for name, file in files.items():
+            reason = why_no_file(file) if file is not None else None
+            if reason is not None:
+                raise ValueError(f"{name}: {reason}")
     except ValueError as error:
         print(f"infinity-bench step: error: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    result = measure(asked)
+    result, traced = measure(asked)
     text = json.dumps(result, indent=2) + "\n"
     if asked.json == "-":
         print(text, end="")
         return 0
-    _print(result)
+    _print(result, traced)
     if asked.json:
         Path(asked.json).write_text(text)
     return 0
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """Train for `warmup` and `steps` steps and return what they took, as the JSON of this command has it."""
-    import torch
-
-    from infinity.cli.synthetic import VOCABULARY, shape_for
+def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
+    """Train for `warmup` and `steps` steps and return what they took, as the JSON of this command has it; and the trace."""
+    from infinity.cli.synthetic import shape_for
     from infinity.schedule.estimate import Work
     from infinity.store.probe import measure_drive
 
@@ -102,10 +110,10 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         _tell(asked, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
         steps = []
         for number in range(asked.warmup + asked.steps):
-            tokens = torch.randint(VOCABULARY, (asked.batch_size, asked.seq + 1))
-            steps.append(_step(engine, tokens))
+            steps.append(_step(engine, _tokens(asked)))
             _tell(asked, f"step {number + 1} of {asked.warmup + asked.steps}: {steps[-1]['seconds']:.2f} s")
         steps = steps[asked.warmup :]
+        traced = _trace(engine, asked) if asked.trace is not None else None
         rates = measure_drive(asked.nvme_path, nbytes=128 * MIB, rounds=3)
         compute = statistics.median(step["seconds"] - step["stall_seconds"] for step in steps)
         floor = engine.step_floor_seconds(
@@ -142,7 +150,8 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "cache_bytes": stats.cached_bytes,
         "arena_bytes": stats.arena_bytes,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+        "trace": dataclasses.asdict(traced) if traced is not None else None,
+    }, traced
 
 
 def predict(machine: Machine, work: Work, *, pinned_bytes: int, cache_bytes: int) -> float | None:
@@ -225,6 +234,22 @@ def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
     }
 
 
+def _trace(engine: infinity.Engine, asked: argparse.Namespace) -> TraceSummary:
+    """One more step, written to the file of --trace."""
+    engine.start_trace()
+    _step(engine, _tokens(asked))
+    return engine.stop_trace(asked.trace)
+
+
+def _tokens(asked: argparse.Namespace) -> Any:
+    """A batch, and what follows each token of it."""
+    import torch
+
+    from infinity.cli.synthetic import VOCABULARY
+
+    return torch.randint(VOCABULARY, (asked.batch_size, asked.seq + 1))
+
+
 def _predicted(result: dict[str, Any]) -> str:
     seconds = result["predicted_seconds"]
     if seconds is None:
@@ -237,7 +262,7 @@ def _tell(asked: argparse.Namespace, line: str) -> None:
     print(line, file=sys.stderr if asked.json == "-" else sys.stdout, flush=True)
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -255,6 +280,7 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['written_bytes_per_param']:.2f} B written",
         "drive": f"{drive['read_bytes_per_s'] / 1e9:.2f} GB/s read, {drive['write_bytes_per_s'] / 1e9:.2f} GB/s written, "
         f"through {drive['backend']}",
+        **(traced.in_words() if traced is not None else {}),
         "pinned memory": format_bytes(result["pinned_bytes"]),
         "on the drive": format_bytes(result["arena_bytes"]),
         "peak resident memory": format_bytes(result["peak_rss_bytes"]),

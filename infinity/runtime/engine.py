@@ -26,8 +26,9 @@ from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.materialize import named_full_tensors
 from infinity.runtime.wall_clock import WallClock, timed
 from infinity.schedule.floor import step_floor_seconds
-from infinity.swap import PagedAdam, SwapManager, SwapStats
+from infinity.swap import PagedAdam, SwapManager, SwapStats, TraceSummary
 from infinity.swap.names import buffer_names, parameter_names
+from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
@@ -142,7 +143,8 @@ class Engine:
         if not self.is_gradient_accumulation_boundary():
             return
         self._release_gathered()
-        factor = self._gradient_factor()
+        with measured(self.timeline, "gradients", "norm of the gradients"):
+            factor = self._gradient_factor()
         self._applied = factor is not None
         if factor is not None:
             self._step_optimizer(factor)
@@ -287,6 +289,26 @@ class Engine:
         """Counters of the swap manager since the start; None where nothing rests on NVMe."""
         return self.swap.stats() if self.swap is not None else None
 
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where a trace is noted; None while none runs."""
+        return self.swap.timeline if self.swap is not None else None
+
+    def start_trace(self) -> None:
+        """Note from now on what this rank's training thread and drives do when, until `stop_trace`: see docs/timeline.md.
+
+        Waits until the drives rest. Raises InfinityError when a trace runs already, or where nothing rests on NVMe.
+        """
+        self._traced().start_trace()
+
+    def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
+        """End the trace, once the drives rest, and return its figures.
+
+        `path`: gets the events of this rank as JSON, for ui.perfetto.dev or chrome://tracing. Raises InfinityError when no
+        trace runs, OSError when the file can't be written.
+        """
+        return self._traced().stop_trace(path)
+
     def restart_clock(self) -> None:
         """The next step's seconds and bytes count from now; call it after an evaluation that shouldn't count."""
         self._mark = self._counters()
@@ -298,7 +320,8 @@ class Engine:
         """
         if self.swap is None:
             return compute_seconds
-        read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps())
+        gathers = self.live.gathers if self.live is not None else None
+        read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
         return step_floor_seconds(
             read_bytes=read,
             written_bytes=written,
@@ -432,6 +455,14 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _traced(self) -> SwapManager:
+        if self.swap is None:
+            raise InfinityError(
+                "nothing of this training rests on NVMe, so there is no timeline of it: use torch.profiler, or set "
+                'offload_param or offload_optimizer to {"device": "nvme", ...}'
+            )
+        return self.swap
 
     def _ends_a_step(self, micro_steps: int) -> bool:
         """Whether a step is due after so many micro-batches."""

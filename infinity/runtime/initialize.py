@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def initialize(
     *,
     weights: str | os.PathLike[str] | None = None,
     init_fn: InitFn | None = None,
+    auto: Mapping[str, Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, Any, Any]:
     """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
 
@@ -76,6 +77,7 @@ def initialize(
         weights: safetensors (a file, an index.json of several, or a folder with either) from which the parameters are set,
             each rank reading only its rows.
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
+        auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
         distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
@@ -93,7 +95,9 @@ def initialize(
         close_group = ensure_process_group()
         undo.callback(close_group)
         with together():
-            settled = load_config(source).resolve(world_size=dist.get_world_size(), hidden_size=_hidden_size(model))
+            settled = load_config(source).resolve(
+                world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
+            )
             _check_supported(settled, model, init_fn, weights)
             if settled.nvme_paths and isinstance(optimizer, torch.optim.Optimizer):
                 check_pageable(optimizer)

@@ -128,6 +128,12 @@ class LiveParameters:
             outline.modules[ROOT].register_forward_hook(self._after_forward)
 
     @property
+    def gathers(self) -> dict[str, int]:
+        """By name of the group: how often a step gathers it."""
+        names = self.outline.names
+        return {name: self.plan.gathers(group, micro_batches=self._micro_batches) for group, name in enumerate(names)}
+
+    @property
     def notes(self) -> list[str]:
         """What stays gathered, a line."""
         kept = [group for group in self._order if not self.plan.reshard_after_forward[group]]

@@ -14,10 +14,13 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from infinity.swap.timeline import Timeline, measured
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 PARTS = ("fwd", "bwd", "step")
+_IN_A_TRACE = {"fwd": "forward", "bwd": "backward", "step": "step"}
 
 
 class WallClock:
@@ -55,16 +58,23 @@ class Timed(Protocol):
     wall_clock: WallClock | None
     global_steps: int
 
+    @property
+    def timeline(self) -> Timeline | None: ...
+
 
 E = TypeVar("E", bound=Timed)
 
 
 def timed(part: str) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
-    """A method whose time counts for `part`, where a clock runs; after "step" it is told."""
+    """A method whose time counts for `part`, where a clock or a trace runs; after "step" the clock is told."""
 
     def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
         @functools.wraps(method)
         def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            with measured(self.timeline, "step", _IN_A_TRACE[part]):
+                return clocked(self, *args, **kwargs)
+
+        def clocked(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if self.wall_clock is None:
                 return method(self, *args, **kwargs)
             steps = self.global_steps

@@ -28,7 +28,6 @@ from infinity.schedule.estimate import (
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.scheme import COPY_BYTES, MASTER_BYTES
 from infinity.schedule.simulator import (
-    Interval,
     Pause,
     Program,
     Resources,
@@ -39,6 +38,7 @@ from infinity.schedule.simulator import (
     look_ahead_of,
     simulate,
 )
+from infinity.schedule.timeline import Interval
 from infinity.units import format_bytes
 
 USABLE = 0.95

@@ -30,6 +30,7 @@ from typing import NamedTuple
 from infinity.errors import BudgetError
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.lookahead import plan_look_ahead
+from infinity.schedule.timeline import Interval
 
 
 class Use(NamedTuple):
@@ -134,15 +135,6 @@ class Resources:
     drive: DriveSpeed
     to_device_bytes_per_s: float = math.inf
     to_host_bytes_per_s: float = math.inf
-
-
-class Interval(NamedTuple):
-    """`resource` does `what` from `start` to `end` (seconds since the step began)."""
-
-    resource: str
-    what: str
-    start: float
-    end: float
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Floor 4. The swap floor: parameters and optimizer state between the arena, the pinned pool and FSDP2."""
 
+from infinity.schedule.timeline import TraceSummary
 from infinity.swap.manager import SwapManager, SwapStats
 from infinity.swap.paged_optimizer import PagedAdam, PagedAdamW
 from infinity.swap.paged_tensor import PagedTensor
 
-__all__ = ["PagedAdam", "PagedAdamW", "PagedTensor", "SwapManager", "SwapStats"]
+__all__ = ["PagedAdam", "PagedAdamW", "PagedTensor", "SwapManager", "SwapStats", "TraceSummary"]

@@ -40,6 +40,7 @@ from infinity.device import Device, device_for
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
 from infinity.schedule.scheme import Scheme, Update
+from infinity.schedule.timeline import TraceSummary
 from infinity.schedule.trace import Trace
 from infinity.store import Arena, Field, Layout, RunFolder, Shard, check_free, plan_layout
 from infinity.store.layout import SPACE_ALIGN
@@ -61,6 +62,7 @@ from infinity.swap.host_cache import plan_cache
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
+from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
 from infinity.swap.updates import finish_updates
 from infinity.units import align_up, format_bytes, parse_bytes
@@ -183,6 +185,8 @@ class SwapManager:
         self._device: Device = device_for(torch.device("cpu"))
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
+        self._alone = True
+        """Whether the model is sharded over one rank: then FSDP2 gathers a group as soon as it has it."""
         self._told_surprise = False
         self._closed = False
 
@@ -313,6 +317,7 @@ class SwapManager:
         dtype = gathered_dtype(model)
         mesh = groups[0].parameters[0].sharded.device_mesh
         with together(mesh.get_group() if mesh.ndim == 1 else None):
+            self._alone = mesh.size(-1) == 1
             layout, pinned_bytes = self._plan(
                 [group.outline for group in groups],
                 mesh.size(-1),
@@ -409,6 +414,13 @@ class SwapManager:
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
+        timeline = self.timeline
+        if timeline is None:
+            return self._gather(shard, training=training, dtype=dtype)
+        with timeline.gathering(shard.group.name):
+            return self._gather(shard, training=training, dtype=dtype)
+
+    def _gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         model = shard.model
         model.check_whole()
         if dtype != model.copy_dtype:
@@ -428,7 +440,9 @@ class SwapManager:
             elif chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
-        taken = self._device.take(model.gathered_view(shard))
+        copies = self._device.torch_device.type != "cpu"
+        with measured(self.timeline if copies else None, "copy", shard.name):
+            taken = self._device.take(model.gathered_view(shard))
         if shard.group.gathering and shard.group.handed_over:
             shard.group.landing = (
                 self._device.landing()
@@ -438,6 +452,8 @@ class SwapManager:
     def gathered(self, shard: PagedShard) -> None:
         """For the paged tensor: FSDP2 has gathered the shard. The group's lease goes back with its last one, or earlier."""
         group = shard.group
+        if self.timeline is not None:
+            self.timeline.gathered(group.name, at_once=self._alone)
         if shard.resident is not None:
             return
         group.gathering.discard(shard.index)
@@ -482,6 +498,8 @@ class SwapManager:
             self._tell_surprise()
         self._phase = True
         self._forwards.clear()
+        if self.timeline is not None:
+            self.timeline.steps += 1
         self._look_ahead()
 
     # What it took.
@@ -513,11 +531,11 @@ class SwapManager:
             drives=tuple(machinery.engine.drives),
         )
 
-    def step_bytes(self, *, micro_batches: int = 1) -> tuple[int, int]:
+    def step_bytes(self, *, micro_batches: int = 1, gathers: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Bytes (read, written) that a step moves in which every trained parameter has a gradient.
 
         Once a step was taken: what the next one like it moves, to the byte. Before: the sum for `micro_batches` that gather
-        every group for forward and for backward.
+        every group for forward and for backward, or as often in a step as `gathers` says, by name.
         """
         paged = self.paged
         stepped = [sub for sub in paged.sub_groups if sub.layout.trained]
@@ -526,11 +544,14 @@ class SwapManager:
         cycle = self._traces[True].cycle
         if cycle:
             return read + self._gathers_of(cycle), written
-        every = sum(_copy_bytes(group) for group in paged.groups)
-        first = (
-            sum(_copy_bytes(group, stepped=False) for group in paged.groups) if self.update_at == "forward" else every
-        )
-        return read + first + (2 * micro_batches - 1) * every, written
+        for group in paged.groups:
+            times = 2 * micro_batches if gathers is None else gathers[group.name]
+            spared = self.update_at == "forward"  # the first gather after a step takes what was just updated
+            if self.update_at == "backward" and group.completes is not None:
+                times = max(times, 2)  # its update in the backward takes the copies that were read for it
+            frozen = _copy_bytes(group, stepped=False)
+            read += frozen * times + (_copy_bytes(group) - frozen) * (times - spared)
+        return read, written
 
     def _gathers_of(self, cycle: Sequence[int]) -> int:
         """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
@@ -555,6 +576,34 @@ class SwapManager:
             uses += [*map(self._unit, beside), *map(self._unit, updated), index]
             reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
         return cycle_read_bytes(uses, reads, self._choose)
+
+    # What it does when.
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where what happens is noted; None while no trace runs."""
+        return self._machinery.stager.timeline if self._machinery is not None else None
+
+    def start_trace(self) -> None:
+        """Note from now on what happens when, until `stop_trace`; first wait until the drives rest, so that the trace begins
+        with whole transfers. Raises InfinityError when a trace runs already.
+        """
+        if self.timeline is not None:
+            raise InfinityError("a trace runs already: call stop_trace() first")
+        machinery = self._open()
+        machinery.stager.timeline = Timeline(machinery.engine)
+
+    def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
+        """Wait until the drives rest, and end the trace: its figures. See docs/timeline.md.
+
+        `path`: gets the events of this rank, in the format of Chrome's and Perfetto's trace viewers (JSON). Raises
+        InfinityError when no trace runs, OSError when the file can't be written; the trace has ended then all the same.
+        """
+        timeline = self.timeline
+        if timeline is None:
+            raise InfinityError("no trace runs: call start_trace() first")
+        self.stager.timeline = None
+        return timeline.stop(path, rank=int(os.environ.get("RANK", "0")))
 
     def close(self) -> None:
         """Wait for what is in flight, give memory and drive space back. Idempotent.

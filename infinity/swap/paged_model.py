@@ -26,11 +26,12 @@ import torch
 from infinity.aio import Lease
 from infinity.device import Landing
 from infinity.errors import InfinityError
-from infinity.optim import join, split
+from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
+from infinity.swap.timeline import measured
 from infinity.units import PAGE_BYTES, align_up
 
 _RANGE_NUMEL = (ACCESS_BYTES - 2 * PAGE_BYTES) // 4
@@ -444,15 +445,19 @@ class PagedModel:
 
     def _update_beside(self, sub: PagedSubGroup, update: Update, copies: Lease | None) -> None:
         """Update one whose copy is in its group's lease, or held."""
+        timeline = self._stager.timeline
         if not sub.moves:
-            update(None)
+            with measured(timeline, "update", sub.chunk.name):
+                update(None)
             return
         lease = self._stager.acquire(sub.chunk)
         try:
             if copies is not None and sub.rests and sub.layout.split:
                 start = sub.layout.start * sub.layout.copy_itemsize
-                sub.view(Field.COPY, lease).copy_(copies.view(self.copy_dtype, start, sub.layout.numel))
-            update(lease)
+                with measured(timeline, "copy", sub.chunk.name):
+                    sub.view(Field.COPY, lease).copy_(copies.view(self.copy_dtype, start, sub.layout.numel))
+            with measured(timeline, "update", sub.chunk.name):
+                update(lease)
         except BaseException:
             self._stager.release(sub.chunk, keep=False)
             raise
@@ -476,10 +481,13 @@ class PagedModel:
         torn.
         """
         lease = self._stager.acquire(sub.chunk) if sub.moves else None
+        timeline = self._stager.timeline
         try:
-            self.updates.pop(sub)(lease)
+            with measured(timeline, "update", sub.chunk.name):
+                self.updates.pop(sub)(lease)
             if into is not None:
-                _hand_over(sub, lease, into)
+                with measured(timeline, "copy", sub.chunk.name):
+                    _hand_over(sub, lease, into)
         except BaseException as error:
             if lease is not None:
                 self._stager.release(sub.chunk, keep=False)

@@ -19,6 +19,7 @@ from infinity.device import Device, Landing
 from infinity.errors import BudgetError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.timeline import Timeline, measured
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -39,6 +40,8 @@ class Stager:
         """What is worth keeping staged, soonest needed first; the rest is dropped before it, and it from its end."""
         self.demand_reads = 0
         """Reads that nobody had started before they were needed."""
+        self.timeline: Timeline | None = None
+        """Where what happens is noted, while a trace runs."""
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
@@ -67,7 +70,7 @@ class Stager:
         if chunk.state is ChunkState.WRITING:
             self.settle(chunk)
         if chunk.landing is not None and chunk.writes:  # they may be changed now: the device must have copied them
-            chunk.landing.wait()
+            self._wait_landed(chunk)
             chunk.landing = None
         if chunk.state is ChunkState.LANDING:
             self._landing.remove(chunk)
@@ -76,7 +79,7 @@ class Stager:
             return chunk.lease
         if chunk.state is ChunkState.RESTING:
             for other in chunk.after:
-                self.settle(other)
+                self.settle(other, f"before the read of {chunk.name}")
             self.demand_reads += bool(chunk.reads)
             self._start_read(chunk, self.make_room(chunk.lease_bytes, chunk.name), Priority.DEMAND)
         if chunk.state is ChunkState.READING:
@@ -116,6 +119,8 @@ class Stager:
         Raises IoError where the engine starts nothing any more: the new bytes are lost then, and the lease is back.
         """
         assert chunk.lease is not None and chunk.landing is None
+        if self.timeline is not None:
+            self.timeline.starting(chunk.name, len(chunk.writes))
         try:
             chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
         except BaseException as error:
@@ -126,14 +131,14 @@ class Stager:
         chunk.move_to(ChunkState.WRITING)
         self._writing.append(chunk)
 
-    def settle(self, chunk: Chunk) -> None:
+    def settle(self, chunk: Chunk, why: str = "") -> None:
         """Wait until a chunk that is being written is on the drive; nothing to do for any other.
 
-        Raises IoError when the write failed.
+        `why`: for a trace. Raises IoError when the write failed.
         """
         if chunk.state is ChunkState.WRITING:
             try:
-                self._engine.wait(chunk.transfers)
+                self._wait("write", chunk, why)
             except OSError as error:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
                 self._writing.remove(chunk)
                 self._rest(chunk)
@@ -150,12 +155,12 @@ class Stager:
         """
         if chunk.state is ChunkState.READING:
             try:
-                self._finish_read(chunk)
+                self._finish_read(chunk, "which is dropped")
             except OSError as error:
                 log.warning("a read ahead failed: %s", error)
         if chunk.state is ChunkState.STAGED:
             if chunk.landing is not None:
-                chunk.landing.wait()
+                self._wait_landed(chunk)
             self._staged.remove(chunk)
             self._rest(chunk)
         elif chunk.state is ChunkState.LANDING:
@@ -190,7 +195,7 @@ class Stager:
             if last is not None and last not in self.wanted:
                 self.drop(last)
             elif self._writing:
-                self.settle(self._writing[0])
+                self.settle(self._writing[0], f"for room for {who}")
             elif last is not None:
                 self.drop(last)
             elif self._landing:
@@ -208,26 +213,42 @@ class Stager:
         return self.wanted.index(chunk) if chunk in self.wanted else len(self.wanted)
 
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> None:
+        if self.timeline is not None:
+            self.timeline.starting(chunk.name, len(chunk.reads))
         try:
             transfers = self._engine.start(self._requests("read", chunk, lease, priority))
         except BaseException:
             lease.give_back()
             raise
-        for start, elements in chunk.fills:
-            lease.view(elements.dtype, start, elements.numel()).copy_(elements)
+        if chunk.fills:
+            with measured(self.timeline, "copy", chunk.name):
+                for start, elements in chunk.fills:
+                    lease.view(elements.dtype, start, elements.numel()).copy_(elements)
         chunk.lease, chunk.transfers = lease, transfers
         chunk.move_to(ChunkState.READING)
         self._staged.append(chunk)
 
-    def _finish_read(self, chunk: Chunk) -> None:
+    def _finish_read(self, chunk: Chunk, why: str = "") -> None:
         try:
-            self._engine.wait(chunk.transfers)
+            self._wait("read", chunk, why)
         except OSError:
             self._staged.remove(chunk)
             self._rest(chunk)
             raise
         chunk.transfers = []
         chunk.move_to(ChunkState.STAGED)
+
+    def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
+        if self.timeline is None:
+            self._engine.wait(chunk.transfers)
+            return
+        with self.timeline.stall(f"the {operation} of {chunk.name}" + (f", {why}" if why else "")):
+            self._engine.wait(chunk.transfers)
+
+    def _wait_landed(self, chunk: Chunk) -> None:
+        assert chunk.landing is not None
+        with measured(self.timeline, "copy", chunk.name):
+            chunk.landing.wait()
 
     def _requests(self, operation: str, chunk: Chunk, lease: Lease, priority: Priority) -> list[Request]:
         spans: tuple[Span, ...] = chunk.reads if operation == "read" else chunk.writes
@@ -246,8 +267,7 @@ class Stager:
         return bool(ended or landed)
 
     def _land(self, chunk: Chunk) -> None:
-        assert chunk.landing is not None
-        chunk.landing.wait()
+        self._wait_landed(chunk)
         self._landing.remove(chunk)
         self._rest(chunk)
 

@@ -70,6 +70,7 @@ def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_
         (("--master-weights", "lost"), "invalid choice"),
         (("--pinned-bytes-max", "banana"), "banana"),
         (("--json", "/no/such/folder/x.json"), "be written"),
+        (("--trace", "/no/such/folder/x.json"), "be written"),
     ],
 )
 def test_wrong_usage_is_refused_in_a_line(arguments: tuple[str, ...], message: str) -> None:
@@ -105,3 +106,21 @@ def test_attention_looks_back_only() -> None:
     changed[:, 5:] += 1
     assert torch.equal(block(x)[:, :5], block(changed)[:, :5])
     assert not torch.equal(block(x)[:, 5:], block(changed)[:, 5:])
+
+
+def test_a_traced_step_comes_as_events_figures_and_a_picture(nvme_path: Path, tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.json", tmp_path / "trace.png"
+    done = small(nvme_path, "--trace", trace, "--json", tmp_path / "step.json")
+    assert done.returncode == 0, done.stderr
+    assert "drive busy" in done.stdout and "I/O hidden, exposed" in done.stdout
+    result = json.loads((tmp_path / "step.json").read_text())
+    assert len(result["steps"]) == 2 and result["trace"]["steps"] == 1
+    events = json.loads(trace.read_text())["traceEvents"]
+    written = sum(each["args"]["bytes"] for each in events if each["ph"] == "X" and each["tid"] == 1)
+    assert written == result["trace"]["drives"][0]["written_bytes"] == result["steps"][-1]["written_bytes"]
+    script = Path(__file__).resolve().parents[2] / "bench" / "render_timeline.py"
+    command = [sys.executable, str(script), str(trace), str(picture)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert picture.read_bytes().startswith(b"\x89PNG") and "drive 0 read" in shown
+    refused = subprocess.run([*command, "--from", "1e9"], capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode == 1 and "nothing of" in refused.stderr

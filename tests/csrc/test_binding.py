@@ -197,10 +197,29 @@ def test_timings_come_as_an_array(file: File, slab: PinnedSlab) -> None:
         timings = engine.take_timings()
         assert len(engine.take_timings()) == 0
     assert timings["bytes"].tolist() == [PAGE, MIB, PAGE]
+    assert timings["drive"].tolist() == [0, 0, 0]
     assert timings["operation"].tolist() == [1, 1, 0]
     assert timings["priority"].tolist() == [2, 2, 0]
     assert not timings["failed"].any()
     assert (timings["queued"] <= timings["submitted"]).all() and (timings["submitted"] <= timings["done"]).all()
+
+
+@pytest.mark.parametrize("rings", [1, 2])
+def test_each_drive_of_a_striped_transfer_has_a_timing(tmp_path: Path, slab: PinnedSlab, rings: int) -> None:
+    files = [File(tmp_path / str(drive), create=True, drive=drive) for drive in (0, 1)]
+    striped = StripedFile(files, pattern=[0, 1, 0], stripe_bytes=64 * KIB)
+    with Engine(slab=slab, drives=2, rings=rings, block_bytes=64 * KIB) as engine:
+        striped.reserve(3 * MIB)
+        transfer = engine.start_write(striped, 0, slab, 0, 3 * MIB)
+        transfer.wait()
+        timings = engine.take_timings()
+        counted = [drive["written_bytes"] for drive in engine.counters()["drives"]]
+    queued, _, done = transfer.times
+    assert dict(zip(timings["drive"].tolist(), timings["bytes"].tolist(), strict=True)) == {0: 2 * MIB, 1: MIB}
+    assert counted == [2 * MIB, MIB]
+    assert (timings["queued"] == queued).all() and (timings["queued"] <= timings["submitted"]).all()
+    assert (timings["submitted"] <= timings["done"]).all() and (timings["done"] <= done).all()
+    striped.close()
 
 
 @pytest.mark.parametrize(
@@ -328,6 +347,52 @@ def test_direct_files_need_alignment_and_buffered_ones_do_not(backend: str, file
                     engine.start_read(file, numbers[0], slab, numbers[1], numbers[2])
             else:
                 engine.start_read(file, numbers[0], slab, numbers[1], numbers[2]).wait()
+
+
+def test_a_file_takes_what_the_drive_takes_where_asked(backend: str, tmp_path: Path, slab: PinnedSlab) -> None:
+    with File(tmp_path / "fine", create=True, fine_alignment=True) as file, Engine(backend=backend) as engine:
+        said = direct_alignment(tmp_path / "fine") if file.direct else None
+        assert file.alignment == (1 if not file.direct else max(said) if said else PAGE)
+        finest = file.alignment
+        random_view = memoryview(slab)
+        random_view[: 3 * PAGE] = random.randbytes(3 * PAGE)
+        engine.start_write(file, 3 * finest, slab, finest, PAGE + finest).wait()
+        engine.start_read(file, 3 * finest, slab, 4 * PAGE + finest, PAGE + finest).wait()
+        start = 4 * PAGE + finest
+        assert random_view[start : start + PAGE + finest] == random_view[finest : PAGE + 2 * finest]
+        assert file.size_bytes == PAGE + 4 * finest
+        if finest > 1:
+            with pytest.raises(ValueError, match=f"multiples of {finest}"):
+                engine.start_read(file, finest - 1, slab, 0, finest)
+
+
+def test_a_file_that_one_may_only_read(backend: str, tmp_path: Path, slab: PinnedSlab) -> None:
+    path = tmp_path / "read_only"
+    path.write_bytes(b"x" * PAGE)
+    with File(path, read_only=True) as file, Engine(backend=backend) as engine:
+        engine.start_read(file, 0, slab, 0, PAGE).wait()
+        assert bytes(memoryview(slab)[:PAGE]) == b"x" * PAGE
+        with pytest.raises(IoError):
+            engine.start_write(file, 0, slab, 0, PAGE).wait()
+
+
+def test_a_slab_around_memory_of_someone_else(backend: str, file: File) -> None:
+    memory = np.zeros(4 * PAGE, dtype=np.uint8)
+    address = -(-memory.ctypes.data // PAGE) * PAGE
+    inside = memory[address - memory.ctypes.data :][: 2 * PAGE]
+    inside[:] = 7
+    borrowed = PinnedSlab.around(address, 2 * PAGE)
+    assert (borrowed.address, borrowed.nbytes) == (address, 2 * PAGE)
+    with Engine(backend=backend) as engine:
+        engine.start_write(file, 0, borrowed, 0, 2 * PAGE).wait()
+        inside[:] = 0
+        engine.start_read(file, 0, borrowed, 0, PAGE).wait()
+    del borrowed
+    assert (inside[:PAGE] == 7).all()
+    assert (inside[PAGE:] == 0).all()
+    for wrong in ((address + 1, PAGE), (0, PAGE), (address, 0)):
+        with pytest.raises(ValueError):
+            PinnedSlab.around(*wrong)
 
 
 def test_requests_of_another_shape_are_refused(backend: str, file: File, slab: PinnedSlab) -> None:

@@ -61,6 +61,16 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "nvme.json") == losses(tmp_path / "memory.json")
 
 
+def test_the_last_step_is_traced(nvme_path: Path, tmp_path: Path) -> None:
+    trace, figures = tmp_path / "trace.json", tmp_path / "run.json"
+    shown = run("--nvme-path", str(nvme_path), "--no-sample", "--trace", str(trace), "--json", str(figures)).stdout
+    assert "drive busy" in shown and "I/O hidden, exposed" in shown
+    assert [step.get("trace", {}).get("steps") for step in json.loads(figures.read_text())["steps"]] == [None, None, 1]
+    assert {"forward", "backward", "step"} <= {each["name"] for each in json.loads(trace.read_text())["traceEvents"]}
+    refused = run("--in-memory", "--trace", str(trace), check=False)
+    assert refused.returncode == 2 and "no timeline" in refused.stderr
+
+
 def test_going_on_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
     place = ["--nvme-path", str(nvme_path), "--no-sample"]
     run(*place, "--save", str(tmp_path / "saved"))

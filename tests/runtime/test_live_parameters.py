@@ -50,6 +50,8 @@ def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, 
         plan, groups = engine.live.plan, engine.live.outline.groups
         assert plan.reshard_after_forward.count(False) == 1 + kept
         gathers = [plan.gathers(group, micro_batches=accumulation) for group in range(len(groups))]
+        assert engine.swap is not None
+        foreseen, _ = engine.swap.step_bytes(gathers=engine.live.gathers)
     expected = sum(2 * each.numel * times for each, times in zip(groups, gathers, strict=True))
     _, _, reads = scene.train(case, str(nvme_path))
     if kept == 0:  # the last group's bytes are still staged when its backward comes, the next use there is
@@ -58,6 +60,9 @@ def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, 
     if kept == scene.BLOCKS and accumulation == 1:
         assert per_step == 12 * scene.MODEL_NUMEL
     assert sum(reads[1:]) == per_step * (scene.STEPS - 1)
+    assert foreseen == (12 - 2) * scene.MODEL_NUMEL + sum(
+        2 * each.numel * n for each, n in zip(groups, gathers, strict=True)
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])

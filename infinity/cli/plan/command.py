@@ -181,12 +181,15 @@ def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> 
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
     """The files about the chosen strategy."""
-    from infinity.cli.plan.report import config_for, trace_events
+    from infinity.cli.plan.report import config_for
+    from infinity.schedule.timeline import trace_events
 
     if asked.write_config is not None:
         asked.write_config.write_text(json.dumps(config_for(chosen, _nvme_path(asked)), indent=2) + "\n")
     if asked.timeline is not None:
-        asked.timeline.write_text(json.dumps({"traceEvents": trace_events(chosen)}) + "\n")
+        asked.timeline.write_text(
+            json.dumps({"traceEvents": trace_events(chosen.simulated.timeline if chosen.simulated else [])}) + "\n"
+        )
 
 
 def _nvme_path(asked: argparse.Namespace) -> str:

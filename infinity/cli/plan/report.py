@@ -280,17 +280,3 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
 
 def _offload(device: str, nvme_path: str) -> dict[str, Any]:
     return {"device": device, "nvme_path": nvme_path} if device == "nvme" else {"device": device}
-
-
-def trace_events(plan: Plan) -> list[dict[str, Any]]:
-    """The timeline of one rank as events of Chrome's trace format (microseconds), a row per resource."""
-    timeline = plan.simulated.timeline if plan.simulated else []
-    rows = {resource: number for number, resource in enumerate(dict.fromkeys(each.resource for each in timeline))}
-    names: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": resource}}
-        for resource, number in rows.items()
-    ]
-    return names + [
-        {"name": what, "ph": "X", "pid": 0, "tid": rows[resource], "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-        for resource, what, start, end in timeline
-    ]

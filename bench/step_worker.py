@@ -1,0 +1,166 @@
+"""One way of training, as bench/step.py measures it, in a process of its own: infinity under its Python, DeepSpeed under one
+that has deepspeed.
+
+Its argument is a JSON object, {"way", "params", "batch_size", "context", "clipping", "nvme_path", ...}. It answers each line on
+standard input with one JSON line: what a whole step took, its writes included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+GIB = 1 << 30
+
+Step = Callable[[], dict[str, Any]]
+
+
+def infinity_way(order: dict[str, Any]) -> Step:
+    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full."""
+    sys.path.insert(0, str(HERE.parent))
+    import torch
+    import torch.distributed as dist
+    from gpt import GPT, config_for
+
+    import infinity
+
+    update, _, full = order["way"].partition("-")
+    held = update == "memory"
+    device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
+    config: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0 if update == "backward" else order["clipping"],
+        "steps_per_print": 0,
+        "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
+        "infinity": {
+            "backend": order["backend"],
+            "pinned_bytes_max": order["pinned_bytes_max"],
+            **({} if held else {"update": update, "master_weights": full or "split"}),
+        },
+    }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0)
+    with infinity.init_empty():
+        model = GPT(config_for(order["numel"], order["context"]))
+    engine = infinity.initialize(model=model, config=config)[0]
+    batch = _batch(order)
+
+    def step() -> dict[str, Any]:
+        before = engine.swap_stats()
+        began = time.perf_counter()
+        loss = _loss(engine(batch[:, :-1]), batch)
+        forward = time.perf_counter()
+        engine.backward(loss)
+        backward = time.perf_counter()
+        engine.step()
+        if engine.swap is not None:
+            engine.swap.stager.settle_all()
+        ended = time.perf_counter()
+        after = engine.swap_stats()
+        found = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
+        found |= {"seconds": ended - began, "loss": loss.item(), "numel": engine.numel}
+        if before is not None and after is not None and engine.swap is not None:
+            found |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
+            found["step_bytes"] = engine.swap.step_bytes()
+            found["pinned_bytes"] = after.pinned_bytes
+        return found
+
+    return step
+
+
+_COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")
+
+
+def deepspeed_way(order: dict[str, Any]) -> Step:
+    """DeepSpeed's ZeRO-3 with parameters and optimizer on NVMe ("deepspeed"), with options that were fast for it here."""
+    import deepspeed
+    import torch
+    from gpt import GPT, config_for
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.setdefault("MASTER_PORT", "29611")
+    torch.manual_seed(0)
+    model = GPT(config_for(order["numel"], order["context"]))
+    largest = max(p.numel() for p in model.parameters())
+    place = {"device": "nvme", "nvme_path": order["nvme_path"], "pin_memory": True}
+    config = {
+        "train_micro_batch_size_per_gpu": order["batch_size"],
+        "gradient_clipping": order["clipping"],
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": order.get("sub_group_size", 100_000_000),
+            "offload_param": {**place, "buffer_count": 8, "buffer_size": max(largest, 1 << 20), "max_in_cpu": 0},
+            "offload_optimizer": {**place, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
+        },
+        "aio": {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    batch = _batch(order)
+
+    def step() -> dict[str, Any]:
+        began = time.perf_counter()
+        loss = _loss(engine(batch[:, :-1]), batch)
+        forward = time.perf_counter()
+        engine.backward(loss)
+        backward = time.perf_counter()
+        engine.step()
+        ended = time.perf_counter()
+        found = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
+        return found | {
+            "seconds": ended - began,
+            "loss": loss.item(),
+            "numel": sum(p.ds_numel for p in model.parameters()),
+        }
+
+    return step
+
+
+def _batch(order: dict[str, Any]) -> Any:
+    import torch
+
+    return torch.randint(
+        0, 256, (order["batch_size"], order["context"] + 1), generator=torch.Generator().manual_seed(0)
+    )
+
+
+def _loss(logits: Any, batch: Any) -> Any:
+    import torch.nn.functional as F
+
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def disk_bytes() -> tuple[int, int]:
+    """Read and written by this process, as the kernel's block layer was asked for them."""
+    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(found["read_bytes"]), int(found["write_bytes"])
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a framework prints must not come between the answers
+    step = (deepspeed_way if order["way"].startswith("deepspeed") else infinity_way)(order)
+    print("ready", file=answers, flush=True)
+    for _ in sys.stdin:
+        before = disk_bytes()
+        found = step()
+        after = disk_bytes()
+        found |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
+        found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps(found), file=answers, flush=True)
+    os._exit(0)  # what is on the drive is not wanted any more, and some frameworks take long to let go of it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""Floor 6. DeepSpeed's I/O handle on infinity's I/O engine; knows nothing of DeepSpeed itself.
+
+Owns an engine, and the calls that nobody has waited for. Any thread may use it; the bytes move on the engine's threads.
+
+[Note: What goes directly] A call's range of the file is cut at the alignment that the drive wants of direct transfers
+(512 bytes where it says so, else 4096). What lies between the first and the last cut goes from the tensor's own memory
+where that is aligned alike, else through a slab that lasts as long as the call. The edges outside the cuts, less than
+the alignment each, go through the page cache. They go when the call is waited for, after all direct transfers: a page
+that is dirty in the cache while its neighbourhood is written directly could be written back over it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity._aio import Engine, File, PinnedSlab, Transfer
+from infinity.errors import IoError
+from infinity.integrations.locked_memory import free_locked_tensor, new_locked_tensor, slab_of
+from infinity.units import GIB, MIB, PAGE_BYTES, align_up
+
+log = logging.getLogger("infinity")
+
+_RINGS_MAX, _QUEUE_DEPTH_MAX = 64, 4096  # what the engine takes
+
+
+class AioHandle:
+    """Reads files into tensors and writes tensors to files, under the names of DeepSpeed's `aio_handle`.
+
+    Args:
+        block_size: bytes per submission; the engine rounds them up to 4 KiB.
+        queue_depth: submissions in flight per thread.
+        single_submit, overlap_events: kept and reported; the engine always submits in batches and overlaps.
+        intra_op_parallelism: ring threads, among which every call is divided.
+
+    Tensors may be of any dtype, alignment and device; those of `new_cpu_locked_tensor` are moved without a copy. A failed
+    transfer raises IoError, with operation and path, at the call that waits for it.
+    """
+
+    def __init__(
+        self,
+        block_size: int = MIB,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+    ) -> None:
+        if min(block_size, queue_depth, intra_op_parallelism) < 1:
+            raise ValueError(
+                "block_size, queue_depth and intra_op_parallelism must be positive, got "
+                f"{block_size}, {queue_depth}, {intra_op_parallelism}"
+            )
+        self._block_size = block_size
+        self._queue_depth = queue_depth
+        self._single_submit = single_submit
+        self._overlap_events = overlap_events
+        self._parallelism = intra_op_parallelism
+        self._lock = threading.Lock()  # of _pending
+        self._pending: list[_Call] = []
+        self._engine = Engine(
+            block_bytes=min(align_up(block_size), GIB),
+            queue_depth=min(queue_depth, _QUEUE_DEPTH_MAX),
+            rings=min(intra_op_parallelism, _RINGS_MAX),
+        )
+
+    def get_block_size(self) -> int:
+        """Bytes per submission, as asked for."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """Submissions in flight per thread, as asked for."""
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        """As asked for; without effect."""
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        """As asked for; without effect."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """Ring threads, as asked for."""
+        return self._parallelism
+
+    def get_alignment(self) -> int:
+        """Bytes that callers round their pieces to: 512 per thread, as there. Other pieces work as well."""
+        return 512 * self._parallelism
+
+    def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Start reading `buffer`'s bytes from `file_offset` of the file; 0. The buffer is filled when `wait` returns."""
+        return self._start(_Read(self._engine, buffer, os.fspath(filename), file_offset))
+
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: str | os.PathLike[str] | int | None = None,
+        file_offset: int = 0,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        """Start writing `buffer`'s bytes to `file_offset` of the file (a path, made where missing, or an open file); 0."""
+        target = fd if filename is None else filename
+        if target is None:
+            raise TypeError("async_pwrite needs a filename or an fd")
+        path = f"/proc/self/fd/{target}" if isinstance(target, int) else os.fspath(target)
+        return self._start(_Write(self._engine, buffer, path, file_offset))
+
+    def wait(self) -> int:
+        """Wait for every call since the last wait; how many there were. Raises the first IoError after all have ended."""
+        with self._lock:
+            calls, self._pending = self._pending, []
+        failures = [failure for call in calls if (failure := call.wait_direct()) is not None]
+        for call in calls:
+            try:
+                call.finish()
+            except OSError as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+        return len(calls)
+
+    def pread(
+        self,
+        buffer: torch.Tensor,
+        filename: str | os.PathLike[str],
+        validate: bool,
+        *asynchronous: Any,
+        **keywords: Any,
+    ) -> int:
+        """`pread(buffer, filename, validate, async, file_offset=0)`: 0 where `async`, else as `wait`.
+
+        `validate` reads the file once more, another way, and compares; a difference raises IoError.
+        """
+        is_async, file_offset = _async_and_offset(*asynchronous, **keywords)
+        self._start(_Read(self._engine, buffer, os.fspath(filename), file_offset, validate))
+        return 0 if is_async else self.wait()
+
+    def pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: str | os.PathLike[str],
+        validate: bool,
+        *asynchronous: Any,
+        **keywords: Any,
+    ) -> int:
+        """`pwrite(buffer, filename, validate, async, file_offset=0)`; as `pread`."""
+        is_async, file_offset = _async_and_offset(*asynchronous, **keywords)
+        self._start(_Write(self._engine, buffer, os.fspath(filename), file_offset, validate))
+        return 0 if is_async else self.wait()
+
+    def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Read, and wait for it and all before it; how many calls that were."""
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
+        """Write, and wait for it and all before it; how many calls that were."""
+        return self.pwrite(buffer, filename, False, False, file_offset)
+
+    def read(
+        self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """Read at once; 0. Waits for what was started before, too."""
+        self.pread(buffer, filename, validate, False, file_offset)
+        return 0
+
+    def write(
+        self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
+    ) -> int:
+        """Write at once; 0. Waits for what was started before, too."""
+        self.pwrite(buffer, filename, validate, False, file_offset)
+        return 0
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A 1-D tensor of `num_elem` zeros of the example's dtype, from which transfers go without a copy.
+
+        Raises MemoryError where the machine hasn't that much.
+        """
+        return new_locked_tensor(num_elem, example_tensor.dtype)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Whether it was one of `new_cpu_locked_tensor`, of any handle; its memory goes with its last view."""
+        return free_locked_tensor(tensor)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether transfers with it need no copy: a view of any handle's locked tensor, or pinned by torch."""
+        return slab_of(buffer) is not None or bool(buffer.is_pinned())
+
+    def _start(self, call: _Call) -> int:
+        with self._lock:
+            self._pending.append(call)
+        return 0
+
+    def __del__(self) -> None:
+        """Calls that nobody waited for still end, and what went wrong is said: nobody else would hear of it."""
+        try:
+            if getattr(self, "_pending", None):
+                self.wait()
+        except OSError as failure:
+            log.warning("nobody waited for a failed call: %s", failure)
+
+
+class _Call:
+    """One read or write of a tensor: its direct part under way, its edges still to come."""
+
+    operation = ""
+
+    def __init__(self, engine: Engine, buffer: torch.Tensor, path: str, offset: int, validate: bool = False) -> None:
+        self._buffer = buffer  # the caller may drop it before it waits
+        self._path, self._offset, self._validate = path, offset, validate
+        self._nbytes = buffer.numel() * buffer.element_size()
+        if offset < 0 or self._nbytes == 0:
+            raise ValueError(f"{self.operation} of {self._nbytes} bytes at offset {offset} of {path}: nothing to move")
+        self._transfer: Transfer | None = None
+        with self._open() as file:
+            self._begin = min(align_up(offset, file.alignment), offset + self._nbytes)  # of the direct part
+            self._end = max((offset + self._nbytes) // file.alignment * file.alignment, self._begin)
+            slab, slab_offset = self._choose_memory(file.alignment)
+            self._fill()
+            if self._begin < self._end:
+                start = engine.start_read if self.operation == "read" else engine.start_write
+                self._transfer = start(file, self._begin, slab, slab_offset, self._end - self._begin)
+
+    def wait_direct(self) -> OSError | None:
+        """Wait for the direct part; how it failed, if it did."""
+        try:
+            if self._transfer is not None:
+                self._transfer.wait()
+        except OSError as failure:
+            return failure
+        return None
+
+    def finish(self) -> None:
+        """What remains once every direct part is done: the edges, and what was asked to be checked. Raises IoError."""
+        try:
+            self._move_edges()
+            if self._validate:
+                self._check_stored()
+        except IoError:
+            raise
+        except OSError as error:
+            raise self._failure(error.errno or errno.EIO, error.strerror or str(error)) from error
+
+    def _open(self) -> File:
+        raise NotImplementedError
+
+    def _fill(self) -> None:
+        """Before the transfer starts."""
+
+    def _choose_memory(self, alignment: int) -> tuple[PinnedSlab, int]:
+        """The bytes to move: the tensor's own, or those of a slab; and where the direct part begins in which slab."""
+        head_bytes = self._begin - self._offset
+        address = self._buffer.data_ptr() + head_bytes
+        if self._buffer.device.type == "cpu" and self._buffer.is_contiguous() and address % alignment == 0:
+            self._bytes = _bytes_of(self._buffer)
+            self._own_memory = True
+            slab = slab_of(self._buffer)
+            if slab is None:
+                page = address // PAGE_BYTES * PAGE_BYTES
+                slab = PinnedSlab.around(page, address - page + self._nbytes - head_bytes)
+            return slab, address - slab.address
+        first = -head_bytes % alignment
+        slab = PinnedSlab(first + self._nbytes)
+        self._bytes = torch.frombuffer(slab, dtype=torch.uint8)[first:]
+        self._own_memory = False
+        return slab, first + head_bytes
+
+    def _move_edges(self) -> None:
+        """Move what the direct part leaves through the page cache."""
+        ends = ((self._offset, self._begin), (self._end, self._offset + self._nbytes))
+        edges = [(begin, end) for begin, end in ends if begin < end]
+        if not edges:
+            return
+        memory = self._bytes.numpy().data
+        descriptor = os.open(self._path, (os.O_RDONLY if self.operation == "read" else os.O_WRONLY) | os.O_CLOEXEC)
+        try:
+            for begin, end in edges:
+                piece = memory[begin - self._offset : end - self._offset]
+                if self.operation == "read":
+                    moved = os.preadv(descriptor, [piece], begin)
+                else:
+                    moved = os.pwrite(descriptor, piece, begin)
+                if moved != end - begin:
+                    raise self._failure(errno.EIO, f"only {moved} of the {end - begin} bytes at {begin} were moved")
+        finally:
+            os.close(descriptor)
+
+    def _check_stored(self) -> None:
+        """Raises IoError where the file, read through the page cache, holds other bytes."""
+        with Path(self._path).open("rb", buffering=0) as file:
+            file.seek(self._offset)
+            if file.read(self._nbytes) != self._bytes.numpy().tobytes():
+                raise self._failure(errno.EIO, "the file holds other bytes than the tensor")
+
+    def _failure(self, number: int, reason: str) -> IoError:
+        message = f"{self.operation} of {self._nbytes} bytes at offset {self._offset} of {self._path}: {reason}"
+        return IoError(message, number, self.operation, self._path, self._offset, self._nbytes)
+
+
+class _Read(_Call):
+    operation = "read"
+
+    def finish(self) -> None:
+        super().finish()
+        if not self._own_memory:
+            _copy_bytes(self._buffer, self._bytes)
+
+    def _open(self) -> File:
+        file = File(self._path, fine_alignment=True, read_only=True)
+        if file.size_bytes < self._offset + self._nbytes:
+            raise self._failure(errno.ENODATA, f"the file has only {file.size_bytes} bytes")
+        return file
+
+
+class _Write(_Call):
+    operation = "write"
+
+    def _fill(self) -> None:
+        if not self._own_memory:
+            self._bytes.copy_(_bytes_of(self._buffer.cpu().contiguous()))
+
+    def _open(self) -> File:
+        try:
+            file = File(self._path, fine_alignment=True)
+        except IoError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            file = File(self._path, create=True, fine_alignment=True)
+        if file.size_bytes < self._offset + self._nbytes:
+            file.reserve(self._offset + self._nbytes)  # a write that extends the file would go alone
+        return file
+
+
+def _async_and_offset(*positional: Any, **keywords: Any) -> tuple[bool, int]:
+    """Of the arguments (async, file_offset=0): the first has a name that Python reserves."""
+    names = ("async", "file_offset")
+    given = dict(zip(names, positional, strict=False)) | keywords
+    if len(positional) > len(names) or "async" not in given or not given.keys() <= set(names):
+        raise TypeError(f"expected async and file_offset=0 after validate, got {positional} and {keywords}")
+    return bool(given["async"]), int(given.get("file_offset", 0))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU tensor's memory as 1-D bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _copy_bytes(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Bytes into a tensor of any layout and device."""
+    with torch.no_grad():
+        packed = torch.empty(tensor.shape, dtype=tensor.dtype)
+        _bytes_of(packed).copy_(source)
+        tensor.copy_(packed)

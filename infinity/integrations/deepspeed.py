@@ -1,0 +1,143 @@
+"""Floor 6. DeepSpeed with infinity's I/O: its swappers, its checkpoint writer and its I/O tools on our engine.
+
+`install()` changes what one class of DeepSpeed's answers, `uninstall()` puts it back. As a command, the module runs a
+script or one of DeepSpeed's own commands with the handle installed:
+
+    python -m infinity.integrations.deepspeed train.py --some options
+    python -m infinity.integrations.deepspeed ds_io --read --folder /local_nvme --io_size 400M
+"""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+try:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+except ModuleNotFoundError as error:
+    raise ImportError(f"this needs DeepSpeed ({error}): pip install 'infinity-offload[deepspeed]'") from error
+
+from infinity.integrations.aio_handle import AioHandle
+
+_COMMANDS = ("ds_io", "ds_nvme_tune")
+_REPLACED = ("load", "is_compatible")
+_originals: dict[type, dict[str, Any]] = {}  # what the class itself had under these names
+
+
+class _Handle(AioHandle):
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """As in the base; and what DeepSpeed has pinned by its own means."""
+        return super().is_pinned(buffer) or bool(get_accelerator().is_pinned(buffer))
+
+
+def install() -> None:
+    """From now on everything in DeepSpeed that asks for its aio handle gets infinity's; nothing is compiled.
+
+    Before or after DeepSpeed's other imports, but before the engine is made: handles that exist stay what they are. May
+    be called again.
+    """
+    builder = get_accelerator().get_op_builder("AsyncIOBuilder")
+    if builder in _originals:
+        return
+    _originals[builder] = {name: vars(builder)[name] for name in _REPLACED if name in vars(builder)}
+    builder.load = lambda self, verbose=False: _module
+    builder.is_compatible = lambda self, verbose=False: True
+    _forget_compatibility()
+
+
+def uninstall() -> None:
+    """Undo `install`; handles that were made meanwhile go on working."""
+    for builder, methods in _originals.items():
+        for name in _REPLACED:
+            delattr(builder, name)
+        for name, method in methods.items():
+            setattr(builder, name, method)
+    _originals.clear()
+    _forget_compatibility()
+
+
+def aio_read(
+    buffer: torch.Tensor,
+    filename: str,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Read the file into `buffer` with a handle of its own; 0. Raises IoError."""
+    return _Handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
+
+
+def aio_write(
+    buffer: torch.Tensor,
+    filename: str,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Write `buffer` to the file with a handle of its own; 0. Raises IoError."""
+    return _Handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
+
+
+def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
+    """Copy `src` to `dest`; 0."""
+    dest.copy_(src)
+    return 0
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script, or one of DeepSpeed's I/O commands, with the handle installed."""
+    if not arguments:
+        sys.exit(f"usage: python -m infinity.integrations.deepspeed {{{','.join(_COMMANDS)},SCRIPT.py}} [options]")
+    install()
+    name, *sys.argv[1:] = arguments
+    if name not in _COMMANDS:
+        sys.argv[0] = name
+        sys.path.insert(0, str(Path(name).resolve().parent))
+        runpy.run_path(name, run_name="__main__")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv[0] = str(_write_ds_io(Path(folder)).with_name(name))
+        script = shutil.which(name) or str(Path(sys.executable).with_name(name))
+        code = compile(Path(script).read_text(), script, "exec")
+        exec(
+            code, {"__name__": "__main__"}
+        )  # run_path would set sys.argv[0], next to which ds_nvme_tune looks for ds_io
+
+
+def _write_ds_io(folder: Path) -> Path:
+    """A ds_io that starts as this one did: ds_nvme_tune starts the one that lies beside it for every measurement."""
+    command = folder / "ds_io"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {__spec__.name} ds_io "$@"\n')
+    command.chmod(0o700)
+    return command
+
+
+def _forget_compatibility() -> None:
+    """DeepSpeed asks every builder once whether it works here; now the answer is another."""
+    vars(deepspeed.ops).pop("__compatible_ops__", None)
+
+
+_module = ModuleType("async_io")
+_module.__dict__.update(aio_handle=_Handle, aio_read=aio_read, aio_write=aio_write, deepspeed_memcpy=deepspeed_memcpy)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    # The module under its own name, not a second one: what it has replaced must be known to both. Processes that the command
+    # spawns run this file, too, and need the handle as well.
+    from infinity.integrations import deepspeed as this_module
+
+    this_module.install()
+    if __name__ == "__main__":
+        this_module.main(sys.argv[1:])

@@ -1,0 +1,328 @@
+"""Floor 6. Lightning on infinity's engine: a strategy under the names and arguments of Lightning's DeepSpeed strategy.
+
+Importing this registers the names, such as `Trainer(strategy="infinity_stage_3_offload_nvme")`. Lightning keeps its loops, data
+and callbacks; what is sharded, paged, stepped, saved and loaded is the engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+    from lightning.pytorch.trainer import call
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+except ModuleNotFoundError as error:
+    raise ImportError(f"this needs Lightning ({error}): pip install 'infinity-offload[lightning]'") from error
+
+from infinity.errors import CheckpointError, ConfigError
+from infinity.runtime import Engine
+from infinity.runtime.initialize import initialize
+from infinity.runtime.materialize import init_empty
+
+_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_ENGINE = "_infinity_engine"  # attribute of a module
+_TAG = "engine"  # of the engine's checkpoint in the folder
+_REST = "lightning.pt"  # what Lightning keeps, in the folder
+
+
+class InfinityStrategy(ModelParallelStrategy):
+    """Trains a LightningModule whose parameters and optimizer state rest on NVMe, in host memory, or nowhere else.
+
+    Args:
+        stage: 0 to 3; parameters are offloaded at 3 only.
+        remote_device: "nvme" or "cpu": where parameters rest, as `offload_params_device`; "meta" changes nothing.
+        offload_optimizer, offload_parameters: whether optimizer state, parameters rest away from the device.
+        offload_optimizer_device, offload_params_device: "cpu" or "nvme".
+        nvme_path: a folder on the drive, or several.
+        params_buffer_count, params_buffer_size, optimizer_buffer_count, max_in_cpu, pin_memory, sub_group_size: of the blocks
+            `offload_param`, `offload_optimizer` and `zero_optimization` of the config; what is None is chosen for the drive.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: of the block `aio`; likewise.
+        config: the whole config instead, as a dict or a path to JSON; nothing of the above is looked at.
+        weights: safetensors (file or folder) that fill the model, each rank reading only its rows.
+
+    The Trainer's `accumulate_grad_batches`, `gradient_clip_val` and `precision` ("32", "bf16-mixed", "16-mixed" and their
+    "true" kin, which mean the same here) go into the config. One optimizer, Adam or AdamW, and automatic optimization.
+
+    `engine` is infinity's. It stays open after `fit` so that the same Trainer can test; `close()` gives memory and drive back.
+    """
+
+    def __init__(
+        self,
+        stage: int = 2,
+        remote_device: str | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        offload_params_device: str = "cpu",
+        nvme_path: str | list[str] = "/local_nvme",
+        params_buffer_count: int | None = None,
+        params_buffer_size: int | None = None,
+        max_in_cpu: int | None = None,
+        offload_optimizer_device: str = "cpu",
+        optimizer_buffer_count: int | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        pin_memory: bool = True,
+        sub_group_size: int | None = None,
+        config: str | Path | Mapping[str, Any] | None = None,
+        *,
+        weights: str | Path | None = None,
+        **model_parallel: Any,
+    ) -> None:
+        super().__init__(**model_parallel)
+        self.engine: Engine | None = None
+        self._weights = weights
+        self._precision_name = "32-true"
+        if config is not None:
+            self.config: Any = config
+            return
+        zero: dict[str, Any] = {"stage": stage, "sub_group_size": sub_group_size}
+        if offload_optimizer:
+            zero["offload_optimizer"] = {
+                "device": offload_optimizer_device,
+                "nvme_path": nvme_path,
+                "buffer_count": optimizer_buffer_count,
+                "pin_memory": pin_memory,
+            }
+        if remote_device in ("cpu", "nvme") and stage == 3:
+            offload_parameters, offload_params_device = True, remote_device
+        if offload_parameters:
+            zero["offload_param"] = {
+                "device": offload_params_device,
+                "nvme_path": nvme_path,
+                "buffer_count": params_buffer_count,
+                "buffer_size": params_buffer_size,
+                "max_in_cpu": max_in_cpu,
+                "pin_memory": pin_memory,
+            }
+        aio = {
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+            "thread_count": thread_count,
+        }
+        self.config = _without_none({"zero_optimization": zero, "aio": aio})
+
+    def close(self) -> None:
+        """Give memory and drive space back. The model can't be used any more."""
+        if self.engine is not None:
+            self.engine.close()
+
+    # ---- Setting up ----
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """One that does nothing: the engine computes in the dtype of its config."""
+        return Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_name = "32-true" if plugin is None else str(plugin.precision)
+
+    def setup_environment(self) -> None:
+        """All ranks hold shards of the same parameters and see different data."""
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        """Parameters of modules that are made inside are on the meta device where `empty_init`, and are filled by `setup`."""
+        return init_empty() if empty_init else nullcontext()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard and page the module where it has no engine yet; it keeps its engine from Trainer to Trainer."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if not hasattr(module, _ENGINE):
+            setattr(module, _ENGINE, self._make_engine(module, trainer))
+        made: _Made = getattr(module, _ENGINE)
+        self.engine = made.engine
+        if trainer.state.fn == TrainerFn.FITTING:
+            if not made.trains:
+                raise ConfigError(
+                    "the module was sharded by an evaluation in which configure_optimizers failed: fit first, or build it anew"
+                )
+            self.optimizers, self.lr_scheduler_configs = [made.engine.optimizer], made.schedules
+
+    def model_to_device(self) -> None:
+        """The engine has placed it."""
+
+    def _make_engine(self, module: LightningModule, trainer: Trainer) -> _Made:
+        optimizers, schedules, trains = self._configured(module, trainer)
+        if not module.automatic_optimization:
+            raise ConfigError("infinity steps by itself: set automatic_optimization to True")
+        config, auto = self._config_and_autos(trainer)
+        engine, optimizer, _, _ = initialize(
+            model=module,
+            optimizer=optimizers[0] if optimizers else None,
+            config=config,
+            weights=self._weights,
+            auto=auto,
+        )
+        if engine.gradient_accumulation_steps() != trainer.accumulate_grad_batches:
+            raise ConfigError(
+                f"gradient_accumulation_steps is {engine.gradient_accumulation_steps()}, but accumulate_grad_batches of the "
+                f"Trainer is {trainer.accumulate_grad_batches}: leave it out of the config"
+            )
+        for schedule in schedules:
+            _rebind(schedule.scheduler, optimizer)
+        for method in _METHODS:
+            register_fsdp_forward_method(module, method)
+        return _Made(engine, schedules, trains)
+
+    def _configured(self, module: LightningModule, trainer: Trainer) -> tuple[list[Any], list[Any], bool]:
+        """(optimizers, schedules, whether it may train). An evaluation may lack what configure_optimizers asks of a fit."""
+        try:
+            optimizers, schedules = _init_optimizers_and_lr_schedulers(module)
+        except MisconfigurationException:
+            if trainer.state.fn == TrainerFn.FITTING:
+                raise
+            return [], [], False
+        return [one for one in optimizers if isinstance(one, torch.optim.Optimizer)], schedules, True
+
+    def _config_and_autos(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The config with "auto" for what the Trainer knows, and what the Trainer says about it."""
+        given = self.config if isinstance(self.config, Mapping) else json.loads(Path(self.config).read_text())
+        config = copy.deepcopy(dict(given))
+        for key in ("gradient_clipping", "gradient_accumulation_steps"):
+            config.setdefault(key, "auto")
+        if "train_batch_size" not in config:
+            config.setdefault("train_micro_batch_size_per_gpu", "auto")
+        if not {"bf16", "fp16"} & config.keys():
+            half = "fp16" if self._precision_name.startswith("16") else "bf16"
+            config[half] = {"enabled": self._precision_name.startswith(("16", "bf16"))}
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            raise ConfigError("infinity clips by the norm of the whole gradient: leave out gradient_clip_algorithm")
+        auto = {
+            "gradient_clipping": trainer.gradient_clip_val or 0.0,
+            "gradient_accumulation_steps": trainer.accumulate_grad_batches,
+            "train_micro_batch_size_per_gpu": 1,  # Lightning's loaders know better, and nothing here depends on it
+        }
+        return config, auto
+
+    # ---- Training ----
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *_: Any, **__: Any) -> torch.Tensor:
+        """Backward of a micro-batch, whose loss Lightning has divided."""
+        assert self.engine is not None
+        loss: torch.Tensor = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.engine.set_gradient_accumulation_boundary(not self.lightning_module.trainer.fit_loop._should_accumulate())
+        self.engine.backward(loss, scale_wrt_gas=False)
+        result: torch.Tensor = self.precision_plugin.post_backward(loss, self.lightning_module)
+        return result
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **_: Any) -> Any:
+        """Forward and backward of the last micro-batch, then clip and step."""
+        assert self.engine is not None
+        loss = closure()
+        if loss is None:
+            raise ConfigError("training_step returned None: infinity can't skip the backward pass of a step")
+        trainer = self.lightning_module.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        self.engine.step()
+        return loss
+
+    # ---- Checkpoints: a folder with the engine's, and what Lightning keeps beside it ----
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` writes the parameters tensor by tensor."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing; as `lightning_module_state_dict`."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write the folder `filepath`. A collective. Raises CheckpointError; an earlier checkpoint there stays then."""
+        assert self.engine is not None
+        folder = Path(self.broadcast(filepath))
+        self.engine.save_checkpoint(folder, tag=_TAG)
+        if self.is_global_zero:
+            rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+            torch.save(rest, folder / _REST)
+        self.barrier()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load what `save_checkpoint` wrote, at any number of ranks. A collective. Raises CheckpointError."""
+        assert self.engine is not None
+        folder = Path(self.broadcast(checkpoint_path))
+        if not (folder / _REST).is_file():
+            raise CheckpointError(f"{folder} is no checkpoint of InfinityStrategy: {_REST} is missing in it")
+        self.engine.load_checkpoint(folder, tag=_TAG)
+        rest: dict[str, Any] = torch.load(folder / _REST, map_location="cpu", weights_only=bool(weights_only))
+        return {**rest, "state_dict": {}}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the names that users of DeepSpeed know, with "infinity" for "deepspeed"."""
+        both = {"offload_optimizer": True, "offload_parameters": True}
+        on_nvme = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+        for name, what, settings in (
+            ("infinity", "stage 2", {}),
+            ("infinity_stage_1", "stage 1", {"stage": 1}),
+            ("infinity_stage_2", "stage 2", {"stage": 2}),
+            ("infinity_stage_2_offload", "stage 2, optimizer on the CPU", {"stage": 2, "offload_optimizer": True}),
+            ("infinity_stage_3", "stage 3", {"stage": 3}),
+            ("infinity_stage_3_offload", "stage 3, all on the CPU", {"stage": 3, **both}),
+            ("infinity_stage_3_offload_nvme", "stage 3, all on NVMe", {"stage": 3, **both, **on_nvme}),
+        ):
+            strategy_registry.register(name, cls, description=f"infinity, {what}", **settings)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a module was given when it was sharded."""
+
+    engine: Engine
+    schedules: list[Any]
+    trains: bool  # with an optimizer of its own
+
+
+def _rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Have a schedule drive the optimizer that the engine put in the place of the one it was made with."""
+    for inner in getattr(schedule, "_schedulers", []):
+        _rebind(inner, optimizer)
+    schedule.optimizer = optimizer
+    step = optimizer.step
+    if not hasattr(step, "_wrapped_by_lr_sched"):  # by this torch knows that the optimizer stepped first
+
+        @functools.wraps(step)
+        def tracked(*arguments: Any, **keywords: Any) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return step(*arguments, **keywords)
+
+        tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = tracked  # type: ignore[method-assign]
+
+
+def _without_none(block: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, block by block."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in block.items()
+        if value is not None
+    }
+
+
+InfinityStrategy.register_strategies(StrategyRegistry)

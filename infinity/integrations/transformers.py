@@ -1,0 +1,236 @@
+"""Floor 6. transformers' Trainer on infinity's engine: the same arguments, the same JSON, no DeepSpeed.
+
+    from infinity.integrations.transformers import InfinityTrainer as Trainer
+    from infinity.integrations.transformers import InfinityTrainingArguments as TrainingArguments
+
+The Trainer keeps its loop, its data, its callbacks; what is sharded, paged, stepped, saved and loaded is the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+try:
+    from transformers import Trainer, TrainingArguments
+except ModuleNotFoundError as error:
+    raise ImportError(f"this needs transformers ({error}): pip install 'infinity-offload[transformers]'") from error
+
+from infinity.config import Config, load_config
+from infinity.errors import ConfigError
+from infinity.runtime import Engine
+from infinity.runtime.initialize import initialize
+
+
+class InfinityTrainingArguments(TrainingArguments):
+    """TrainingArguments whose `deepspeed` (a path to JSON, or a dict) is the config of infinity, and no matter of DeepSpeed.
+
+    Its "auto" values are filled from the other arguments, as with DeepSpeed.
+    """
+
+    deepspeed: Any
+    infinity_config: str | dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.infinity_config = self.deepspeed
+        self.deepspeed = None
+        super().__post_init__()
+
+
+class InfinityTrainer(Trainer):
+    """A Trainer that trains models larger than memory. Its `args` are InfinityTrainingArguments with `deepspeed` set.
+
+    `engine` is infinity's, from the first `train`, `evaluate` or `predict` on. The model may be built on the meta device
+    (`infinity.init_empty`); then `weights` names the safetensors (file or folder) that fill it, or its own initialisation does.
+
+    Raises ConfigError where config and arguments contradict each other.
+    """
+
+    engine: Engine | None = None
+    _schedule_of_config: Any = None
+    _learning_rate: float = 0.0
+    _created_lr_scheduler: bool
+
+    def __init__(self, *arguments: Any, weights: str | Path | None = None, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._weights = weights
+        if getattr(self.args, "infinity_config", None) is None:
+            raise ConfigError(
+                "InfinityTrainer needs its config: args=InfinityTrainingArguments(deepspeed='config.json', ...)"
+            )
+        if self.model_init is not None or hasattr(self.model, "peft_config"):
+            raise ConfigError("InfinityTrainer takes neither model_init nor models of PEFT: pass model=")
+
+    def close(self) -> None:
+        """Give memory and drive space back. The model can't be used any more."""
+        if self.engine is not None:
+            self.engine.close()
+
+    # ---- What the Trainer asks of DeepSpeed or FSDP, asked of the engine ----
+
+    def _build_accelerator_args(self, **keywords: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**keywords)
+        return {**built, "mixed_precision": "no"}  # the engine computes in the dtype of its config
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """The engine places the model; here it may not even fit."""
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        self._ensure_engine()
+        return self.model
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        engine = self._ensure_engine(max_steps)
+        self._set_schedule(engine, max_steps)
+        if resume_from_checkpoint is not None:
+            engine.load_checkpoint(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return self.model, train_dataloader
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Called before the engine is there; `_prepare_for_training` loads."""
+
+    def _load_best_model(self) -> None:
+        self._ensure_engine().load_checkpoint(self.state.best_model_checkpoint)
+
+    def _clip_grad_norm(self, model: Any) -> float | None:
+        return self._ensure_engine().get_global_grad_norm()  # clipped already, where the config says so
+
+    def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
+        return self._clip_grad_norm(model)
+
+    def _get_learning_rate(self) -> float:
+        return self._learning_rate
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._ensure_engine().save_checkpoint(output_dir)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model in the dtype of compute, for `from_pretrained`. A collective; 2 GiB at most are held in memory."""
+        engine = self._ensure_engine()
+        folder = Path(output_dir or self.args.output_dir)
+        engine.save_16bit_model(folder)
+        if self.args.should_save:
+            self._save_descriptions(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_descriptions(self, folder: Path) -> None:
+        """What `from_pretrained` wants beside the weights."""
+        config = getattr(self.model, "config", None)
+        if config is not None:
+            config.architectures = [type(self.model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
+            config.dtype = torch.bfloat16 if self.engine and self.engine.config.bf16.enabled else torch.float32
+            config.save_pretrained(folder)
+        for described in (getattr(self.model, "generation_config", None), self.processing_class):
+            if described is not None:
+                described.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    # ---- The engine ----
+
+    def _ensure_engine(self, max_steps: int | None = None) -> Engine:
+        """The engine, made when it is first needed; `max_steps` of the whole training where the caller knows it."""
+        if self.engine is None:
+            config = load_config(self.args.infinity_config)
+            auto = self._autos(self._planned_steps() if max_steps is None else max_steps)
+            _check_agreement(config.resolve(world_size=self.args.world_size, **auto), self.args)
+            self.engine, optimizer, _, _ = initialize(
+                model=self.model,
+                optimizer=self.create_optimizer() if config.optimizer is None else None,
+                config=self.args.infinity_config,
+                weights=self._weights,
+                auto=auto,
+            )
+            self.optimizer = _SteppedByEngine(optimizer)
+            self._schedule_of_config = self.engine.lr_scheduler
+            self.accelerator.backward = self._backward
+            self.accelerator._models.append(self.model)  # so that nobody prepares it once more
+            if hasattr(self.model, "generate"):
+                register_fsdp_forward_method(self.model, "generate")
+        return self.engine
+
+    def _backward(self, loss: torch.Tensor, **_: Any) -> None:
+        """In the place of `accelerator.backward`; the last micro-batch's also steps, as with DeepSpeed."""
+        engine = self._ensure_engine()
+        engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
+        engine.backward(loss, scale_wrt_gas=False)  # the Trainer has divided it
+        if self.accelerator.sync_gradients:
+            self._learning_rate = engine.get_lr()[0]
+            engine.step()
+
+    def _set_schedule(self, engine: Engine, max_steps: int) -> None:
+        """The config's schedule, else the Trainer's, over the engine's optimizer; the engine steps it."""
+        if self._schedule_of_config is None:
+            if self._created_lr_scheduler:
+                self.lr_scheduler, self._created_lr_scheduler = None, False  # of an earlier call of train
+            engine.lr_scheduler = self.create_scheduler(max_steps, engine.optimizer)
+            if engine.lr_scheduler.optimizer is not engine.optimizer:
+                raise ConfigError(
+                    "the scheduler belongs to an optimizer that the engine has replaced: pass the optimizer alone"
+                )
+        metric_driven = isinstance(engine.lr_scheduler, ReduceLROnPlateau)
+        self.lr_scheduler = engine.lr_scheduler if metric_driven else _SteppedByEngine(engine.lr_scheduler)
+
+    def _planned_steps(self) -> int:
+        """Steps of the training that may follow an evaluation."""
+        if self.args.max_steps > 0 or self.train_dataset is None:
+            return max(int(self.args.max_steps), 1)
+        samples_per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return max(1, math.ceil(float(len(self.train_dataset) / samples_per_step * self.args.num_train_epochs)))
+
+    def _autos(self, max_steps: int) -> dict[str, Any]:
+        """What the arguments say, for what the config leaves "auto"."""
+        args = self.args
+        return {
+            "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "train_batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "gradient_clipping": args.max_grad_norm,
+            "lr": args.learning_rate,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+            "weight_decay": args.weight_decay,
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": args.learning_rate,
+            "warmup_num_steps": args.get_warmup_steps(max_steps),
+            "total_num_steps": max_steps,
+            "bf16": args.bf16,
+            "fp16": args.fp16,
+        }
+
+
+class _SteppedByEngine:
+    """An optimizer or a schedule that the Trainer may look at and tell to step; the engine has done so already."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def step(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _check_agreement(config: Config, args: TrainingArguments) -> None:
+    """Raises ConfigError where the JSON says other numbers than the arguments."""
+    pairs = {
+        "train_micro_batch_size_per_gpu": (config.batch.micro, "per_device_train_batch_size"),
+        "gradient_accumulation_steps": (config.batch.accumulation, "gradient_accumulation_steps"),
+    }
+    for key, (value, argument) in pairs.items():
+        if value != getattr(args, argument):
+            raise ConfigError(
+                f'{key} is {value}, but {argument} of the arguments is {getattr(args, argument)}: write "auto" for it'
+            )

@@ -1,0 +1,147 @@
+"""Floor 4. The recorder of a trace: what the training thread does when, and beside it what the drives did.
+
+Lives from `SwapManager.start_trace` to `stop_trace`, and is held by the stager; without one nothing is noted. Training thread
+only. All times are of one clock, CLOCK_MONOTONIC, which `time.perf_counter` reads here as the ring threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+from torch.profiler import record_function
+
+from infinity.aio import IoEngine
+from infinity.schedule.timeline import Interval, Moved, TraceSummary, compute_between, measured_events, summarize
+
+_KEPT_TIMINGS = 32768
+"""Half of what the engine keeps: when so many transfers were started, its timings are taken."""
+
+_PREFIXES = {"gather": "gather ", "update": "update ", "copy": "copy ", "stall": "wait for "}
+_NOTHING = contextlib.nullcontext()
+
+
+class Timeline:
+    """Notes what happens from now on. Waits first until the engine's drives rest, so that a trace has whole transfers only."""
+
+    def __init__(self, engine: IoEngine) -> None:
+        self._engine = engine
+        self._drives = len(engine.drives)
+        engine.drain()
+        engine.take_timings()
+        self._intervals: list[Interval] = []
+        self._started: list[tuple[float, str]] = []
+        """When transfers were started, and of what."""
+        self._timings: list[npt.NDArray[Any]] = []
+        self._untaken = 0
+        self._gather: int | None = None
+        """Which interval is the last gather, ..."""
+        self._gather_ended = False
+        """... and whether FSDP2 has what it asked for."""
+        self.steps = 0
+        self._began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def span(self, lane: str, what: str) -> Iterator[None]:
+        """What happens in the block belongs into `lane` (of infinity.schedule.timeline.LANES), and to torch's profiler."""
+        name = _PREFIXES.get(lane, "") + what
+        with record_function(name):
+            began = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._note(lane, name, began, time.perf_counter())
+
+    @contextlib.contextmanager
+    def stall(self, what: str) -> Iterator[None]:
+        """The block waits for the engine; as long as the engine says."""
+        name = _PREFIXES["stall"] + what
+        with record_function(name):
+            began, before = time.perf_counter(), self._engine.stall_seconds
+            try:
+                yield
+            finally:
+                self._note("stall", name, began, began + self._engine.stall_seconds - before)
+
+    @contextlib.contextmanager
+    def gathering(self, group: str) -> Iterator[None]:
+        """The block hands a shard of `group` over. All shards of one gather are one interval."""
+        last = self._gather
+        name = _PREFIXES["gather"] + group
+        with self.span("gather", group):
+            yield
+        if last is not None and not self._gather_ended and self._intervals[last].what == name:
+            self._intervals[last] = self._intervals[last]._replace(end=self._intervals.pop().end)
+        else:
+            self._gather = len(self._intervals) - 1
+        self._gather_ended = False
+
+    def gathered(self, group: str, *, at_once: bool) -> None:
+        """FSDP2 has gathered a shard of `group`; `at_once`: it did nothing else since it was handed over."""
+        last = self._gather
+        if last is not None and self._intervals[last].what == _PREFIXES["gather"] + group:
+            self._gather_ended = True
+            if at_once:
+                self._intervals[last] = self._intervals[last]._replace(end=time.perf_counter())
+
+    def starting(self, what: str, transfers: int) -> None:
+        """So many transfers of `what` are started next."""
+        if self._untaken > _KEPT_TIMINGS:
+            self._take()
+        self._untaken += transfers * self._drives
+        self._started.append((time.perf_counter(), what))
+
+    def stop(self, path: str | os.PathLike[str] | None, *, rank: int) -> TraceSummary:
+        """Wait until the drives rest, write the trace to `path` where one is given, and return its figures."""
+        with self.stall("all that is under way, as the trace ends"):
+            self._engine.drain()
+        seconds = time.perf_counter() - self._began
+        self._take()
+        intervals = [
+            each._replace(start=each.start - self._began, end=each.end - self._began) for each in self._intervals
+        ]
+        moved = self._moved()
+        summary = summarize(intervals, moved, seconds=seconds, steps=self.steps, drives=self._drives)
+        if path is not None:
+            events = measured_events([*intervals, *compute_between(intervals, seconds)], moved, process=rank)
+            Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+        return summary
+
+    def _note(self, lane: str, name: str, began: float, ended: float) -> None:
+        self._intervals.append(Interval(lane, name, began, ended))
+
+    def _take(self) -> None:
+        self._timings.append(self._engine.take_timings())
+        self._untaken = 0
+
+    def _moved(self) -> list[Moved]:
+        """What the drives moved, by name: a transfer is of what was last started when it was queued."""
+        times = [began for began, _ in self._started]
+        found = []
+        for row in (row for timings in self._timings for row in timings if row["drive"] >= 0 and not row["failed"]):
+            place = bisect_right(times, row["queued"]) - 1
+            found.append(
+                Moved(
+                    drive=int(row["drive"]),
+                    writes=bool(row["operation"]),
+                    what=self._started[place][1] if place >= 0 else "something else",
+                    start=float(row["submitted"]) - self._began,
+                    end=float(row["done"]) - self._began,
+                    nbytes=int(row["bytes"]),
+                    waited=float(row["submitted"] - row["queued"]),
+                )
+            )
+        return found
+
+
+def measured(timeline: Timeline | None, lane: str, what: str) -> AbstractContextManager[None]:
+    """A block that belongs into a lane of `timeline`, where there is one."""
+    return _NOTHING if timeline is None else timeline.span(lane, what)

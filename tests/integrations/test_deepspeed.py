@@ -1,0 +1,166 @@
+"""DeepSpeed with infinity's I/O: what is replaced and put back, its tools, and its training with either handle."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: tools/test_integration.sh deepspeed")
+
+from infinity.integrations import deepspeed as ours
+from infinity.integrations.aio_handle import AioHandle
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "integrations" / "deepspeed_nvme.py"
+SMALL = ["--hidden-size", "128", "--layers", "2", "--steps", "4"]
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    ours.install()
+    yield
+    ours.uninstall()
+
+
+def builder() -> Any:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return AsyncIOBuilder
+
+
+def test_install_answers_for_the_builder_and_uninstall_puts_it_back() -> None:
+    before = {name: getattr(builder(), name) for name in ("load", "is_compatible")}
+    ours.install()
+    ours.install()
+    try:
+        assert builder()().is_compatible()
+        module = builder()().load()
+        assert issubclass(module.aio_handle, AioHandle)
+    finally:
+        ours.uninstall()
+    assert {name: getattr(builder(), name) for name in ("load", "is_compatible")} == before
+    ours.uninstall()
+
+
+@pytest.mark.usefixtures("installed")
+def test_deepspeed_counts_the_op_as_compatible() -> None:
+    import deepspeed
+
+    assert deepspeed.ops.__compatible_ops__[builder().NAME]
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_functions_beside_the_handle(nvme_path: Path) -> None:
+    module, content = builder()().load(), torch.randn(3000)
+    path = str(nvme_path / "file")
+    assert module.aio_write(content, path, 1 << 20, 8, False, True, True) == 0
+    back = torch.empty_like(content)
+    assert module.aio_read(back, path, 1 << 20, 8, False, True, True) == 0
+    assert torch.equal(back, content)
+    assert module.deepspeed_memcpy(back, content * 2) == 0
+    assert torch.equal(back, content * 2)
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_deepspeed_has_pinned_is_pinned() -> None:
+    """Its swappers assert this of their buffers."""
+    handle = builder()().load().aio_handle()
+    assert handle.is_pinned(handle.new_cpu_locked_tensor(1000, torch.empty(0)))
+    assert not handle.is_pinned(torch.empty(1000))
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_checkpoint_writer_writes_through_us_and_leaves_nothing_open(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.io import FastFileWriter, FastFileWriterConfig, fast_file_writer
+
+    # The writer asks for a function that it doesn't use here, of an op that DeepSpeed has for GPUs only.
+    utilities = SimpleNamespace(load=lambda: SimpleNamespace(cast_to_byte_tensor=None))
+    monkeypatch.setattr(fast_file_writer, "UtilsBuilder", lambda: utilities)
+    saved = {"a": torch.randn(5000), "b": torch.arange(7)}
+    for number in range(5):
+        handle = builder()().load().aio_handle(4096, 8, False, False, 1)
+        pinned = handle.new_cpu_locked_tensor(8 * 4096, torch.empty(0, dtype=torch.uint8))
+        config = FastFileWriterConfig(dnvme_handle=handle, pinned_tensor=pinned, double_buffer=bool(number % 2))
+        path = nvme_path / f"{number}.pt"
+        writer = FastFileWriter(file_path=str(path), config=config)
+        torch.save(saved, writer, _use_new_zipfile_serialization=number < 3)
+        writer.close()
+        loaded = torch.load(path)
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+        path.unlink()
+    open_files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [name for name in open_files if name.startswith(str(nvme_path))]
+
+
+@pytest.mark.parametrize("operation", [["--read"], []])
+def test_ds_io_runs_on_us(nvme_path: Path, operation: list[str]) -> None:
+    shown = command("ds_io", *operation, "--folder", str(nvme_path), "--io_size", "4M", "--loops", "2")
+    assert re.search(r"E2E (Read|Write) Speed = [0-9.]+ GB/sec", shown)
+
+
+def test_ds_nvme_tune_runs_on_us(nvme_path: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep.json"
+    sweep.write_text(json.dumps({"block_size": ["1M"], "queue_depth": [4, 8], "io_parallel": [1]}))
+    shown = command(
+        "ds_nvme_tune", "--nvme_dir", str(nvme_path), "--sweep_config", str(sweep), "--io_size", "4M",
+        "--log_dir", str(tmp_path / "logs"), cwd=tmp_path,
+    )  # fmt: skip
+    assert "queue_depth" in shown
+    logs = [path.read_text() for path in (tmp_path / "logs").rglob("*.txt")]
+    assert len(logs) == 4
+    assert all("GB/sec" in text for text in logs)
+
+
+def command(*arguments: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity.integrations.deepspeed", *arguments],
+        capture_output=True, text=True, timeout=300, cwd=cwd,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(torchrun: Any, nvme_path: Path, tmp_path: Path, *arguments: str, ranks: int = 1) -> list[float]:
+    figures = tmp_path / "figures.json"
+    torchrun(
+        EXAMPLE,
+        *SMALL,
+        *arguments,
+        "--nvme-path",
+        str(nvme_path),
+        "--json",
+        str(figures),
+        ranks=ranks,
+        timeout_seconds=550,
+    )
+    found: list[float] = json.loads(figures.read_text())["losses"]
+    return found
+
+
+@pytest.mark.slow
+def test_training_gives_the_numbers_of_its_own_handle(torchrun: Any, nvme_path: Path, tmp_path: Path) -> None:
+    if not builder()().is_compatible():
+        pytest.skip("DeepSpeed's own handle can't be built here: libaio-dev is missing")
+    own = losses(torchrun, nvme_path, tmp_path, "--io", "deepspeed")
+    assert own[-1] < own[0]
+    assert losses(torchrun, nvme_path, tmp_path) == own
+    assert losses(torchrun, nvme_path, tmp_path, "--pipeline") == own
+
+
+@pytest.mark.slow
+def test_training_on_two_ranks(torchrun: Any, nvme_path: Path, tmp_path: Path) -> None:
+    synchronous = losses(torchrun, nvme_path, tmp_path, ranks=2)
+    assert losses(torchrun, nvme_path, tmp_path, "--pipeline", ranks=2) == synchronous
+    assert synchronous[-1] < synchronous[0]

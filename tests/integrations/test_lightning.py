@@ -1,0 +1,200 @@
+"""Lightning on our engine: the numbers of DDP, every registered name, checkpoints, evaluation, what is refused.
+
+Parity is in fp32 and as for transformers' Trainer: on two ranks without clipping and accumulation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning", reason="Lightning is not installed: tools/test_integration.sh lightning")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
+
+import lightning_mlp
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_mlp import Net, loader
+
+import infinity
+from infinity.errors import CheckpointError, ConfigError
+from infinity.integrations.lightning import InfinityStrategy
+
+NAMES = ["infinity", *(f"infinity_stage_{tail}" for tail in ("1", "2", "2_offload", "3", "3_offload"))]
+
+
+@pytest.fixture
+def run(nvme_path: Path, tmp_path: Path) -> Any:
+    def train(*arguments: str, output: str = "output") -> dict[str, Any]:
+        figures = tmp_path / "figures.json"
+        command = [sys.executable, lightning_mlp.__file__, "--nvme-path", str(nvme_path)]
+        command += ["--output", str(tmp_path / output), "--json", str(figures), *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads(figures.read_text())
+        return found
+
+    return train
+
+
+def test_numbers_are_those_of_ddp_and_a_run_can_be_resumed(run: Any, nvme_path: Path) -> None:
+    ours = run()
+    assert ours == run("--plain", output="plain")
+    assert len(ours["losses"]) == 64
+    resumed = run("--resume")
+    assert resumed["losses"] == ours["losses"][32:]
+    assert resumed["predicted"] == ours["predicted"]
+    assert not list(nvme_path.iterdir())
+
+
+def test_two_ranks_give_the_numbers_of_ddp(run: Any) -> None:
+    exact = ("--devices", "2", "--clip", "0", "--accumulate", "1")
+    assert run(*exact) == run("--plain", *exact, output="plain")
+
+
+def test_half_precision_trains(run: Any) -> None:
+    found = run("--precision", "bf16-mixed")
+    assert found["validated"][0]["val_loss"] < 0.5 < found["losses"][0]
+
+
+def make_trainer(strategy: Any, output: Path, **settings: Any) -> Trainer:
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=output,
+        **silent,
+        **{"max_epochs": 1, **settings},
+    )
+
+
+def on_nvme(nvme_path: Path, **settings: Any) -> InfinityStrategy:
+    return InfinityStrategy(stage=3, offload_optimizer=True, remote_device="nvme", offload_optimizer_device="nvme",
+                            nvme_path=str(nvme_path), **settings)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_trains_the_same(name: str, tmp_path: Path) -> None:
+    found = []
+    for strategy in ("ddp", name):
+        seed_everything(0)
+        model = Net()
+        trainer = make_trainer(strategy, tmp_path, enable_checkpointing=False, limit_train_batches=8)
+        trainer.fit(model, loader(1), loader(2))
+        found.append(model.losses)
+    assert found[0] == found[1]
+    trainer.strategy.close()
+
+
+def test_the_name_for_nvme_asks_for_nvme() -> None:
+    zero = make_trainer("infinity_stage_3_offload_nvme", Path()).strategy.config["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]["device"], zero["offload_optimizer"]["device"]) == (3, "nvme", "nvme")
+    assert zero["offload_param"]["nvme_path"] == "/local_nvme"
+
+
+def test_arguments_reach_the_engine(nvme_path: Path, tmp_path: Path) -> None:
+    strategy = on_nvme(nvme_path, block_size=1 << 18, queue_depth=4, sub_group_size=10_000, max_in_cpu=5)
+    trainer = make_trainer(
+        strategy,
+        tmp_path,
+        accumulate_grad_batches=4,
+        gradient_clip_val=0.5,
+        limit_train_batches=4,
+        precision="bf16-mixed",
+    )
+    trainer.fit(Net(), loader(1), loader(2))
+    engine = strategy.engine
+    assert engine is not None
+    settled = engine.config
+    assert (settled.aio.block_size, settled.aio.queue_depth) == (1 << 18, 4)
+    assert (settled.zero_optimization.sub_group_size, settled.zero_optimization.offload_param.max_in_cpu) == (10_000, 5)
+    assert (settled.gradient_clipping, settled.batch.accumulation, settled.bf16.enabled) == (0.5, 4, True)
+    assert engine.global_steps == trainer.global_step == 1
+    strategy.close()
+
+
+def test_a_config_in_a_file_is_taken(nvme_path: Path, tmp_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "gradient_clipping": 0.25,
+                "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+            }
+        )
+    )
+    strategy = InfinityStrategy(config=tmp_path / "config.json")
+    make_trainer(strategy, tmp_path, limit_train_batches=2).fit(Net(), loader(1), loader(2))
+    assert strategy.engine is not None
+    assert strategy.engine.config.gradient_clipping == 0.25
+    strategy.close()
+
+
+def test_schedules_drive_the_engines_optimizer(nvme_path: Path, tmp_path: Path) -> None:
+    strategy = on_nvme(nvme_path)
+    make_trainer(strategy, tmp_path, limit_train_batches=10).fit(Net(), loader(1), loader(2))
+    assert strategy.engine is not None
+    assert strategy.engine.get_lr() == [pytest.approx(3e-3 * (1 - 0.9 * 10 / 40))]
+    strategy.close()
+
+
+def test_a_module_keeps_its_engine_from_trainer_to_trainer(nvme_path: Path, tmp_path: Path) -> None:
+    model, strategies = Net(), [on_nvme(nvme_path) for _ in range(3)]
+    before = make_trainer(strategies[0], tmp_path).validate(model, loader(2), verbose=False)
+    make_trainer(strategies[1], tmp_path, limit_train_batches=8).fit(model, loader(1), loader(2))
+    after = make_trainer(strategies[2], tmp_path).validate(model, loader(2), verbose=False)
+    assert after[0]["val_loss"] < before[0]["val_loss"]
+    assert strategies[0].engine is strategies[1].engine is strategies[2].engine
+    strategies[0].close()
+
+
+def test_a_module_on_the_meta_device_is_filled(nvme_path: Path, tmp_path: Path) -> None:
+    with infinity.init_empty():
+        model = Net()
+    strategy = on_nvme(nvme_path)
+    make_trainer(strategy, tmp_path, limit_train_batches=8).fit(model, loader(1), loader(2))
+    assert model.losses[-1] < model.losses[0] < 3
+    strategy.close()
+
+
+def test_old_checkpoints_are_removed_and_a_foreign_one_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    keep = ModelCheckpoint(dirpath=tmp_path / "kept", filename="{epoch}", save_top_k=1, monitor="val_loss", mode="min")
+    strategy = on_nvme(nvme_path)
+    trainer = make_trainer(strategy, tmp_path, max_epochs=3, limit_train_batches=8, callbacks=[keep])
+    model = Net()
+    trainer.fit(model, loader(1), loader(2))
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert str(kept) == keep.best_model_path
+    shutil.copytree(kept, tmp_path / "copy")
+    (tmp_path / "copy" / "lightning.pt").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint of InfinityStrategy"):
+        trainer.test(model, loader(3), ckpt_path=tmp_path / "copy", verbose=False)
+    strategy.close()
+
+
+class _Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_manual_optimization_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="automatic_optimization"):
+        make_trainer(on_nvme(nvme_path), tmp_path).fit(_Manual(), loader(1), loader(2))
+
+
+def test_clipping_by_value_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gradient_clip_algorithm"):
+        make_trainer(on_nvme(nvme_path), tmp_path, gradient_clip_val=1, gradient_clip_algorithm="value").fit(
+            Net(), loader(1), loader(2)
+        )

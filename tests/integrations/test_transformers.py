@@ -1,0 +1,208 @@
+"""transformers' Trainer on our engine: the numbers of the plain Trainer, evaluation, checkpoints, generation.
+
+Parity is in fp32, where both do the same arithmetic. On two ranks that holds without clipping and accumulation: DDP sums the
+micro-batches before it reduces them, and takes the norm of the whole gradient in another order than of its shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: tools/test_integration.sh transformers")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
+
+import trainer_llama
+from trainer_llama import Sentences, config_for, make_model
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from infinity import init_empty
+from infinity.errors import ConfigError
+from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
+
+
+@pytest.fixture
+def run(torchrun: Any, nvme_path: Path, tmp_path: Path) -> Any:
+    def train(*arguments: str, ranks: int = 1, output: str = "output") -> dict[str, Any]:
+        figures = tmp_path / "figures.json"
+        places = ("--nvme-path", str(nvme_path), "--output", str(tmp_path / output), "--json", str(figures))
+        torchrun(Path(trainer_llama.__file__), *places, *arguments, ranks=ranks)
+        found: dict[str, Any] = json.loads(figures.read_text())
+        return found
+
+    return train
+
+
+def losses(figures: dict[str, Any]) -> list[float]:
+    return [line.get("loss", line.get("eval_loss")) for line in figures["history"]]
+
+
+def logged(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """Everything that was logged but times."""
+    keys = ("loss", "eval_loss", "grad_norm", "learning_rate", "step")
+    return [{key: line.get(key) for key in keys} for line in figures["history"]]
+
+
+def test_numbers_are_the_plain_trainers_and_a_run_can_be_resumed(run: Any, tmp_path: Path, nvme_path: Path) -> None:
+    ours = run()
+    plain = run("--plain", output="plain")
+    assert logged(ours) == logged(plain)
+    assert ours["generated"] == plain["generated"] == [[*range(5, 17)]]
+    assert len(losses(ours)) == 12 + 3
+    shutil.rmtree(tmp_path / "output" / "checkpoint-12")
+    assert logged(run("--resume")) == logged(ours)
+    assert not list(nvme_path.iterdir())
+
+
+def test_two_ranks_give_the_plain_trainers_losses(run: Any) -> None:
+    exact = ("--max-grad-norm", "1000", "--accumulate", "1")
+    ours, plain = run(*exact, ranks=2), run("--plain", *exact, ranks=2, output="plain")
+    assert losses(ours) == losses(plain)
+    assert ours["generated"] == plain["generated"]
+
+
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(run: Any, tmp_path: Path) -> None:
+    whole = run("--accumulate", "1", "--steps", "6", ranks=2)
+    more = run("--accumulate", "1", "--steps", "7", "--resume")
+    assert losses(more)[:7] == losses(whole)[:7]  # of six steps and an evaluation, as the checkpoint tells
+    assert losses(more)[7] < losses(whole)[0]
+    assert (tmp_path / "output" / "checkpoint-7").is_dir()
+
+
+def test_bf16_trains(run: Any) -> None:
+    found = losses(run("--bf16", "--evaluate-first"))
+    assert found[-1] < found[0]
+
+
+def make_trainer(
+    nvme_path: Path, output: Path, *, model: Any = None, config: Any = None, **settings: Any
+) -> InfinityTrainer:
+    settings = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        **settings,
+    }
+    arguments = InfinityTrainingArguments(
+        output_dir=str(output),
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        deepspeed=config or config_for(nvme_path),
+        **settings,
+    )
+    data = {"train_dataset": Sentences(64, 1), "eval_dataset": Sentences(16, 2)}
+    return InfinityTrainer(model=model or make_model(), args=arguments, **data)
+
+
+def test_what_is_saved_is_what_from_pretrained_loads(nvme_path: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(nvme_path, tmp_path)
+    try:
+        trainer.train()
+        before = trainer.evaluate()["eval_loss"]
+        trainer.save_model(str(tmp_path / "saved"))
+    finally:
+        trainer.close()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is LlamaForCausalLM
+    again = make_trainer(nvme_path, tmp_path, model=loaded)
+    try:
+        assert again.evaluate()["eval_loss"] == before
+    finally:
+        again.close()
+
+
+def test_autos_are_filled_from_the_arguments(nvme_path: Path, tmp_path: Path) -> None:
+    config = {
+        **config_for(nvme_path),
+        "train_batch_size": "auto",
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+        },
+    }
+    settings = {
+        "adam_beta2": 0.95,
+        "adam_epsilon": 1e-6,
+        "max_grad_norm": 0.7,
+        "warmup_steps": 2,
+        "max_steps": 5,
+        "logging_steps": 1,
+    }
+    trainer = make_trainer(
+        nvme_path, tmp_path, config=config, gradient_accumulation_steps=3, logging_steps=1, **settings
+    )
+    try:
+        trainer.train()
+        assert trainer.engine is not None
+        settled = trainer.engine.config
+        (group,) = trainer.engine.optimizer.param_groups
+        assert (tuple(group["betas"]), group["eps"], group["weight_decay"]) == ((0.9, 0.95), 1e-6, 0.1)
+        assert (settled.gradient_clipping, settled.batch.train, settled.batch.accumulation) == (0.7, 12, 3)
+        assert settled.scheduler is not None
+        assert settled.scheduler.total_num_steps == 5
+        rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+        assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)  # two steps of warmup
+        assert max(rates) == 1e-3
+    finally:
+        trainer.close()
+
+
+def test_a_model_on_the_meta_device_is_filled_from_files(nvme_path: Path, tmp_path: Path) -> None:
+    reference = make_model()
+    reference.save_pretrained(tmp_path / "weights")
+    with init_empty():
+        empty = LlamaForCausalLM(reference.config)
+    arguments = InfinityTrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        per_device_eval_batch_size=8,
+        deepspeed=config_for(nvme_path),
+    )
+    trainer = InfinityTrainer(model=empty, args=arguments, eval_dataset=Sentences(16, 2), weights=tmp_path / "weights")
+    try:
+        batch = torch.stack([line["input_ids"] for line in Sentences(16, 2)])
+        expected = reference(input_ids=batch, labels=batch).loss.item()
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    finally:
+        trainer.close()
+
+
+def test_callbacks_see_gradients_norm_and_the_engine(nvme_path: Path, tmp_path: Path) -> None:
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            seen.append((state.global_step, keywords["optimizer"].param_groups[0]["lr"]))
+
+    trainer = make_trainer(nvme_path, tmp_path)
+    trainer.add_callback(Watch())
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    assert [step for step, _ in seen] == [1, 2, 3]
+
+
+def test_contradictions_are_refused(nvme_path: Path, tmp_path: Path) -> None:
+    config = {**config_for(nvme_path), "gradient_accumulation_steps": 2}
+    trainer = make_trainer(nvme_path, tmp_path, config=config)
+    with pytest.raises(ConfigError, match=r'gradient_accumulation_steps is 2.*write "auto"'):
+        trainer.train()
+    with pytest.raises(ConfigError, match="deepspeed="):
+        InfinityTrainer(model=make_model(), args=InfinityTrainingArguments(output_dir=str(tmp_path), use_cpu=True))
