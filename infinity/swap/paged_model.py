@@ -430,6 +430,8 @@ class PagedModel:
         assert self._in_backward and not self.updates.keys() & updates.keys()
         chunk = group.completes
         try:
+            if group.cached is not None:
+                self.forget(group)  # its copies change where they lie
             copies = self._stager.acquire(chunk) if chunk is not None else None
             try:
                 for sub, update in updates.items():

@@ -15,10 +15,12 @@ from torch import nn
 
 import infinity
 from infinity.device import CpuDevice
+from infinity.schedule.scheme import Scheme
 from infinity.store import Cached, Field, Layout, Shard, plan_layout
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap.host_cache import plan_cache
 
+IN_STEP = Scheme("full", "step")
 PAGE = 4096
 
 
@@ -56,7 +58,7 @@ def test_no_more_is_cached_than_there_is_room_for(
 ) -> None:
     shards, how = model
     plain = laid_out(shards, **how)  # type: ignore[arg-type]
-    layout = laid_out(shards, cached=plan_cache(plain, gathers, cache_bytes), **how)  # type: ignore[arg-type]
+    layout = laid_out(shards, cached=plan_cache(plain, IN_STEP, gathers, cache_bytes), **how)  # type: ignore[arg-type]
     assert layout.cached_bytes <= cache_bytes
     assert layout.nbytes + layout.cached_bytes == plain.nbytes
 
@@ -64,7 +66,7 @@ def test_no_more_is_cached_than_there_is_room_for(
 @given(model=models())
 def test_with_room_for_all_of_it_no_step_reads_or_writes(model: tuple[list[Shard], dict[str, object]]) -> None:
     shards, how = model
-    layout = laid_out(shards, cached=plan_cache(laid_out(shards, **how), [2] * 4, 1 << 40), **how)  # type: ignore[arg-type]
+    layout = laid_out(shards, cached=plan_cache(laid_out(shards, **how), IN_STEP, [2] * 4, 1 << 40), **how)  # type: ignore[arg-type]
     for sub in layout.sub_groups:
         gathered = [] if sub.space == layout.resident_space else [sub.gathered]
         assert not sub.trained or not sub.nbytes
@@ -78,7 +80,7 @@ def test_copies_come_first_then_those_of_groups_that_are_gathered_once_then_stat
     plain = laid_out(shards, groups=3)
 
     def kept(cache_bytes: int) -> list[tuple[int, int]]:
-        found = plan_cache(plain, [1, 2, 2], cache_bytes)
+        found = plan_cache(plain, IN_STEP, [1, 2, 2], cache_bytes)
         return [
             (found[space, True].gathered_numel // SPACE_ALIGN, found[space, True].state_numel // SPACE_ALIGN)
             for space in range(3)
@@ -91,13 +93,13 @@ def test_copies_come_first_then_those_of_groups_that_are_gathered_once_then_stat
 
 
 def test_of_resident_shards_masters_and_moments_are_kept_together() -> None:
-    found = plan_cache(laid_out([pages(3, 0, resident=True)], groups=1), [2], 2 * 6 * PAGE)
+    found = plan_cache(laid_out([pages(3, 0, resident=True)], groups=1), IN_STEP, [2], 2 * 6 * PAGE)
     assert found[1, True] == Cached(2 * SPACE_ALIGN, 2 * SPACE_ALIGN)
 
 
 def test_where_the_master_is_gathered_it_comes_before_the_moments() -> None:
     layout = laid_out([pages(2, 0)], groups=1, copy_itemsize=0)
-    cached = plan_cache(layout, [2], 4 * PAGE)
+    cached = plan_cache(layout, IN_STEP, [2], 4 * PAGE)
     (sub,) = laid_out([pages(2, 0)], groups=1, copy_itemsize=0, cached=cached).sub_groups
     assert (sub.cached, sub.resting) == ((Field.MASTER,), (Field.EXP_AVG, Field.EXP_AVG_SQ))
 
@@ -115,7 +117,7 @@ def model_of(hidden: int) -> nn.Module:
 
 
 def started(
-    nvme_path: Path, cache_bytes: int, *, hidden: int = 64, pinned_bytes: int | str = "auto"
+    nvme_path: Path, cache_bytes: int, *, hidden: int = 64, pinned_bytes: int | str = "auto", update: str = "auto"
 ) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(nvme_path)}
     config: dict[str, Any] = {
@@ -126,7 +128,12 @@ def started(
             "offload_optimizer": place,
             "stage3_param_persistence_threshold": 0,
         },
-        "infinity": {"wrap": ["Linear"], "host_cache_bytes": cache_bytes, "pinned_bytes_max": pinned_bytes},
+        "infinity": {
+            "wrap": ["Linear"],
+            "host_cache_bytes": cache_bytes,
+            "pinned_bytes_max": pinned_bytes,
+            "update": update,
+        },
     }
     return infinity.initialize(model=model_of(hidden), config=config)[0]
 
@@ -166,14 +173,18 @@ class LateDevice(CpuDevice):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_cached_copies_are_stepped_once_the_device_has_them(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with started(nvme_path, 1 << 30) as engine:
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_cached_copies_are_stepped_once_the_device_has_them(
+    nvme_path: Path, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(nvme_path, 1 << 30, update=update) as engine:
         assert engine.swap is not None
         late = LateDevice()
         monkeypatch.setattr(engine.swap, "_device", late)
         for _ in range(3):
-            engine.backward(engine(torch.ones(2, 64)).float().square().mean())
+            loss = engine(torch.ones(2, 64)).float().square().mean()
             assert late.taken
+            engine.backward(loss)
             engine.step()
             assert not late.taken
 
