@@ -143,9 +143,7 @@ def test_autos_are_filled_from_the_arguments(nvme_path: Path, tmp_path: Path) ->
         "max_steps": 5,
         "logging_steps": 1,
     }
-    trainer = make_trainer(
-        nvme_path, tmp_path, config=config, gradient_accumulation_steps=3, logging_steps=1, **settings
-    )
+    trainer = make_trainer(nvme_path, tmp_path, config=config, gradient_accumulation_steps=3, **settings)
     try:
         trainer.train()
         assert trainer.engine is not None
