@@ -35,7 +35,8 @@ demo: setup ## train a language model whose weights rest on disk (ARGS="--help" 
 	$(VENV_PYTHON) examples/train_lm.py $(ARGS)
 
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
-	$(VENV_PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(VENV_PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+		--no-loadscope-reorder $(ARGS)
 
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
 	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) $(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)

@@ -1,6 +1,6 @@
 """Faults that are real: full, shrinking, vanishing and failing file systems, refused rights, signals, and dying processes.
 
-`INFINITY_KILLS` is how often a training is killed (20 by default, more in `make torture`).
+`INFINITY_KILLS` is how often a training is killed (8 by default, more in `make torture`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infinity.runtime import checkpoint
 from infinity.store import RunFolder
 
 HERE = Path(__file__).parent
-KILLS = int(os.environ.get("INFINITY_KILLS", "20"))
+KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
 PATIENCE_SECONDS = 120
 LEFT_BYTES_MAX = 64 << 10
 """What a killed run may leave until the next one comes: a folder with a lock and a note."""

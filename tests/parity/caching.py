@@ -54,11 +54,14 @@ def cache_bytes_for(share: Fraction, numel: int) -> int:
 
 def optimum(ranks: int, cache_bytes: int, update: str) -> tuple[int, int]:
     """The fewest bytes (read, written) of a step on one rank. Beside the state, copies are read twice: for forward or with the
-    update before it, and for backward, where they stay for the update in it. With a look-ahead of one group the last block's
-    copy stays in the pool from forward to backward. The embedding, which stays gathered, is read for the gather alone where
-    that is updated first, and for the update in the backward again."""
+    update before it, and for backward, where they stay for the update in it. With a look-ahead of one group (of two, where an
+    update in the backward needs them) the last block's copy, or that of the last two, stays in the pool from forward to
+    backward. The embedding, which stays gathered, is read for the gather alone where that is updated first, and for the update
+    in the backward again."""
     embedding, block = 256 * HIDDEN // ranks, 8 * HIDDEN * HIDDEN // ranks
-    copies = [(embedding, 1 + (update == "backward")), *[(block, 2)] * (BLOCKS - 1), (block, 1)]
+    eager = update == "backward"
+    stay = 1 + eager
+    copies = [(embedding, 1 + eager), *[(block, 2)] * (BLOCKS - stay), *[(block, 1)] * stay]
     parts = [Candidate(2 * numel, 1, reads, 1) for numel, reads in copies]
     parts.append(Candidate(10 * (embedding + BLOCKS * block), 1, 1, 1))
     return moved_bytes(parts, choose_resident(parts, cache_bytes))

@@ -243,8 +243,8 @@ def fail_a_read(run: Run, after: int) -> None:
     stager, left = run.swap.stager, [after]
     finish = stager._finish_read
 
-    def failing(chunk: Any) -> None:
-        finish(chunk)
+    def failing(chunk: Any, *waited_for: Any) -> None:
+        finish(chunk, *waited_for)
         left[0] -= 1
         if left[0] < 0:
             stager._staged.remove(chunk)
