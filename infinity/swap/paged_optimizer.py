@@ -7,6 +7,7 @@ the same kernels.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +79,7 @@ class PagedAdam(torch.optim.Adam):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if _trained_shard(parameter).resident is None:
-                        parameter.register_post_accumulate_grad_hook(self._gradient_came)
+                        parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -265,6 +266,13 @@ class PagedAdamW(PagedAdam):
 
     def __init__(self, params: Any, *, swap: SwapManager, weight_decay: float = 1e-2, **settings: Any) -> None:
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
+
+
+def _tell(optimizer: weakref.ref[PagedAdam], parameter: nn.Parameter) -> None:
+    """A gradient came. The parameter must not keep the optimizer: Python's collector doesn't see through hooks of tensors."""
+    alive = optimizer()
+    if alive is not None:
+        alive._gradient_came(parameter)
 
 
 @dataclass(frozen=True)
