@@ -11,6 +11,7 @@ that is dirty in the cache while its neighbourhood is written directly could be 
 
 from __future__ import annotations
 
+import abc
 import errno
 import logging
 import os
@@ -206,7 +207,7 @@ class AioHandle:
             log.warning("nobody waited for a failed call: %s", failure)
 
 
-class _Call:
+class _Call(abc.ABC):
     """One read or write of a tensor: its direct part under way, its edges still to come."""
 
     operation = ""
@@ -247,8 +248,9 @@ class _Call:
         except OSError as error:
             raise self._failure(error.errno or errno.EIO, error.strerror or str(error)) from error
 
+    @abc.abstractmethod
     def _open(self) -> File:
-        raise NotImplementedError
+        """The file, for what the call does to it."""
 
     def _fill(self) -> None:
         """Before the transfer starts."""
