@@ -252,6 +252,7 @@ class _Call(abc.ABC):
     def _open(self) -> File:
         """The file, for what the call does to it."""
 
+    @abc.abstractmethod
     def _fill(self) -> None:
         """Before the transfer starts."""
 
@@ -318,6 +319,9 @@ class _Read(_Call):
         if file.size_bytes < self._offset + self._nbytes:
             raise self._failure(errno.ENODATA, f"the file has only {file.size_bytes} bytes")
         return file
+
+    def _fill(self) -> None:
+        """Nothing: the transfer does."""
 
 
 class _Write(_Call):
