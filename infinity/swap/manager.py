@@ -26,23 +26,25 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoEngine, Lease, PinnedPool
 from infinity.device import Device, device_for
-from infinity.errors import BudgetError, InfinityError
+from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
 from infinity.schedule.scheme import Scheme, Update
 from infinity.schedule.timeline import TraceSummary
 from infinity.schedule.trace import Trace
-from infinity.store import Arena, Field, Layout, RunFolder, Shard, check_free, plan_layout
+from infinity.store import Arena, DurableRun, Field, Folder, Layout, Place, RunFolder, Shard, check_free, plan_layout
+from infinity.store.commit import describe, differences
 from infinity.store.layout import SPACE_ALIGN
 from infinity.store.placement import step_bandwidth
 from infinity.store.probe import measure_drive
@@ -117,6 +119,7 @@ class SwapManager:
         drive_limits: one per drive, to make drives slower than they are; for experiments.
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
+        run: files that stay, under the paths, for a model whose steps are committed; `infinity.initialize` makes it.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -137,7 +140,9 @@ class SwapManager:
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
+        run: DurableRun | None = None,
     ) -> None:
+        self.run = run
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
             raise BudgetError(
@@ -157,10 +162,11 @@ class SwapManager:
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         self._drive_limits = list(drive_limits)
         self._faults = faults
-        if bandwidths is None and len(paths) > 1:
+        if bandwidths is None and len(paths) > 1 and self._kept is None:
             bandwidths = self._measure(paths)
         self._bandwidths = bandwidths
-        self._folders = _make_folders(paths)
+        self._folders: Sequence[Folder] = run.folders if run is not None else _make_folders(paths)
+        self._place: Place | None = None
         self._machinery: _Machinery | None = None
         self._tensors: dict[str, _Tensor] = {}
         self._paged: PagedModel | None = None
@@ -330,6 +336,7 @@ class SwapManager:
                 split_master,
                 hold_state,
             )
+            self._check_kept(layout, [group.outline for group in groups], mesh.size(-1), dtype)
             machinery = self._open(pinned_bytes)
             machinery.adopt(self._device_of(groups))
             paged = PagedModel(
@@ -338,6 +345,7 @@ class SwapManager:
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 copy_dtype=dtype,
                 in_backward=update == "backward",
+                durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
                 what=_what_is_stored(hold_state),
@@ -386,8 +394,9 @@ class SwapManager:
             dtype: in which it will be gathered.
             others: as for `page`.
         """
+        groups = outlined_groups(model, wrap)
         layout, _ = self._plan(
-            outlined_groups(model, wrap),
+            groups,
             ranks,
             dtype,
             sub_group_size,
@@ -398,7 +407,21 @@ class SwapManager:
             split_master,
             hold_state,
         )
-        check_free(self._folders, self._bandwidths, layout.nbytes, _what_is_stored(hold_state))
+        if self._kept is not None:
+            self._check_kept(layout, groups, ranks, dtype)
+            return
+        nbytes = layout.nbytes if self.run is None else 2 * layout.nbytes
+        check_free(self._folders, self._bandwidths, nbytes, _what_is_stored(hold_state))
+
+    @property
+    def place(self) -> Place:
+        """Of a durable run: how its state lies."""
+        assert self.run is not None and self._place is not None
+        arena = self._open().arena
+        return replace(
+            self._place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
+        )
+
 
     @property
     def paged(self) -> PagedModel:
@@ -650,8 +673,9 @@ class SwapManager:
             faults=self._faults,
             **self._engine_options,
         )
-        rank = os.environ.get("RANK", "0")
-        arena = Arena(self._folders, engine, name=f"rank{rank}.arena", bandwidths=self._bandwidths)
+        rank = self.run.rank if self.run is not None else os.environ.get("RANK", "0")
+        name = f"rank{rank}.arena"
+        arena = Arena(self._folders, engine, name=name, bandwidths=self._bandwidths, kept=self._kept)
         machinery = _Machinery(pool, engine, arena, self._device)
         if len(self._folders) > 1:
             parts = ", ".join(f"{share:.0%} on {path}" for path, share in arena.shares)
@@ -742,7 +766,7 @@ class SwapManager:
         for shard, source in zip(paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self, torch_device)
             shard.filled = shard.shape.numel() == 0
-            if not source.local.is_meta:
+            if not source.local.is_meta and self._kept is None:
                 local.store(source.local.detach())
             sharded = source.sharded
             tensor = DTensor.from_local(
@@ -755,6 +779,25 @@ class SwapManager:
             )
             replacements[source.parameter] = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
         return replacements
+
+    @property
+    def _kept(self) -> Place | None:
+        """How the state lies that an earlier process committed and this one goes on from."""
+        return self.run.resumed.place if self.run is not None and self.run.resumed is not None else None
+
+    def _check_kept(self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype) -> None:
+        """Note how the state of a durable run lies. Raises CheckpointError where what is committed lies in another way."""
+        if self.run is None:
+            return
+        shapes = [parameter.shape for group in groups for parameter in group.parameters]
+        world = dist.get_world_size()
+        kind = str(dtype).removeprefix("torch.")
+        self._place = describe(layout, shapes, rank=self.run.rank, ranks=world, shards=ranks, copy_dtype=kind)
+        if self._kept is not None and (why := list(differences(self._kept, self._place))):
+            raise CheckpointError(
+                f"what {self.run.where} holds is of another training: {'; '.join(why)}; start without resume under another "
+                "infinity.run_name, or with the config and model of that run"
+            )
 
     def _device_of(self, groups: list[ShardedGroup]) -> Device:
         """Where the model computes: the device of the mesh it was sharded over."""
