@@ -350,6 +350,11 @@ class SwapManager:
                 arena=machinery.arena,
                 what=_what_is_stored(hold_state),
             )
+            if self._place is not None:
+                arena = machinery.arena
+                self._place = replace(
+                    self._place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
+                )
             replacements = self._take_over(groups, paged)
         self._paged, self.update_at = paged, update
         chunks = [group.chunk for group in paged.groups]
@@ -416,11 +421,8 @@ class SwapManager:
     @property
     def place(self) -> Place:
         """Of a durable run: how its state lies."""
-        assert self.run is not None and self._place is not None
-        arena = self._open().arena
-        return replace(
-            self._place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
-        )
+        assert self._place is not None
+        return self._place
 
 
     @property
