@@ -216,7 +216,9 @@ class DurableRun:
             raise CheckpointError(
                 f"{self.where}: the run was on {max(place.pattern) + 1} drives, and nvme_path names {drives}: name them all"
             )
-        expected = file_bytes(place.pattern, place.stripe_bytes, place.arena_bytes) if drives > 1 else [place.arena_bytes]
+        expected = (
+            file_bytes(place.pattern, place.stripe_bytes, place.arena_bytes) if drives > 1 else [place.arena_bytes]
+        )
         for number, folder in enumerate(self.folders):
             about = folder.own("json")
             try:

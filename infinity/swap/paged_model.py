@@ -570,7 +570,9 @@ class PagedModel:
         for sub in self.sub_groups:
             sub.committed = sub.current
 
-    def restore(self, halves: Sequence[int], ties: Sequence[torch.Tensor], filled: Sequence[bool], stepped: Sequence[bool]) -> None:
+    def restore(
+        self, halves: Sequence[int], ties: Sequence[torch.Tensor], filled: Sequence[bool], stepped: Sequence[bool]
+    ) -> None:
         """The values are those of a commit that an earlier process made: by sub-group, its half and its ties; by shard, whether
         it was given values and moments."""
         for sub, half, found in zip(self.sub_groups, halves, ties, strict=True):
