@@ -216,7 +216,7 @@ def differences(there: Place, here: Place) -> Iterator[str]:
         yield f"it was made by {_ranks(there.ranks)}, and there are {here.ranks} now: a checkpoint can be loaded by any number"
         return
     if there.shards != here.shards:
-        yield f"parameters were sharded over {there.shards} ranks, and are over {here.shards} now: set mics_shard_size as it was"
+        yield f"it was sharded over {there.shards} ranks, and is over {here.shards} now: set mics_shard_size as it was"
         return
     if there.rank != here.rank:
         yield f"it is rank {there.rank}'s, and this is rank {here.rank}"
@@ -235,8 +235,8 @@ def differences(there: Place, here: Place) -> Iterator[str]:
         yield "its parameters come in another order"
     elif there.parameters == here.parameters and there.sub_groups != here.sub_groups:
         yield (
-            "its sub-groups are cut or kept in another way: set zero_optimization.sub_group_size, infinity.pinned_bytes_max and "
-            "infinity.master_weights as they were"
+            "its sub-groups are cut or kept in another way: set zero_optimization.sub_group_size, infinity.pinned_bytes_max "
+            "and infinity.master_weights as they were"
         )
 
 

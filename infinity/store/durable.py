@@ -115,8 +115,9 @@ class DurableRun:
         self.folders: list[DurableFolder] = []
         self.resumed: Record | None = None
         self.launch = ""
+        self.sequence = 0
+        """Of the record that exists; 0 before the first."""
         self._arena = secrets.token_hex(8)
-        self._sequence = 0
         try:
             for path in paths:
                 self.folders.append(DurableFolder(path, name, rank))
@@ -149,8 +150,8 @@ class DurableRun:
         record = self.found[sequence]
         self._check_arena(record)
         self.resumed, self.launch = record, launch
-        self._arena, self._sequence = record.commit.arena, sequence
-        self.forget_all_but(sequence)
+        self._arena = record.commit.arena
+        self.leave_one(sequence)
         for folder in self.folders:
             folder.fresh = False
         return record
@@ -164,12 +165,11 @@ class DurableRun:
         write_durably(partial, Record(commit, place, ties, outside).to_bytes())
         partial.rename(final)
         sync(folder.path)
-        self._sequence = commit.sequence
 
     def next_commit(self, *, step: int, halves: str, filled: str, stepped: str, ties: Sequence[int]) -> Commit:
         """The head of the next record."""
         return Commit(
-            sequence=self._sequence + 1,
+            sequence=self.sequence + 1,
             launch=self.launch,
             arena=self._arena,
             step=step,
@@ -179,12 +179,14 @@ class DurableRun:
             ties=tuple(ties),
         )
 
-    def forget_all_but(self, sequence: int) -> None:
-        """Remove the other records, before anything is written over what they speak of. Raises OSError."""
+    def leave_one(self, sequence: int) -> None:
+        """Keep the record with this number (0 for none) and remove the other, before anything is written over what that speaks
+        of. Raises OSError."""
         gone = [self._slot(sequence + 1), *self.folders[0].path.glob(f".{self._slot(sequence).stem}.*.partial")]
         for path in gone:
             path.unlink(missing_ok=True)
         sync(self.folders[0].path)
+        self.sequence = sequence
 
     def close(self) -> None:
         """Release the locks. Idempotent; nothing is removed."""
@@ -255,7 +257,7 @@ def _make_own(path: Path) -> None:
     if not is_own_folder(path) or path.stat().st_mode & 0o077:
         raise StoreError(
             errno.EPERM,
-            f"{path} is not a folder that only this user can enter: remove it, or choose another nvme_path or infinity.run_name",
+            f"{path} is not a folder that only this user can enter: remove it, or choose another infinity.run_name",
         )
 
 

@@ -540,8 +540,8 @@ class SwapManager:
         place = describe(layout, shapes, rank=self.run.rank, ranks=world, shards=ranks, copy_dtype=kind)
         if self.run.resumed is not None and (why := list(differences(self.run.resumed.place, place))):
             raise CheckpointError(
-                f"what {self.run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of that "
-                "run, or start without resume under another infinity.run_name"
+                f"what {self.run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of "
+                "that run, or start without resume under another infinity.run_name"
             )
         return place
 

@@ -51,8 +51,8 @@ Update = Callable[[Lease | None], None]
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
-    `halves`: where it lies; two in a durable run: see [Note: Two halves]. `current` is the number of the one that holds its values,
-    `committed` of the one that must stay as it is.
+    `halves`: where it lies; two in a durable run: see [Note: Two halves]. `current` is the number of the one that holds its
+    values, `committed` of the one that must stay as it is.
     `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
     `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy and remainder].
     """
@@ -256,7 +256,7 @@ class PagedModel:
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
         in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
-        durable: keep what is committed as it is, in twice the space: see [Note: Two halves]. Nothing may be held or cached then.
+        durable: leave what is committed as it is, in twice the space: see [Note: Two halves]. Nothing is held or cached then.
         what: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
@@ -361,8 +361,8 @@ class PagedModel:
         if self._torn is not None:
             raise InfinityError(
                 f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
-                f"{self._torn}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) before "
-                "going on"
+                f"{self._torn}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) "
+                "before going on"
             )
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -183,6 +183,12 @@ class PagedAdam(torch.optim.Adam):
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self._init_state_of(parameter)
+
+    def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """These parameters were stepped so often, and their moments are in the arena. For an optimizer without state."""
+        for parameter, step in steps.items():
+            self._init_state_of(parameter, zero=False)
+            self.state[parameter]["step"].copy_(step)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
