@@ -331,6 +331,21 @@ def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_P
             kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
     if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
         sub.set_master(sub.view(Field.MASTER, lease), lease)
+    elif not sub.layout.split and (copy := _narrow_copy(sub, lease)) is not None:
+        master = sub.view(Field.MASTER, lease)
+        for start, end in _between(batch, sub.layout.numel):  # the copy was not read: see SubGroup.state
+            copy[start:end].copy_(master[start:end])
+
+
+def _between(batch: list[_Piece], numel: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
+    at = 0
+    for piece in sorted(batch, key=lambda each: each.offset):
+        if piece.offset > at:
+            yield at, piece.offset
+        at = piece.offset + piece.numel
+    if at < numel:
+        yield at, numel
 
 
 def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
