@@ -121,6 +121,7 @@ class DurableRun:
         try:
             for path in paths:
                 self.folders.append(DurableFolder(path, name, rank))
+            self._check_drives()
             self.found, self.damaged = self._scan()
         except BaseException:
             self.close()
@@ -211,12 +212,23 @@ class DurableRun:
                 found[record.commit.sequence] = record
         return found, damaged
 
+    def _check_drives(self) -> None:
+        """Raise CheckpointError where a folder is another drive of a run: what is on it may be committed elsewhere."""
+        for number, folder in enumerate(self.folders):
+            with contextlib.suppress(*_UNREADABLE):
+                noted = json.loads(read_small(folder.own("json"), MIB))
+                if (noted["drive"], noted["drives"]) != (number, len(self.folders)):
+                    raise CheckpointError(
+                        f"{folder.path} is drive {noted['drive'] + 1} of the {noted['drives']} of a run: name all of its paths "
+                        "in nvme_path, in the order in which they were, or remove the folder to start anew"
+                    )
+
     def _check_arena(self, record: Record) -> None:
         place = record.place
         drives = len(self.folders)
         if max(place.pattern) >= drives:
             raise CheckpointError(
-                f"{self.where}: the run was on {max(place.pattern) + 1} drives, and nvme_path names {drives}: name them all"
+                f"{self.where}: the run was on {max(place.pattern) + 1} drives: name all in nvme_path"
             )
         expected = (
             file_bytes(place.pattern, place.stripe_bytes, place.arena_bytes) if drives > 1 else [place.arena_bytes]
@@ -224,19 +236,16 @@ class DurableRun:
         for number, folder in enumerate(self.folders):
             about = folder.own("json")
             try:
-                noted = json.loads(read_small(about, MIB))
-                same = (noted["arena"], noted["drive"], noted["drives"]) == (record.commit.arena, number, drives)
-            except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+                same = json.loads(read_small(about, MIB))["arena"] == record.commit.arena
+            except _UNREADABLE as error:
                 raise CheckpointError(f"{about} is damaged or missing ({error}): {_ADVICE}") from None
             if not same:
-                raise CheckpointError(
-                    f"{folder.path} belongs to another run, or is another drive of this one: name the paths in nvme_path as "
-                    "they were"
-                )
+                raise CheckpointError(f"{folder.path} belongs to another run: name the paths in nvme_path as they were")
             if number < len(expected) and place.pattern.count(number):
                 _check_length(folder.own("arena"), expected[number])
 
 
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 _ADVICE = "load a checkpoint into a run of another infinity.run_name, or remove the folder to start anew"
 
 
