@@ -299,7 +299,11 @@ def _page(
     with together():
         storage = choose_storage(config)
         swap = SwapManager(
-            config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
+            config.nvme_paths,
+            host_bytes_max=own.pinned_bytes_max,
+            io=storage.io,
+            bandwidths=storage.bandwidths,
+            lock_memory=own.lock_memory,
         )
         undo.callback(swap.close)
         swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)

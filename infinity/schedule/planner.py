@@ -26,7 +26,7 @@ from infinity.schedule.estimate import (
 )
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.gradients import GRADIENT_BYTES
-from infinity.schedule.scheme import COPY_BYTES, MASTER_BYTES
+from infinity.schedule.scheme import COPY_BYTES, MASTER_BYTES, Scheme
 from infinity.schedule.simulator import (
     Pause,
     Program,
@@ -45,10 +45,12 @@ USABLE = 0.95
 """The share of a memory that can be planned with; the rest goes to fragmentation and to what else lives there."""
 
 ADAM_BYTES = 28
-"""Memory traffic of a fused AdamW per element: parameter, gradient and moments read, all but the gradient written."""
+"""Memory traffic of a fused AdamW per element: parameter, gradient and moments read, all but the gradient written. A split
+master's two halves are the parameter."""
 
 CAST_BYTES = 6
-"""The same for the new 16-bit copy: read from fp32 and written."""
+"""The same for a new 16-bit copy that torch makes: read from fp32 and written. The kernel for what rests on NVMe writes it in
+the same pass."""
 
 NORM_BYTES = 4
 """The same for the norm of the gradients."""
@@ -424,7 +426,7 @@ class _Programmer:
         """So many elements in sub-groups. Where those of a step are very many, neighbours move as one, in a lease of one."""
         count = max(1, math.ceil(numel / self._sub_group_numel))
         strategy = self._strategy
-        traffic = (ADAM_BYTES + CAST_BYTES * strategy.on_host) * numel / count
+        traffic = update_bytes(strategy, self._work.scheme) * numel / count
         to_device = strategy.optimizer == "cpu" and strategy.parameters == "none" and not self._machine.device_is_host
         one = SubGroup(
             read_bytes=round(read_bytes / count),
@@ -436,6 +438,16 @@ class _Programmer:
             after=after,
         )
         self._program += [one] * count
+
+
+def update_bytes(strategy: Strategy, scheme: Scheme) -> int:
+    """Memory traffic of an update per element, the norm and clipping aside."""
+    if not strategy.on_host:
+        return ADAM_BYTES
+    if strategy.optimizer != "nvme":
+        return ADAM_BYTES + CAST_BYTES
+    split = scheme.master_weights == "split" and strategy.parameters == "nvme"
+    return ADAM_BYTES if split else ADAM_BYTES + COPY_BYTES
 
 
 def plans_for(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, FaultPlan, Lease
+from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease
 from infinity.device import Device, device_for
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.scheme import Update
@@ -83,11 +83,12 @@ class SwapManager:
             This run makes a folder of its own in each and removes it at the end.
         host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
             (see infinity/swap/budget.py), 512 MiB for plain tensors.
-        backend, block_bytes, queue_depth, rings, mix, iopoll, sqpoll: see `infinity.aio.IoEngine`.
+        io: how the drives are driven.
         bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
         drive_limits: one per drive, to make drives slower than they are; for experiments.
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
+        io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -97,17 +98,12 @@ class SwapManager:
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         host_bytes_max: int | str = "auto",
-        backend: str = "auto",
-        block_bytes: int = 1 << 20,
-        queue_depth: int = 32,
-        rings: int = 1,
-        mix: str = "interleaved",
-        iopoll: bool = False,
-        sqpoll: bool = False,
+        io: IoSettings | None = None,
         lock_memory: bool = False,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
+        **io_options: Any,
     ) -> None:
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
@@ -115,17 +111,9 @@ class SwapManager:
                 f"host_bytes_max of {format_bytes(self._pinned_bytes)} is below the least that works, "
                 f"{format_bytes(2 * budget.ACCESS_BYTES)}"
             )
-        engine_options: dict[str, Any] = {
-            "backend": backend,
-            "block_bytes": block_bytes,
-            "queue_depth": queue_depth,
-            "rings": rings,
-            "mix": mix,
-            "iopoll": iopoll,
-            "sqpoll": sqpoll,
-        }
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        self._drives = Drives(paths, engine_options, bandwidths=bandwidths, limits=drive_limits, faults=faults)
+        io = replace(io or IoSettings(), **io_options)
+        self._drives = Drives(paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults)
         self._lock_memory = lock_memory
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)

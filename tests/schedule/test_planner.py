@@ -23,7 +23,7 @@ from infinity.schedule.estimate import (
     pipeline_of,
 )
 from infinity.schedule.floor import DriveSpeed
-from infinity.schedule.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for
+from infinity.schedule.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for, update_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.simulator import Interval
 from infinity.schedule.transformer import transformer_of
@@ -146,6 +146,21 @@ def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
     after, beside = (plan_step(work[update], NODE, ALL_NVME, cache_bytes=0) for update in ("step", "forward"))
     assert beside.step_seconds < after.step_seconds
     assert beside.floor_seconds <= after.floor_seconds
+
+
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "scheme", "nbytes"),
+    [
+        ("nvme", "nvme", Scheme("split"), 4 + 2 * (2 + 2) + 2 * 8),  # gradient, both halves of the master, moments
+        ("nvme", "nvme", Scheme("full"), 4 + 2 * 4 + 2 * 8 + 2),  # ... and a copy beside the master
+        ("none", "nvme", Scheme("split"), 4 + 2 * 4 + 2 * 8 + 2),  # copies stay: masters rest in full
+        ("cpu", "cpu", Scheme("split"), 4 + 2 * 4 + 2 * 8 + (4 + 2)),  # torch reads the new master again
+        ("none", "none", Scheme("split"), 4 + 2 * 4 + 2 * 8),
+    ],
+)
+def test_memory_traffic_of_an_update(parameters: str, optimizer: str, scheme: Scheme, nbytes: int) -> None:
+    (strategy,) = [s for s in STRATEGIES if (s.stage, s.parameters, s.optimizer) == (3, parameters, optimizer)]
+    assert update_bytes(strategy, scheme) == nbytes
 
 
 def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
