@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from infinity.config.optimizers import OneCycleConfig, SchedulerConfig, SGDConfig
-
-if TYPE_CHECKING:
-    from infinity.config.whole import Config
+from infinity.config.top_level import TopLevel
 
 
-def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
+def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]:
     """Error lines for values that are fine alone and can't work together; what is still "auto" is given the benefit."""
     zero = config.zero_optimization
     for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
@@ -40,7 +37,7 @@ def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 
 
-def _find_sgd_contradictions(config: Config, optimizer: SGDConfig) -> Iterator[str]:
+def _find_sgd_contradictions(config: TopLevel, optimizer: SGDConfig) -> Iterator[str]:
     if config.nvme_paths:
         yield (
             'optimizer.type: got "SGD" together with NVMe, expected AdamW or Adam: what is paged is stepped piece by piece by '
@@ -50,7 +47,7 @@ def _find_sgd_contradictions(config: Config, optimizer: SGDConfig) -> Iterator[s
         yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
 
 
-def _find_durability_contradictions(config: Config) -> Iterator[str]:
+def _find_durability_contradictions(config: TopLevel) -> Iterator[str]:
     """What stays in host memory from step to step has no place on the drive that could be committed."""
     path = "infinity.durability"
     offload = config.zero_optimization.offload_optimizer

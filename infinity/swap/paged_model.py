@@ -54,6 +54,7 @@ class PagedSubGroup:
     `halves`: where it lies; two in a durable run: see [Note: Two halves]. `current` is the number of the one that holds its
     values, `committed` of the one that must stay as it is.
     `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
+    `gradient`: where its gradient waits for the update, unless that is in host memory.
     `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy and remainder].
     """
 
@@ -62,6 +63,7 @@ class PagedSubGroup:
     chunk: Chunk
     held: dict[Field, torch.Tensor]
     copy_dtype: torch.dtype
+    gradient: Extent | None = None
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
     current: int = 0
     committed: int | None = None
@@ -79,15 +81,18 @@ class PagedSubGroup:
     @property
     def moves(self) -> bool:
         """Whether stepping it takes bytes from the arena."""
-        return self.layout.nbytes > 0
+        return self.layout.lease_bytes > 0
 
     def reads(self, *, copy: bool) -> tuple[Span, ...]:
-        """What fetches its state, with the copy where that is a part of the master (or without it)."""
+        """What fetches its state, with the copy where that is a part of the master (or without it), and its gradient."""
         fields = [each for each in self.layout.state if copy or each is not Field.COPY]
-        if not fields:
-            return ()
-        first = self.layout.field_offset(fields[0])
-        return (Span(self.extent.offset + first, first, self.layout.nbytes - first),)
+        spans = []
+        if fields:
+            first = self.layout.field_offset(fields[0])
+            spans.append(Span(self.extent.offset + first, first, self.layout.nbytes - first))
+        if self.gradient is not None:
+            spans.append(Span(self.gradient.offset, self.layout.nbytes, self.layout.gradient_bytes))
+        return tuple(spans)
 
     @property
     def rests(self) -> bool:
@@ -287,10 +292,7 @@ class PagedModel:
         self.way_back = ""
         """In words, what else than loading makes torn values whole again."""
         assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
-        sizes = [s.nbytes for s in layout.sub_groups]
-        extents = arena.reserve(sizes * (2 if durable else 1), what) if layout.nbytes else [Extent(0, 0)] * len(sizes)
-        places = [tuple(extents[number :: len(sizes)]) for number in range(len(sizes))]
-        self.sub_groups = [self._sub_group(s, halves) for s, halves in zip(layout.sub_groups, places, strict=True)]
+        self.sub_groups = self._reserve(arena, what, halves=2 if durable else 1)
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         for space, group in enumerate(self.groups):
@@ -533,8 +535,12 @@ class PagedModel:
     def _write_back(self, sub: PagedSubGroup) -> None:
         """Start writing the sub-group's lease to the half that may be written to, where its values are from now on.
 
-        What gathers its copies is to be told of it (`expect`) before the group is read again.
+        What gathers its copies is to be told of it (`expect`) before the group is read again. Where no more than its gradient
+        was read, all of it is in host memory.
         """
+        if not sub.layout.nbytes:
+            self._stager.release(sub.chunk, keep=False)
+            return
         half = sub.written_half
         sub.chunk.writes = _whole(sub, half)
         self._stager.write_back(sub.chunk)
@@ -586,9 +592,22 @@ class PagedModel:
             if shard.resident is not None and has_values:
                 shard.refresh_resident()
 
-    def _sub_group(self, layout: SubGroup, halves: tuple[Extent, ...]) -> PagedSubGroup:
-        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, (), (), on_lost=self.tear)
-        sub = PagedSubGroup(layout, halves, chunk, {}, self.copy_dtype)
+    def _reserve(self, arena: Arena, what: str, *, halves: int) -> list[PagedSubGroup]:
+        """All sub-groups with their extents: first halves one behind the other, then the second ones, then gradients."""
+        layouts = self.layout.sub_groups
+        spilled = [sub for sub in layouts if sub.gradient_bytes]
+        sizes = [sub.nbytes for sub in layouts] * halves + [sub.gradient_bytes for sub in spilled]
+        extents = arena.reserve(sizes, what) if any(sizes) else [Extent(0, 0)] * len(sizes)
+        state, gradients = extents[: halves * len(layouts)], extents[halves * len(layouts) :]
+        of_gradient = dict(zip([sub.index for sub in spilled], gradients, strict=True))
+        return [
+            self._sub_group(sub, tuple(state[number :: len(layouts)]), of_gradient.get(sub.index))
+            for number, sub in enumerate(layouts)
+        ]
+
+    def _sub_group(self, layout: SubGroup, halves: tuple[Extent, ...], gradient: Extent | None) -> PagedSubGroup:
+        chunk = Chunk(f"sub-group {layout.index}", layout.lease_bytes, (), (), on_lost=self.tear)
+        sub = PagedSubGroup(layout, halves, chunk, {}, self.copy_dtype, gradient)
         chunk.writes = _whole(sub, 0)
         chunk.reads = sub.reads(copy=True)
         for which in layout.held:
