@@ -102,6 +102,9 @@ class File:
     def size_bytes(self) -> int:
         """Its present size."""
 
+    def fileno(self) -> int:
+        """The number of its descriptor, until `close`: for opening it once more, through /proc/self/fd."""
+
     def reserve(self, nbytes: int) -> None:
         """Make room on the drive for at least `nbytes` bytes (fallocate); never shrinks the file.
 

@@ -241,6 +241,7 @@ void bind_file(py::module_& module) {
       .def_property_readonly("alignment", &File::alignment)
       .def_property_readonly("notes", [](const File& file) { return decode_all(file.notes()); })
       .def_property_readonly("size_bytes", &File::size_bytes)
+      .def("fileno", [](const File& file) { return file.descriptor()->fd(); })
       .def("reserve", &File::reserve, py::arg("nbytes"), NoGil())
       .def("sync", &File::sync, NoGil())
       .def("close", &File::close, NoGil())
