@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.aio import File, IoEngine, StripedFile
 from infinity.errors import IoError, StoreError
 from infinity.store.commit import Place
-from infinity.store.placement import file_bytes, stripe_pattern
+from infinity.store.placement import file_bytes, pieces_on_drives, stripe_pattern
 from infinity.store.run_folder import Folder
 from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
 
@@ -115,9 +116,62 @@ class Arena:
         """Wait until the data of finished writes is on the drives. Raises IoError."""
         self.file.sync()
 
+    def reopen(self) -> ArenaReader:
+        """The same bytes through descriptors of their own, for any one thread, while this is open. Raises IoError."""
+        return ArenaReader(self._files, self._pattern, self.stripe_bytes)
+
     def close(self) -> None:
         """Close the files; the kernel frees their space once the last transfer has ended."""
         self.file.close()
+
+
+class ArenaReader:
+    """Reads an arena beside its engine. Any thread, one at a time. Raises IoError where the files can't be opened anew.
+
+    Such files have no name: their descriptors are opened once more through /proc.
+    """
+
+    def __init__(self, files: Sequence[File], pattern: Sequence[int], stripe_bytes: int) -> None:
+        self._pattern = tuple(pattern)
+        self._stripe_bytes = stripe_bytes
+        self._files: list[File] = []
+        try:
+            for file in files:
+                self._files.append(File(f"/proc/self/fd/{file.fileno()}", read_only=True))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def only_file(self) -> File | None:
+        """The file that all bytes lie in, in order; None where they are striped over several."""
+        return self._files[0] if len(self._files) == 1 else None
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` (aligned to 4 KiB, as `offset` and its length are) from byte `offset` on. Raises OSError."""
+        only = self.only_file
+        if only is not None:
+            read_into(only, buffer, offset)
+            return
+        done = 0
+        for drive, at, nbytes in pieces_on_drives(self._pattern, self._stripe_bytes, offset, buffer.nbytes):
+            read_into(self._files[drive], buffer[done : done + nbytes], at)
+            done += nbytes
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+        for file in self._files:
+            file.close()
+
+
+def read_into(file: File, buffer: memoryview, offset: int) -> None:
+    """Fill `buffer` from byte `offset` of the file on, without an engine. Raises OSError, also where the file ends before."""
+    done = 0
+    while done < buffer.nbytes:
+        count = os.preadv(file.fileno(), [buffer[done:]], offset + done)
+        if not count:
+            raise OSError(errno.EIO, f"{file.path} ends at {offset + done}")
+        done += count
 
 
 def check_free(folders: Sequence[Folder], bandwidths: Sequence[float] | None, nbytes: int, what: str) -> None:

@@ -244,41 +244,61 @@ def plan_layout(
     """
     if sub_group_numel_max < SPACE_ALIGN:
         raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
-    spaces: list[list[int]] = [[] for _ in range(groups + 1)]
-    for i, shard in enumerate(shards):
-        spaces[groups if shard.resident else shard.group].append(i)
-
-    place: list[tuple[int, int]] = [(0, 0)] * len(shards)
     space_numel: list[int] = []
     by_space: list[tuple[SubGroup, ...]] = []
     count = 0
-    for space, members in enumerate(spaces):
-        end = 0
+    place, parts = place_shards(shards, groups)
+    for space, (trained_part, frozen_part) in enumerate(parts):
         cuts: list[SubGroup] = []
-        for trained in (True, False):
-            part = [i for i in members if shards[i].trained is trained]
-            part_start = end
-            for i in part:
-                place[i] = (space, end)
-                end = align_up(end + shards[i].numel, SHARD_ALIGN)
-            end = align_up(end, SPACE_ALIGN)
-            own_copy = copy_itemsize if space < groups else 0
+        own_copy = copy_itemsize if space < groups else 0
+        for trained, part in ((True, trained_part), (False, frozen_part)):
             held = _STATE if hold_state else ()
             keep = (cached or {}).get((space, trained), Cached())
-            for low, high in pairwise(sorted({part_start, *keep.ends(part_start), end})):
+            for low, high in pairwise(sorted({part.start, *keep.ends(part.start), part.end})):
                 for start, numel in _cut(low, high, sub_group_numel_max):
-                    pieces = _pieces(part, shards, place, start, numel)
+                    pieces = pieces_of(part, shards, place, start, numel)
                     split = split_master and trained and own_copy > 0 and not hold_state
                     sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, split, held)
                     gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
-                    kept = keep.fields_of(sub, start - part_start)
+                    kept = keep.fields_of(sub, start - part.start)
                     cuts.append(replace(sub, cached=kept, gradient_itemsize=gradient))
                     count += 1
-        space_numel.append(end)
+        space_numel.append(frozen_part.end)
         by_space.append(tuple(cuts))
     return Layout(
         tuple(shards), tuple(place), tuple(space_numel), tuple(s for cuts in by_space for s in cuts), tuple(by_space)
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The trained or the frozen shards of a flat space, by number: its elements [start, end)."""
+
+    shards: tuple[int, ...]
+    start: int
+    end: int
+
+
+def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, int]], list[tuple[Part, Part]]]:
+    """Where shards lie, however their spaces are cut: (space, first element) of each, and (trained, frozen) of each space."""
+    spaces: list[list[int]] = [[] for _ in range(groups + 1)]
+    for i, shard in enumerate(shards):
+        spaces[groups if shard.resident else shard.group].append(i)
+    place: list[tuple[int, int]] = [(0, 0)] * len(shards)
+    parts = []
+    for space, members in enumerate(spaces):
+        end = 0
+        of_space = []
+        for trained in (True, False):
+            own = tuple(i for i in members if shards[i].trained is trained)
+            start = end
+            for i in own:
+                place[i] = (space, end)
+                end = align_up(end + shards[i].numel, SHARD_ALIGN)
+            end = align_up(end, SPACE_ALIGN)
+            of_space.append(Part(own, start, end))
+        parts.append((of_space[0], of_space[1]))
+    return place, parts
 
 
 def _cut(start: int, end: int, numel_max: int) -> list[tuple[int, int]]:
@@ -292,12 +312,12 @@ def _cut(start: int, end: int, numel_max: int) -> list[tuple[int, int]]:
     return [(at, min(size, end - at)) for at in range(start, end, size)]
 
 
-def _pieces(
-    part: Sequence[int], shards: Sequence[Shard], place: Sequence[tuple[int, int]], start: int, numel: int
+def pieces_of(
+    part: Part, shards: Sequence[Shard], place: Sequence[tuple[int, int]], start: int, numel: int
 ) -> tuple[Piece, ...]:
-    """The parts of the shards `part` that lie in [start, start + numel) of their space."""
+    """What of the part's shards lies in elements [start, start + numel) of their space."""
     found = []
-    for i in part:
+    for i in part.shards:
         first = place[i][1]
         low, high = max(first, start), min(first + shards[i].numel, start + numel)
         if low < high:

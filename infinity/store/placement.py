@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 READ_BYTES_PER_PARAMETER = 14
 WRITTEN_BYTES_PER_PARAMETER = 12
@@ -57,3 +57,18 @@ def file_bytes(pattern: Sequence[int], stripe_bytes: int, nbytes: int) -> list[i
     cycles, rest = divmod(stripes, len(pattern))
     drives = range(max(pattern) + 1)
     return [(cycles * pattern.count(i) + pattern[:rest].count(i)) * stripe_bytes for i in drives]
+
+
+def pieces_on_drives(
+    pattern: Sequence[int], stripe_bytes: int, offset: int, nbytes: int
+) -> Iterator[tuple[int, int, int]]:
+    """(drive, offset in its file, bytes) of the pieces that make up logical bytes [offset, offset + nbytes), in order."""
+    end = offset + nbytes
+    while offset < end:
+        stripe, inside = divmod(offset, stripe_bytes)
+        cycle, slot = divmod(stripe, len(pattern))
+        drive = pattern[slot]
+        before = cycle * pattern.count(drive) + pattern[:slot].count(drive)
+        length = min(stripe_bytes - inside, end - offset)
+        yield drive, before * stripe_bytes + inside, length
+        offset += length

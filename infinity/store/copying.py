@@ -1,0 +1,253 @@
+"""Floor 2. One rank's state on its way out of the arena into a file, beside the training that goes on.
+
+A thread of its own copies, two small buffers at a time; the training thread starts it, asks it for gates, and joins it.
+
+[Note: A copy of what goes on changing]
+What is copied is the state at one instant. So before anything changes the bytes of a sub-group, in the arena or in host memory,
+it waits at the sub-group's gate, which opens when these are copied (`wait_for`). The order is that of the file, which is the
+order in which a forward pass comes to them; one that somebody waits for is copied next. (What is copied out of turn is read
+once more for the hash, which goes from beginning to end.) Where copying fails every gate opens: there is nothing to keep.
+
+Where the file system can share blocks between files (XFS, btrfs), the copy of what rests in one arena file takes no time at
+all: the ranges are cloned, and it is the first write to them afterwards that takes new space. A hard link would be no copy:
+the file that it names goes on changing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.aio import File
+from infinity.store.arena import Arena, read_into
+from infinity.store.files import create_private
+from infinity.store.manifest import StoredFile
+from infinity.units import MIB
+
+_BUFFER_BYTES = 4 * MIB
+_BUFFERS = 2
+_FICLONERANGE = 0x4020940D
+"""linux/fs.h: _IOW(0x94, 13, struct file_clone_range)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes that lie one behind the other in the file: from `offset` of the arena on, or in `memory`."""
+
+    nbytes: int
+    offset: int = 0
+    memory: memoryview | None = None
+
+
+class Copying:
+    """Copies `sections`, one for each sub-group, into the new file `path`; then runs `finish` on the same thread.
+
+    cloned: whether the arena's bytes are shared with it instead of copied. Raises OSError where nothing can be started.
+    """
+
+    def __init__(
+        self, arena: Arena, sections: Sequence[Sequence[Source]], path: Path, finish: Callable[[], None] = lambda: None
+    ) -> None:
+        self._sections = sections
+        self._path = path
+        self._finish = finish
+        self._changed = threading.Condition()
+        self._copied: set[int] = set()
+        self._urgent: int | None = None
+        self._ended = self._cancelled = False
+        self._error: BaseException | None = None
+        self._digest = hashlib.sha256()
+        self._nbytes = 0
+        with contextlib.ExitStack() as undo:
+            self._arena = arena.reopen()
+            undo.callback(self._arena.close)
+            create_private(path).close()
+            self._file = File(str(path))
+            undo.callback(self._file.close)
+            self.cloned = self._clone()
+            self._closing = undo.pop_all()
+        self._thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether `join` returns or raises at once."""
+        return self._ended
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, if it has."""
+        return self._error
+
+    def is_copied(self, section: int) -> bool:
+        """Whether the bytes of a section may be changed."""
+        return self._ended or section in self._copied
+
+    def wait_for(self, section: int) -> None:
+        """Wait until the bytes of a section may be changed: see [Note: A copy of what goes on changing]."""
+        with self._changed:
+            while not self.is_copied(section):
+                self._urgent = section
+                self._changed.wait()
+
+    def join(self) -> StoredFile:
+        """Wait for the end; the file that was written, and is on the drive. Raises what failed: OSError, mostly."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return StoredFile(self._nbytes, self._digest.hexdigest())
+
+    def cancel(self) -> None:
+        """Stop, and wait for that. What was written stays where it is."""
+        self._cancelled = True
+        self._thread.join()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with self._closing, _Pump() as pump:
+                self._copy_all(pump)
+                self._file.sync()
+                self._finish()
+        except BaseException as error:  # raised again by whoever joins
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _copy_all(self, pump: _Pump) -> None:
+        begins = [0]
+        for section in self._sections:
+            begins.append(begins[-1] + sum(source.nbytes for source in section))
+        if begins[-1]:
+            self._file.reserve(begins[-1])
+        for index in range(len(self._sections)):
+            while (urgent := self._urgent) is not None:
+                self._urgent = None
+                if not self.is_copied(urgent):
+                    self._copy(pump, urgent, begins[urgent], lambda piece: None)
+            if self.is_copied(index):
+                pump.run(begins[index], begins[index + 1], self._read_back, self._digest.update)
+            elif self.cloned:
+                self._copy(pump, index, begins[index], lambda piece: None)
+                pump.run(begins[index], begins[index + 1], self._read_back, self._digest.update)
+            else:
+                self._copy(pump, index, begins[index], self._digest.update)
+        self._nbytes = begins[-1]
+
+    def _copy(self, pump: _Pump, index: int, begin: int, hashed: Callable[[memoryview], None]) -> None:
+        """Copy what isn't cloned of a section, which begins at `begin` of the file, and open its gate."""
+        for source in self._sections[index]:
+            if not (self.cloned and source.memory is None):
+                self._copy_source(pump, source, begin, hashed)
+            begin += source.nbytes
+        with self._changed:
+            self._copied.add(index)
+            self._changed.notify_all()
+
+    def _copy_source(self, pump: _Pump, source: Source, begin: int, hashed: Callable[[memoryview], None]) -> None:
+        def fetch(buffer: memoryview, at: int) -> None:
+            self._check_wanted()
+            first = at - begin
+            if source.memory is not None:
+                buffer[:] = source.memory[first : first + buffer.nbytes]
+            else:
+                self._arena.read_into(buffer, source.offset + first)
+
+        pump.run(begin, begin + source.nbytes, fetch, hashed, into=self._file)
+
+    def _read_back(self, buffer: memoryview, at: int) -> None:
+        self._check_wanted()
+        read_into(self._file, buffer, at)
+
+    def _check_wanted(self) -> None:
+        if self._cancelled:
+            raise InterruptedError(errno.EINTR, "it was given up")
+
+    def _clone(self) -> bool:
+        """Share the arena's ranges with the file. Whether the file system could; the gates of what is done are open then."""
+        source = self._arena.only_file
+        if source is None:
+            return False
+        begin, done = 0, set()
+        for index, section in enumerate(self._sections):
+            for each in section:
+                if each.memory is None and each.nbytes and not _clone_range(source, each, self._file, begin):
+                    return False
+                begin += each.nbytes
+            if all(each.memory is None for each in section):
+                done.add(index)
+        self._copied = done
+        return True
+
+
+def _clone_range(arena: File, source: Source, file: File, begin: int) -> bool:
+    request = struct.pack("qQQQ", arena.fileno(), source.offset, source.nbytes, begin)
+    try:
+        fcntl.ioctl(file.fileno(), _FICLONERANGE, request)
+    except (
+        OSError
+    ):  # another drive, or a file system that can't: then the bytes are copied, and tell what is really wrong
+        return False
+    return True
+
+
+class _Pump:
+    """Moves bytes through a few buffers: the next piece is fetched while the one before is hashed and written."""
+
+    def __init__(self) -> None:
+        self._maps = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(_BUFFERS)]  # aligned to pages, for direct transfers
+        self._busy: list[Future[None] | None] = [None] * _BUFFERS
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="copying")
+
+    def run(
+        self,
+        begin: int,
+        end: int,
+        fetch: Callable[[memoryview, int], None],
+        hashed: Callable[[memoryview], None],
+        *,
+        into: File | None = None,
+    ) -> None:
+        """Fetch bytes [begin, end) piece by piece, hand each to `hashed`, and write it to the same place of `into`, if given.
+
+        Returns when all of it is done. Raises OSError.
+        """
+        for number, at in enumerate(range(begin, end, _BUFFER_BYTES)):
+            slot = number % _BUFFERS
+            self._await(slot)
+            piece = memoryview(self._maps[slot])[: min(_BUFFER_BYTES, end - at)]
+            fetch(piece, at)
+            self._busy[slot] = self._writer.submit(_put, piece, at, hashed, into)
+        for slot in range(_BUFFERS):
+            self._await(slot)
+
+    def _await(self, slot: int) -> None:
+        busy, self._busy[slot] = self._busy[slot], None
+        if busy is not None:
+            busy.result()
+
+    def __enter__(self) -> _Pump:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._writer.shutdown()
+
+
+def _put(piece: memoryview, at: int, hashed: Callable[[memoryview], None], into: File | None) -> None:
+    hashed(piece)
+    done = 0
+    while into is not None and done < piece.nbytes:
+        done += os.pwritev(into.fileno(), [piece[done:]], at + done)
