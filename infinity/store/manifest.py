@@ -21,8 +21,13 @@ from infinity.units import MIB
 
 FILE_NAME = "manifest.json"
 LATEST = "latest"
+FIRST_RECORD = "rank0.record"
+"""What every checkpoint of arenas has."""
 _NBYTES_MAX = 256 * MIB
 _PIECE_BYTES = 4 * MIB
+
+StateFormat = Literal["dcp", "arena"]
+"""How masters and moments are stored: as torch.distributed.checkpoint does, or as they lie in the arenas."""
 
 _FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}$")]
 """Of a file in the checkpoint's own folder: no way leads out of it."""
@@ -46,6 +51,7 @@ class Manifest:
         saved: when, ISO 8601 in UTC.
         global_steps: optimizer steps that had been taken.
         ranks: that wrote it.
+        state_format: of masters and moments.
         aliases: further names of tied parameters, each with the name under which the values are meant.
         buffers: names of what is no parameter.
         files: by name, all of the checkpoint but this one.
@@ -57,6 +63,7 @@ class Manifest:
     global_steps: _Count
     ranks: Annotated[int, Field(ge=1, le=2**31)]
     files: dict[_FileName, StoredFile]
+    state_format: StateFormat = "dcp"
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
 
@@ -105,13 +112,15 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     if not tag or tag != Path(tag).name or tag in (".", ".."):
         raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}; {others(root)}")
     if not is_checkpoint(root / tag):
-        raise CheckpointError(f"{root / tag} is not a checkpoint (no .metadata in it); {others(root, but=tag)}")
+        raise CheckpointError(
+            f"{root / tag} is not a checkpoint (no .metadata or rank0.record in it); {others(root, but=tag)}"
+        )
     return root / tag
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a checkpoint in this format of torch.distributed.checkpoint; not whether it is whole."""
-    return (path / ".metadata").is_file()
+    """Whether there is a checkpoint of either format; not whether it is whole."""
+    return (path / ".metadata").is_file() or (path / FIRST_RECORD).is_file()
 
 
 def read_latest(root: Path) -> str:
@@ -131,8 +140,8 @@ def read_latest(root: Path) -> str:
 
 def others(root: Path, *, but: str = "") -> str:
     """What else could be loaded, in words."""
-    found = sorted(each.parent.name for each in root.glob("*/.metadata") if each.parent.name != but)
-    return f"there is also tag={', '.join(map(repr, found))}" if found else "there is no other in that folder"
+    found = {each.parent.name for name in (".metadata", FIRST_RECORD) for each in root.glob(f"*/{name}")} - {but}
+    return f"there is also tag={', '.join(map(repr, sorted(found)))}" if found else "there is no other in that folder"
 
 
 def damage(

@@ -126,7 +126,7 @@ def test_a_checkpoint_that_meets_a_full_file_system_leaves_the_last_one(
         fill(place)
         with pytest.raises(infinity.CheckpointError, match="free"):
             engine.save_checkpoint(place, tag="next")
-        monkeypatch.setattr(checkpoint, "_check_space", lambda *args: None)  # as if the space went meanwhile
+        monkeypatch.setattr(checkpoint, "check_space", lambda *args: None)  # as if the space went meanwhile
         with pytest.raises(infinity.CheckpointError, match="No space left"):
             engine.save_checkpoint(place, tag="next")
         assert sorted(each.name for each in place.iterdir()) == ["ballast", "good", "latest"]

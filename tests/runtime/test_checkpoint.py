@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
-from infinity.runtime import checkpoint, materialize
+from infinity.runtime import checkpoint, checkpoint_folder, materialize
 from infinity.swap import PagedTensor
 
 
@@ -275,12 +275,14 @@ def test_no_room_for_a_checkpoint_is_told_before_it_is_written(
 ) -> None:
     with engine_for(nvme_path) as engine:
         engine.save_checkpoint(tmp_path, tag="good")
-        monkeypatch.setattr(checkpoint, "_free_bytes", lambda path: 4000)
+        monkeypatch.setattr(checkpoint_folder, "free_bytes", lambda path: 4000)
         with pytest.raises(infinity.CheckpointError, match=r"takes .* KiB, and .* has 3.91 KiB free: free .* more"):
             engine.save_checkpoint(tmp_path, tag="next")
         with pytest.raises(infinity.CheckpointError, match=r"the model takes .* KiB, and .* more or save elsewhere"):
             engine.save_16bit_model(tmp_path / "model")
-        monkeypatch.setattr(checkpoint, "_free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters()))
+        monkeypatch.setattr(
+            checkpoint_folder, "free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters())
+        )
         with pytest.raises(infinity.CheckpointError, match="more or save elsewhere"):
             engine.save_checkpoint(tmp_path, tag="next")  # a buffer and the step counts need room too
     assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest", "model"]
