@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
 from infinity.store import DurableRun, Field, Layout, Place
 from infinity.store.commit import describe, differences
+from infinity.store.copying import Copying
 from infinity.swap import budget
 from infinity.swap.chunk import ChunkState
 from infinity.swap.fsdp2 import (
@@ -260,7 +262,7 @@ class SwapManager:
                 what=placing.what_is_stored,
             )
             arena = machinery.arena
-            self._place = place and replace(
+            self._place = replace(
                 place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
             )
             replacements = self._take_over(groups, paged)
@@ -301,9 +303,27 @@ class SwapManager:
 
     @property
     def place(self) -> Place:
-        """Of a durable run: how its state lies."""
+        """How its state lies in the arena."""
         assert self._place is not None
         return self._place
+
+    def settle(self) -> None:
+        """Run the updates that wait, and wait for what is being written. Raises IoError, InfinityError after a torn step."""
+        self.finish_updates()
+        self.stager.settle_all()
+        self.paged.check_whole()
+
+    def start_copying(self, path: Path, finish: Callable[[], None]) -> Copying:
+        """Begin to copy the model's state as it is now into the new file `path`, while training goes on; then run `finish` on
+        the thread that copied. To be ended, by `join` or `cancel`, before the next one begins and before `close`.
+
+        No update may wait, and all must be written: see `settle`. Raises IoError, OSError.
+        """
+        machinery = self._open()
+        sections = [sub.sources() for sub in self.paged.sub_groups]
+        copying = Copying(machinery.arena, sections, path, finish)
+        self.paged.start_copying(copying)
+        return copying
 
     @property
     def paged(self) -> PagedModel:
@@ -525,18 +545,16 @@ class SwapManager:
         pinned_bytes = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
         return plan_model(groups, ranks, dtype, placing, pinned_bytes)
 
-    def _checked_place(
-        self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype
-    ) -> Place | None:
-        """How the state of a durable run lies, the drives aside. Raises CheckpointError where what it goes on from lies in
-        another way."""
-        if self.run is None:
-            return None
+    def _checked_place(self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype) -> Place:
+        """How the state lies, the drives aside. Raises CheckpointError where what a durable run goes on from lies in another
+        way."""
         shapes = [parameter.shape for group in groups for parameter in group.parameters]
         kind = str(dtype).removeprefix("torch.")
         world = dist.get_world_size()
-        place = describe(layout, shapes, rank=self.run.rank, ranks=world, shards=ranks, copy_dtype=kind)
-        if self.run.resumed is not None and (why := list(differences(self.run.resumed.place, place))):
+        place = describe(layout, shapes, rank=dist.get_rank(), ranks=world, shards=ranks, copy_dtype=kind)
+        if self.run is None or self.run.resumed is None:
+            return place
+        if why := list(differences(self.run.resumed.place, place)):
             raise CheckpointError(
                 f"what {self.run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of "
                 "that run, or start without resume under another infinity.run_name"

@@ -20,6 +20,9 @@ In a durable run a sub-group has two extents, its halves, and a commit says in w
 one and writes the other, which is current from then on; more writes before the next commit go to the same one again. A range
 that is written outside of an update takes the rest of the sub-group along first. So the committed bytes stay as they are until
 another commit has taken their place (infinity/store/durable.py, [Note: What a record promises]).
+
+What a checkpoint is copying must stay, too, until it is copied: see [Note: A copy of what goes on changing] in
+infinity/store/copying.py.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from infinity.device import Landing
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
+from infinity.store.copying import Copying, Source
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
@@ -124,6 +128,22 @@ class PagedSubGroup:
             self.ties = split(master, self.view(Field.COPY, lease), self.view(Field.REMAINDER, lease))
         elif Field.COPY in self.layout.fields:
             self.view(Field.COPY, lease).copy_(master)
+
+    def sources(self) -> list[Source]:
+        """Where the bytes of all its fields are, in order."""
+        found: list[Source] = []
+        for which in self.layout.fields:
+            nbytes = self.layout.numel * self.layout.itemsize(which)
+            if which in self.held:
+                found.append(Source(nbytes, memory=self.held[which].view(torch.uint8).numpy().data))
+                continue
+            offset = self.extent.offset + self.layout.field_offset(which)
+            last = found[-1] if found else None
+            if last is not None and last.memory is None and last.offset + last.nbytes == offset:
+                found[-1] = Source(last.nbytes + nbytes, last.offset)
+            else:
+                found.append(Source(nbytes, offset))
+        return found
 
     def set_ties(self, ties: torch.Tensor, low: int, high: int) -> None:
         """The ties among elements [low, high) are these (ascending)."""
@@ -289,6 +309,8 @@ class PagedModel:
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
+        self._copying: Copying | None = None
+        self._copied_halves: list[int] = []
         self.way_back = ""
         """In words, what else than loading makes torn values whole again."""
         assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
@@ -335,6 +357,7 @@ class PagedModel:
         """Let go of all that holds memory. The values can't be used any more; idempotent."""
         if self._open_stager is None:
             return
+        self._copying = None
         for group in self.groups:
             self.forget(group)
             group.cached = None
@@ -482,6 +505,8 @@ class PagedModel:
     def _update_beside(self, sub: PagedSubGroup, update: Update, copies: Lease | None) -> None:
         """Update one whose copy is in its group's lease, or held."""
         timeline = self._stager.timeline
+        if sub.held:
+            self._let_be_copied(sub, sub.current)
         if not sub.moves:
             with measured(timeline, "update", sub.chunk.name):
                 update(None)
@@ -516,6 +541,8 @@ class PagedModel:
         Raises IoError when the read failed: it still waits then, and nothing is lost. After any other failure the values are
         torn.
         """
+        if sub.held:
+            self._let_be_copied(sub, sub.current)
         lease = self._stager.acquire(sub.chunk) if sub.moves else None
         timeline = self._stager.timeline
         try:
@@ -542,6 +569,7 @@ class PagedModel:
             self._stager.release(sub.chunk, keep=False)
             return
         half = sub.written_half
+        self._let_be_copied(sub, half)
         sub.chunk.writes = _whole(sub, half)
         self._stager.write_back(sub.chunk)
         sub.current = half
@@ -558,6 +586,7 @@ class PagedModel:
         if sub.current != sub.committed:
             return
         half = sub.written_half
+        self._let_be_copied(sub, half)
         name = f"committed state of sub-group {sub.layout.index}"
         chunk = Chunk(name, sub.layout.nbytes, _whole(sub, sub.current), _whole(sub, half), after=(sub.chunk,))
         self._stager.acquire(chunk)
@@ -569,6 +598,43 @@ class PagedModel:
             self.expect(self.groups[sub.layout.space])
         else:
             self._point(sub)
+
+    def start_copying(self, copying: Copying) -> None:
+        """A checkpoint has begun to copy all values as they are now; none waits for an update, and all are written."""
+        assert not self.updates
+        self._copying = copying
+        self._copied_halves = [sub.current for sub in self.sub_groups]
+
+    def _let_be_copied(self, sub: PagedSubGroup, half: int) -> None:
+        """Before a sub-group's bytes in that half change, or those held in memory: wait until they are copied."""
+        copying, index = self._copying, sub.layout.index
+        if copying is None or copying.is_copied(index):
+            return
+        if sub.held or half == self._copied_halves[index]:
+            with self._stager.stalling(f"the checkpoint's copy of {sub.chunk.name}"):
+                copying.wait_for(index)
+
+    def set_state(self, sub: PagedSubGroup, ties: torch.Tensor, fill: Callable[[Field, torch.Tensor], None]) -> None:
+        """Give a sub-group new values and ties: `fill` sets the elements (1-D) of each of its fields.
+
+        They are written in the background. Raises IoError; the values are to be torn meanwhile.
+        """
+        group = self.groups[sub.layout.space] if sub.layout.space < len(self.groups) else None
+        if group is not None:
+            self.forget(group)
+        lease = self._stager.occupy(sub.chunk) if sub.moves else None
+        try:
+            for which in sub.layout.fields:
+                fill(which, sub.view(which, lease))
+        except BaseException:
+            if lease is not None:
+                self._stager.release(sub.chunk, keep=False)
+            raise
+        sub.ties = ties
+        if lease is not None:
+            self._write_back(sub)
+        if group is not None:
+            self.expect(group)
 
     def mark_committed(self) -> None:
         """All values are as a commit says, and all of them are written. They stay where they are until the next one."""
@@ -661,6 +727,7 @@ class PagedModel:
             if write:
                 self._stager.drop(sub.chunk)  # read ahead for its update
                 self._leave_committed(sub)
+                self._let_be_copied(sub, sub.current)
             if which in sub.held:
                 move(sub.held[which][low : low + count], at)
                 continue

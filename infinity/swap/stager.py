@@ -11,8 +11,10 @@ the caller breaks the sum.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
 from infinity.device import Device, Landing
@@ -42,6 +44,16 @@ class Stager:
         """Reads that nobody had started before they were needed."""
         self.timeline: Timeline | None = None
         """Where what happens is noted, while a trace runs."""
+
+    @contextlib.contextmanager
+    def stalling(self, why: str) -> Iterator[None]:
+        """A block in which the training thread waits for a drive otherwise than in a transfer; it counts as stall."""
+        began = time.perf_counter()
+        try:
+            with measured(self.timeline, "stall", why):
+                yield
+        finally:
+            self._engine.stall_seconds += time.perf_counter() - began
 
     def want(self, chunks: Sequence[Chunk]) -> None:
         """From now on these are worth having staged, soonest needed first: start reading what rests of them, while it fits."""
