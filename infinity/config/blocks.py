@@ -22,6 +22,7 @@ from infinity.config.rules import (
     AutoCount,
     AutoPositive,
     Backend,
+    CheckpointFormat,
     Count,
     Device,
     Durability,
@@ -418,6 +419,11 @@ class InfinityConfig(Block):
     checkpoint_keep: Count = Field(
         default=0,
         description="How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all.",
+    )
+    checkpoint_format: Annotated[CheckpointFormat, choice(CheckpointFormat)] = Field(
+        default="dcp",
+        description="How `save_checkpoint` stores masters and moments: dcp as PyTorch does, arena as they lie on NVMe, which "
+        "takes no more than a copy of the bytes while training goes on.",
     )
     fused: Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
     master_weights: Annotated[MasterWeights, choice(MasterWeights)] = Field(

@@ -33,6 +33,11 @@ def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]
         yield from _find_sgd_contradictions(config, config.optimizer)
     if config.infinity.durability == "step":
         yield from _find_durability_contradictions(config)
+    if config.infinity.checkpoint_format == "arena" and not config.nvme_paths:
+        yield (
+            'infinity.checkpoint_format: got "arena" while nothing rests on NVMe, where its bytes would come from; set '
+            "zero_optimization.offload_param.device or offload_optimizer.device to nvme, or leave it out"
+        )
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 

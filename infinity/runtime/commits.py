@@ -106,15 +106,14 @@ class Commits:
         paged = self._swap.paged
         paged.check_whole()
         self._swap.flush()
-        subs = paged.sub_groups
+        counts, ties = packed_ties(self._swap)
         commit = self._run.next_commit(
             step=pending.step,
-            halves=bits([sub.current for sub in subs]),
+            halves=bits([sub.current for sub in paged.sub_groups]),
             filled=bits([shard.filled for shard in paged.shards]),
             stepped=bits([shard.stepped for shard in paged.shards]),
-            ties=[sub.ties.numel() for sub in subs],
+            ties=counts,
         )
-        ties = torch.cat([sub.ties for sub in subs]).numpy().astype("<i4").tobytes() if subs else b""
         try:
             self._run.write(commit, self._swap.place, ties, pending.outside)
         except OSError as error:
@@ -209,18 +208,34 @@ def _in_words(everywhere: Sequence[_Found]) -> str:
 
 def restore_arena(record: Record, swap: SwapManager) -> None:
     """The paged model's values are those of the record, which fits it. Raises CheckpointError where its ties can't be true."""
-    commit = record.commit
-    numbers = torch.frombuffer(bytearray(record.ties + bytes(4)), dtype=torch.int32)[:-1]
-    ties = list(torch.split(numbers, list(commit.ties)))
-    for sub, own in zip(swap.paged.sub_groups, ties, strict=True):
-        if own.numel() and (own.min() < 0 or own.max() >= sub.layout.numel or (own.diff() <= 0).any()):
-            raise CheckpointError(f"the record of step {commit.step} is damaged: impossible ties in {sub.chunk.name}")
+    commit, subs = record.commit, swap.paged.sub_groups
+    try:
+        ties = ties_of(record, [sub.layout.numel for sub in subs])
+    except ValueError as error:
+        raise CheckpointError(f"the record of step {commit.step} is damaged: {error}") from None
     swap.paged.restore(
         [int(half) for half in commit.halves],
-        [own.clone() for own in ties],
+        ties,
         [each == "1" for each in commit.filled],
         [each == "1" for each in commit.stepped],
     )
+
+
+def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
+    """The ties of each sub-group, which have so many elements. Raises ValueError where they can't be true."""
+    numbers = torch.frombuffer(bytearray(record.ties + bytes(4)), dtype=torch.int32)[:-1]
+    found = [own.clone() for own in torch.split(numbers, list(record.commit.ties))]
+    for index, (own, numel) in enumerate(zip(found, numels, strict=True)):
+        if own.numel() and (own.min() < 0 or own.max() >= numel or (own.diff() <= 0).any()):
+            raise ValueError(f"impossible ties in sub-group {index}")
+    return found
+
+
+def packed_ties(swap: SwapManager) -> tuple[list[int], bytes]:
+    """How many each sub-group has, and all of them as a record holds them."""
+    ties = [sub.ties for sub in swap.paged.sub_groups]
+    packed = torch.cat(ties).numpy().astype("<i4").tobytes() if ties else b""
+    return [own.numel() for own in ties], packed
 
 
 def outside_of(record: Record) -> dict[str, Any]:

@@ -21,11 +21,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError
-from infinity.runtime import checkpoint
+from infinity.runtime import checkpoint, checkpoint_arena
+from infinity.runtime.checkpoint_folder import find
 from infinity.runtime.commits import Commits
 from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.materialize import named_full_tensors
+from infinity.runtime.stored_arena import is_arena_checkpoint
 from infinity.runtime.wall_clock import WallClock, timed
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats, TraceSummary
@@ -82,6 +84,8 @@ class Engine:
         """Plain values and tensors of your own, such as the position in the data, that go into the commit of each step (with
         `infinity.durability`) as they are when `step` returns; after a resume, what they were."""
         self._commits = commits
+        self._saving: checkpoint_arena.Saving | None = None
+        """The checkpoint that is being written while training goes on."""
         self.numel = sum(p.numel() for p in module.parameters())
         """Parameters of the whole model."""
         self.shard_numel = sum(_local(p).numel() for p in module.parameters())
@@ -153,6 +157,8 @@ class Engine:
             return
         if self._commits is not None:
             self._commits.make()
+        if self._saving is not None and self._saving.finish_if_copied():
+            self._saving = None
         self._release_gathered()
         with measured(self.timeline, "gradients", "norm of the gradients"):
             factor = self._gradient_factor()
@@ -366,26 +372,53 @@ class Engine:
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        format: str | None = None,
     ) -> bool:
         """Write everything needed to go on to `save_dir/tag` (default tag: global_stepN). A collective.
 
-        `client_state`: a dict of plain values and tensors of your own. Raises CheckpointError, also between a `backward` and
-        its `step`, as gradients are not stored; an earlier checkpoint stays. `save_latest` and `exclude_frozen_parameters` are
-        accepted: the latest is always named, and frozen parameters are always stored.
+        `client_state`: a dict of plain values and tensors of your own. `format`: "dcp" or "arena", instead of the config's
+        `infinity.checkpoint_format`. With "arena" it returns when the copying has begun, and the checkpoint gets its name in a
+        later `step`, or when the next save or load, `finish_checkpoint` or `close` has waited for it; those raise what failed.
+
+        Raises CheckpointError, also between a `backward` and its `step`, as gradients are not stored; an earlier checkpoint
+        stays. ConfigError for "arena" where nothing rests on NVMe. `save_latest` and `exclude_frozen_parameters` are accepted:
+        the latest is always named, and frozen parameters are always stored.
         """
         tag = tag or f"global_step{self.global_steps}"
         if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
             raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
+        form = self._checked_format(format or self.config.infinity.checkpoint_format)
+        self.finish_checkpoint()
         with together():
             self._check_whole()
             self._check_between_steps()
         self._make_optimizer_state()
         if self._commits is not None:
             self._commits.make()
-        rest = self._rest() | {"client_state": client_state or {}}
+        own = {"client_state": client_state or {}}
         keep = self.config.infinity.checkpoint_keep
-        checkpoint.save(save_dir, tag, self.module, self.optimizer, rest, keep=keep)
+        if form == "arena":
+            assert self.swap is not None
+            outside = self._outside() | own
+            self._saving = checkpoint_arena.start(save_dir, tag, self.module, self.swap, outside, keep=keep)
+        else:
+            checkpoint.save(save_dir, tag, self.module, self.optimizer, self._rest() | own, keep=keep)
         return True
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that `save_checkpoint` began to write is there, if one is on its way. A collective.
+
+        Raises CheckpointError on all ranks where that failed on one; the checkpoint before stays then.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.finish()
+        except BaseException:
+            saving.cancel()
+            raise
 
     def load_checkpoint(
         self,
@@ -410,11 +443,17 @@ class Engine:
                 "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes files "
                 "that initialize(weights=...) reads"
             )
+        self.finish_checkpoint()
         self._make_optimizer_state()
         self._discard_step()
         if self._commits is not None:
             self._commits.forget()
-        path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer, verify=verify)
+        path = find(load_dir, tag)
+        if is_arena_checkpoint(path):
+            rest = checkpoint_arena.load(path, self.module, self.optimizer, self.swap, verified=verify)
+            self._set_outside(rest)
+        else:
+            rest = checkpoint.load(path, self.module, self.optimizer, verified=verify)
         self._set_rest(rest, schedule=load_lr_scheduler_states)
         if self._commits is not None:
             self.commit(rest["client_state"])
@@ -459,15 +498,20 @@ class Engine:
     def close(self) -> None:
         """Wait for what is in flight and give memory and drive space back; commit the last step of a durable run. Idempotent.
 
-        A collective then; but while an error is being handled nothing is committed, as the other ranks may be elsewhere.
+        A collective then, and where a checkpoint is on its way; but while an error is being handled nothing is committed, and
+        that checkpoint is given up, as the other ranks may be elsewhere.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            if self._commits is not None and sys.exc_info()[0] is None:
-                self._commits.make()
+            if sys.exc_info()[0] is None:
+                if self._commits is not None:
+                    self._commits.make()
+                self.finish_checkpoint()
         finally:
+            if self._saving is not None:
+                self._saving.cancel()
             self._close()
 
     def _close(self) -> None:
@@ -527,22 +571,41 @@ class Engine:
 
     def resume(self, outside: dict[str, Any]) -> None:
         """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""
-        assert isinstance(self.optimizer, PagedAdam)
+        self.client_state = outside["client_state"]
+        self._set_outside(outside)
+        self._set_rest(outside)
+
+    def _set_outside(self, outside: dict[str, Any]) -> None:
+        """Hyper-parameters, steps and buffers. Raises CheckpointError where they are of another training."""
         groups, steps, buffers = outside["param_groups"], outside["steps"], outside["buffers"]
         ours = {names[0]: buffer for buffer, names in buffer_names(self.module, persistent=True).items()}
         if len(groups) != len(self.optimizer.param_groups) or ours.keys() != buffers.keys():
             raise CheckpointError(
-                "what is committed is of a training with other parameter groups or buffers: resume with the model and config "
+                "what is stored is of a training with other parameter groups or buffers: go on with the model and config "
                 "of that run"
             )
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(saved)
-        self.optimizer.restore_steps({p: steps[n[0]] for p, n in parameter_names(self.module).items() if n[0] in steps})
+        stepped = {p: steps[names[0]] for p, names in parameter_names(self.module).items() if names[0] in steps}
+        if isinstance(self.optimizer, PagedAdam):
+            self.optimizer.restore_steps(stepped)
+        else:
+            for parameter, step in stepped.items():
+                self.optimizer.state[parameter]["step"].copy_(step)
         with torch.no_grad():
             for name, buffer in ours.items():
                 buffer.copy_(buffers[name])
-        self.client_state = outside["client_state"]
-        self._set_rest(outside)
+
+    def _checked_format(self, form: str) -> str:
+        """Raises ConfigError where checkpoints can't have it."""
+        if form not in ("dcp", "arena"):
+            raise ConfigError(f'a checkpoint\'s format is "dcp" or "arena", got {form!r}')
+        if form == "arena" and self.swap is None:
+            raise ConfigError(
+                'checkpoints of format "arena" are what rests on NVMe, and nothing of this training does: use "dcp", or set '
+                'offload_param or offload_optimizer to {"device": "nvme", ...}'
+            )
+        return form
 
     def _updates_in_backward(self) -> bool:
         return self.swap is not None and self.swap.update_at == "backward"

@@ -1,0 +1,309 @@
+"""Floor 5. Checkpoints that are cheap as the state is on a drive already: the arenas' bytes, copied while training goes on.
+
+Beside the manifest, `DIR/TAG/` holds `rankN.arena` (infinity/store/snapshot.py) and `rankN.record` for each rank. The training
+thread of every rank calls what is here; a thread of its own copies (infinity/store/copying.py).
+
+[Note: When an arena checkpoint is there]
+`start` returns when the copying has begun. A checkpoint gets its name when all ranks have copied, which no rank can know by
+itself; so it gets it at a point that all ranks come to: in the first `step` that finds all of them done, or in `finish`, which
+waits (the next save or load, `finish_checkpoint` and `close` call that). Until then there is only the folder with its partial
+name, and `latest` names the checkpoint before, whatever happens. What fails is told in the log by the next step, and raised by
+`finish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.errors import CheckpointError
+from infinity.runtime.checkpoint_folder import (
+    check_same_model,
+    check_space,
+    complete,
+    in_our_words,
+    make_place,
+    manifest_of,
+    partial_of,
+    reshard,
+    verify,
+)
+from infinity.runtime.commits import packed_ties
+from infinity.runtime.rest import encode
+from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, record_name
+from infinity.store.commit import Commit, Record, bits
+from infinity.store.copying import Copying
+from infinity.store.files import write_durably
+from infinity.store.layout import Field, SubGroup
+from infinity.store.manifest import Manifest, StoredFile
+from infinity.store.snapshot import Snapshot, rows_of
+from infinity.swap import PagedAdam, SwapManager
+from infinity.swap.names import buffer_names, parameter_names
+from infinity.swap.together import together
+
+log = logging.getLogger("infinity")
+
+_PIECE_NUMEL = 1 << 20
+"""Elements that are put together at once where a checkpoint lies otherwise than the model."""
+_MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
+
+
+class Saving:
+    """A checkpoint on its way: see [Note: When an arena checkpoint is there]. Made, finished and cancelled by all ranks."""
+
+    def __init__(
+        self, root: Path, tag: str, manifest: Manifest, own: StoredFile, copying: Copying | None, keep: int
+    ) -> None:
+        self.what = f"writing the checkpoint {root / tag}"
+        self._root, self._tag, self._keep = root, tag, keep
+        self._manifest = manifest
+        self._own = own
+        """The record."""
+        self._copying = copying
+        self._failure: Exception | None = None
+        self._ended = self._told = False
+
+    def finish_if_copied(self) -> bool:
+        """Give the checkpoint its name if all ranks have copied; whether it has. A collective. What fails `finish` raises."""
+        if self._failure is None and _all_agree(self._is_copied()):
+            try:
+                self.finish()
+            except Exception as error:
+                log.warning("%s", error)
+                self._failure = error
+        return self._ended and self._failure is None
+
+    def finish(self) -> None:
+        """Wait until all ranks have copied, and give the checkpoint its name. A collective.
+
+        Raises CheckpointError on all ranks where that failed on one. An earlier checkpoint stays then.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            with together(), in_our_words(self.what):
+                files = self._files()
+            everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everything, files)
+            with together():
+                if dist.get_rank() == 0:
+                    found = {name: file for each in everything for name, file in each.items()}
+                    complete(self._root, self._tag, replace(self._manifest, files=found), self._keep)
+        except BaseException:
+            self.cancel()
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial_of(self._root, self._tag), ignore_errors=True)
+            raise
+
+    def cancel(self) -> None:
+        """Stop copying. What is there of it goes with the next save."""
+        self._ended = True
+        if self._copying is not None:
+            self._copying.cancel()
+
+    def _is_copied(self) -> bool:
+        copying = self._copying
+        if copying is not None and copying.error is not None and not self._told:
+            self._told = True
+            log.warning("%s failed (%s): the next save, load or close raises this", self.what, copying.error)
+        return copying is None or (copying.ended and copying.error is None)
+
+    def _files(self) -> dict[str, StoredFile]:
+        rank = dist.get_rank()
+        files = {record_name(rank): self._own}
+        if self._copying is not None:
+            files[arena_name(rank)] = self._copying.join()
+        return files
+
+
+def start(
+    directory: str | os.PathLike[str],
+    tag: str,
+    model: nn.Module,
+    swap: SwapManager,
+    outside: dict[str, Any],
+    *,
+    keep: int = 0,
+) -> Saving:
+    """Begin to write a checkpoint of what the model is now. A collective.
+
+    Args:
+        outside: what lies outside of the arena, as a commit holds it; this rank's own.
+        keep: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
+
+    Raises CheckpointError on all ranks when `outside` of one can't be stored, or the folder can't be written or lacks space.
+    An earlier checkpoint stays then.
+    """
+    root, rank = Path(directory), dist.get_rank()
+    with together():
+        blob = encode(outside)
+        snapshot = Snapshot(swap.place)
+        if rank == 0:
+            make_place(root, tag)
+    copying: Copying | None = None
+    try:
+        identity = _agree_on_identity()
+        with together(), in_our_words(f"writing the checkpoint {root / tag}"):
+            if rank == 0:
+                check_space(
+                    root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"
+                )
+            swap.settle()
+            content = _record_of(swap, snapshot, identity, outside["global_steps"], blob).to_bytes()
+            folder = partial_of(root, tag)
+            write_record = partial(write_durably, folder / record_name(rank), content)
+            if rank < swap.place.shards:
+                copying = swap.start_copying(folder / arena_name(rank), write_record)
+            else:  # another rank has just the same
+                write_record()
+        manifest = manifest_of(model, outside["global_steps"], {}, "arena")
+        own = StoredFile(len(content), hashlib.sha256(content).hexdigest())
+        return Saving(root, tag, manifest, own, copying, keep)
+    except BaseException:
+        if copying is not None:
+            copying.cancel()
+        if rank == 0:
+            shutil.rmtree(partial_of(root, tag), ignore_errors=True)
+        raise
+
+
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, swap: SwapManager | None, *, verified: bool = True
+) -> dict[str, Any]:
+    """Read the checkpoint in the folder `path` into the model and the moments, which must exist. A collective.
+
+    Where the state lies here as it lay there, ranges are copied; else it is put together from all ranks' files, piece by piece.
+    `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
+    held to it always.
+
+    Returns what lies outside of the arena: what this rank stored of it, or rank 0, less "rng", where there was no such rank.
+    Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
+    """
+    with contextlib.ExitStack() as closing:
+        with together():
+            stored = closing.enter_context(StoredArena(path))
+            outside = stored.outside(dist.get_rank())
+            verify(path, (), everything=verified)
+            reshard(model)  # what is gathered now would be stale
+            _check_fits(stored, outside, model, optimizer)
+        with optimizer.loading() if isinstance(optimizer, PagedAdam) else contextlib.nullcontext(), together():
+            same = stored.alike(swap.place) if swap is not None else None
+            if swap is not None and same is not None:
+                _copy_back(same, swap)
+            else:
+                _put_together(stored, model, optimizer)
+    return outside
+
+
+def _all_agree(own: bool) -> bool:
+    if dist.get_world_size() == 1:
+        return own
+    everywhere = [own] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return all(everywhere)
+
+
+def _agree_on_identity() -> str:
+    """Rank 0's lot: by it the files of one save are known to belong together."""
+    everywhere = [""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, secrets.token_hex(8))
+    return everywhere[0]
+
+
+def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, outside: bytes) -> Record:
+    counts, ties = packed_ties(swap)
+    shards = swap.paged.shards
+    commit = Commit(
+        sequence=1,
+        launch=identity,
+        arena=identity,
+        step=step,
+        halves="0" * len(counts),
+        filled=bits([shard.filled for shard in shards]),
+        stepped=bits([shard.stepped for shard in shards]),
+        ties=tuple(counts),
+    )
+    place = replace(swap.place, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
+    return Record(commit, place, ties, outside)
+
+
+def _check_fits(
+    stored: StoredArena, outside: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    theirs = {f"model.{name}": tuple(buffer.shape) for name, buffer in outside["buffers"].items()}
+    for each in stored.parameters:
+        theirs[f"model.{each.name}"] = each.shape
+        if each.trained:
+            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in _MOMENTS}
+    ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
+    for parameter, names in parameter_names(model).items():
+        ours[f"model.{names[0]}"] = tuple(parameter.shape)
+        for key in optimizer.state.get(parameter, {}):
+            if key != "step":
+                ours[f"optimizer.state.{names[0]}.{key}"] = tuple(parameter.shape)
+    check_same_model(stored.path, ours, theirs)
+    if len(outside["param_groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{stored.path} was saved with {len(outside['param_groups'])} parameter groups, and the optimizer has "
+            f"{len(optimizer.param_groups)}: make them as they were"
+        )
+
+
+def _copy_back(state: RankState, swap: SwapManager) -> None:
+    paged = swap.paged
+    for sub, there, ties in zip(paged.sub_groups, state.snapshot.sub_groups, state.ties, strict=True):
+        paged.set_state(sub, ties.clone(), partial(_fill, state, there))
+    commit = state.record.commit
+    for number, (shard, filled, stepped) in enumerate(zip(paged.shards, commit.filled, commit.stepped, strict=True)):
+        shard.filled, shard.stepped = filled == "1", stepped == "1"
+        if shard.resident is not None:
+            for start, numel in _cut(shard.shape.numel()):
+                shard.resident[start : start + numel].copy_(state.read(number, Field.MASTER, start, numel))
+    swap.stager.settle_all()
+
+
+def _fill(state: RankState, sub: SubGroup, which: Field, into: torch.Tensor) -> None:
+    state.read_field(sub, which, into)
+
+
+@torch.no_grad()
+def _put_together(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter, names in parameter_names(model).items():
+        fields = {Field.MASTER: parameter.data}
+        fields |= {
+            which: optimizer.state[parameter][name]
+            for name, which in _MOMENTS.items()
+            if name in optimizer.state.get(parameter, {})
+        }
+        for which, tensor in fields.items():
+            assert isinstance(tensor, DTensor)
+            mesh = tensor.device_mesh
+            first, end = rows_of(tensor.shape, mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1))
+            local = tensor._local_tensor
+            assert local.numel() == end - first, f"{names[0]} is sharded otherwise than by rows"
+            flat = local.view(-1)
+            for start, numel in _cut(end - first):
+                flat[start : start + numel].copy_(stored.read(names[0], which, first + start, numel))
+
+
+def _cut(numel: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of pieces of a bounded size."""
+    for start in range(0, numel, _PIECE_NUMEL):
+        yield start, min(_PIECE_NUMEL, numel - start)

@@ -1,0 +1,111 @@
+"""Arena checkpoints of several ranks, and of a process that is killed: `arena_checkpoints.py SCENE NVME CHECKPOINTS`.
+
+Used by the tests beside it, under torchrun or by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import durable_training
+import torch
+import torch.distributed as dist
+from durable_training import CASES, Case, Outcome, config, differences, step, weights
+
+import infinity
+from infinity.store import copying
+
+SAVED, END = 2, 4
+CASE = CASES["forward"]
+
+
+def make(path: Path, case: Case, **own: Any) -> infinity.Engine:
+    torch.manual_seed(0)
+    settings = config(path, case, durability="none", checkpoint_format="arena", **own)
+    return infinity.initialize(model=durable_training.Model(case), config=settings)[0]
+
+
+def masters(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights(engine).items() if "norm" not in name}
+
+
+def save(nvme: Path, folder: Path) -> None:
+    """Save, and go on from it with the same ranks: where the state lies alike, and where it doesn't."""
+    with make(nvme, CASE) as engine:
+        while engine.global_steps < SAVED:
+            step(engine)
+        saved = masters(engine)
+        engine.save_checkpoint(folder, tag="two", client_state={"rank": dist.get_rank()})
+        expected = go_on(engine)
+    wrong = []
+    for case in (CASE, replace(CASE, sub_group_size=2048, master="full")):
+        with make(nvme, case) as engine:
+            _, state = engine.load_checkpoint(folder)
+            assert state == {"rank": dist.get_rank()}
+            wrong += differences(expected, go_on(engine))
+    if dist.get_rank() == 0:
+        torch.save(saved, folder / "saved.pt")
+    print(f"rank {dist.get_rank()}: {wrong[:3] or 'equal'}", flush=True)
+
+
+def load(nvme: Path, folder: Path) -> None:
+    """Load what another number of ranks saved: the same masters, and moments with which they go on."""
+    with make(nvme, CASE) as engine:
+        engine.load_checkpoint(folder)
+        assert engine.global_steps == SAVED
+        found = masters(engine)
+        saved = torch.load(folder / "saved.pt", weights_only=True)
+        wrong = [name for name in saved if not torch.equal(saved[name], found[name])]
+        moments = moments_of(engine)
+        engine.save_checkpoint(folder, tag=f"by-{dist.get_world_size()}")
+        engine.finish_checkpoint()
+        step(engine)
+        engine.load_checkpoint(folder)
+        wrong += [name for name, moment in moments_of(engine).items() if not torch.equal(moment, moments[name])]
+        assert any(moment.any() for moment in moments.values())
+    print(f"rank {dist.get_rank()}: {wrong[:3] or 'equal'}", flush=True)
+
+
+def moments_of(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment in engine.optimizer.state.get(parameter, {}):
+                found[f"{name} {moment}"] = engine.optimizer.state[parameter][moment].full_tensor() + 0
+    return found
+
+
+def go_on(engine: infinity.Engine) -> Outcome:
+    losses = []
+    while engine.global_steps < END:
+        losses.append(step(engine))
+    return losses, weights(engine)
+
+
+def killed(nvme: Path, folder: Path) -> None:
+    """Killed in the middle of copying, with a whole checkpoint there."""
+    engine = make(nvme, CASE)
+    step(engine)
+    engine.save_checkpoint(folder, tag="good")
+    engine.finish_checkpoint()
+
+    def kill(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    step(engine)
+    copying._put = kill  # type: ignore[assignment]
+    engine.save_checkpoint(folder, tag="next")
+    engine.finish_checkpoint()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    globals()[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    if dist.is_initialized():
+        dist.destroy_process_group()
