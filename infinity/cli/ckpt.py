@@ -89,35 +89,36 @@ def _size(text: str) -> int:
 
 
 def _info(asked: argparse.Namespace) -> int:
-    from infinity.runtime.consolidate import StoredModel
+    from infinity.runtime.consolidate import open_model
     from infinity.store.manifest import others
 
-    model = StoredModel(asked.checkpoint, asked.tag)
-    manifest = model.manifest
-    buffers = set(manifest.buffers) if manifest else set()
-    parameters = [name for name in model.names if name not in buffers]
-    found: dict[str, Any] = {
-        "format": JSON_FORMAT,
-        "checkpoint": str(model.path),
-        "saved": manifest.saved if manifest else None,
-        "global_steps": manifest.global_steps if manifest else None,
-        "ranks": manifest.ranks if manifest else None,
-        "parameters": sum(math.prod(model.tensors[name].size) for name in parameters),
-        "parameter_tensors": len(parameters),
-        "tied": model.aliases,
-        "files": len(manifest.files) if manifest else None,
-        "nbytes": sum(each.stat().st_size for each in model.path.iterdir() if each.is_file()),
-        "hashed": manifest is not None,
-    }
-    tensors = [
-        {
-            "name": name,
-            "shape": list(model.tensors[name].size),
-            "dtype": str(model.tensors[name].properties.dtype).removeprefix("torch."),
-            "buffer": name in buffers,
+    with open_model(asked.checkpoint, asked.tag) as model:
+        manifest = model.manifest
+        buffers = set(manifest.buffers) if manifest else set()
+        parameters = [name for name in model.names if name not in buffers]
+        found: dict[str, Any] = {
+            "format": JSON_FORMAT,
+            "checkpoint": str(model.path),
+            "saved": manifest.saved if manifest else None,
+            "global_steps": manifest.global_steps if manifest else None,
+            "ranks": manifest.ranks if manifest else None,
+            "parameters": sum(math.prod(model.tensors[name].size) for name in parameters),
+            "parameter_tensors": len(parameters),
+            "tied": model.aliases,
+            "state_format": manifest.state_format if manifest else "dcp",
+            "files": len(manifest.files) if manifest else None,
+            "nbytes": sum(each.stat().st_size for each in model.path.iterdir() if each.is_file()),
+            "hashed": manifest is not None,
         }
-        for name in model.names
-    ]
+        tensors = [
+            {
+                "name": name,
+                "shape": list(model.tensors[name].size),
+                "dtype": str(model.tensors[name].properties.dtype).removeprefix("torch."),
+                "buffer": name in buffers,
+            }
+            for name in model.names
+        ]
     if asked.json:
         print(json.dumps({**found, "tensors": tensors} if asked.tensors else found, indent=2))
     else:
@@ -135,6 +136,7 @@ def _print_info(found: dict[str, Any], tensors: list[dict[str, Any]], elsewhere:
         "saved": found["saved"],
         "optimizer steps": found["global_steps"],
         "written by": f"{found['ranks']} rank(s)" if found["ranks"] else None,
+        "format": {"dcp": "PyTorch's (dcp)", "arena": "as in the arenas (arena)"}[found["state_format"]],
         "parameters": f"{format_count(found['parameters'])} in {found['parameter_tensors']} tensors",
         "tied": ", ".join(f"{alias} = {name}" for alias, name in found["tied"].items()) or None,
         "on the drive": format_bytes(found["nbytes"]),

@@ -11,17 +11,25 @@ import math
 import os
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from infinity.errors import CheckpointError
 from infinity.runtime.stored import Reader
+from infinity.runtime.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.store.files import sync
-from infinity.store.manifest import damage, find_checkpoint, load_manifest
+from infinity.store.layout import Field
+from infinity.store.manifest import Manifest, damage, find_checkpoint, load_manifest
 from infinity.units import format_bytes, parse_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,29 +52,21 @@ _NAMES = {
 Progress = Callable[[int], None]
 
 
-class StoredModel:
-    """The model in a checkpoint: parameters and buffers, read one at a time.
+class StoredModel(ABC):
+    """The model in a checkpoint: parameters and buffers, read one at a time. See `open_model`.
 
-    Raises CheckpointError where there is no checkpoint, it is damaged, or it holds no model.
+    tensors: shape and type of each, by name. aliases: further names of tied parameters, and under which the values are meant.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], tag: str | None = None) -> None:
-        self.path = find_checkpoint(directory, tag)
-        self.manifest = load_manifest(self.path)
-        self._reader = Reader(self.path)
-        self._verified: set[str] = set()
-        if self.manifest is not None:
-            self._verify(".metadata")
-        stored = {name: each for name, each in self._reader.tensors().items() if name.startswith(_PREFIX)}
-        self.tensors = {name.removeprefix(_PREFIX): each for name, each in stored.items()}
+    def __init__(self, path: Path, manifest: Manifest | None, tensors: dict[str, TensorStorageMetadata]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.tensors = tensors
         self.aliases = {
             alias: name
-            for alias, name in (self.manifest.aliases if self.manifest else {}).items()
-            if alias in self.tensors and name in self.tensors
+            for alias, name in (manifest.aliases if manifest else {}).items()
+            if alias in tensors and name in tensors
         }
-        """Further names of tied parameters, and under which the values are meant."""
-        if not self.tensors:
-            raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
 
     @property
     def names(self) -> list[str]:
@@ -78,6 +78,89 @@ class StoredModel:
         own: torch.dtype = self.tensors[name].properties.dtype
         buffers = self.manifest.buffers if self.manifest else ()
         return own if name in buffers or not own.is_floating_point else dtype
+
+    @abstractmethod
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """All of `name`. Raises CheckpointError."""
+        whole = torch.empty(tuple(self.tensors[name].size), dtype=dtype)
+        at = 0
+        for piece in self.pieces(name):
+            whole.view(-1)[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        return whole
+
+    def close(self) -> None:
+        """Close its files. Nothing to do where none stay open."""
+        return
+
+    def __enter__(self) -> StoredModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> StoredModel:
+    """The model in a checkpoint, for the time of a `with` block.
+
+    Raises CheckpointError where there is no checkpoint, it is damaged, or it holds no model.
+    """
+    path = find_checkpoint(directory, tag)
+    return _ArenaModel(path) if is_arena_checkpoint(path) else _DcpModel(path)
+
+
+class _ArenaModel(StoredModel):
+    """Out of arenas: see infinity/runtime/stored_arena.py. A file is verified when the first of its bytes are needed."""
+
+    def __init__(self, path: Path) -> None:
+        self._stored = StoredArena(path)
+        try:
+            outside = self._stored.outside(0)
+            self._buffers: dict[str, torch.Tensor] = outside["buffers"]
+            sizes = {each.name: (each.shape, torch.float32) for each in self._stored.parameters}
+            sizes |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self._buffers.items()}
+            aliases = self._stored.manifest.aliases
+            sizes |= {alias: sizes[name] for alias, name in aliases.items() if name in sizes}
+            tensors = {
+                name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+                for name, (shape, dtype) in sizes.items()
+            }
+        except BaseException:
+            self._stored.close()
+            raise
+        super().__init__(path, self._stored.manifest, tensors)
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
+        if name in self._buffers:
+            yield self._buffers[name].reshape(-1)
+            return
+        numel = self.tensors[name].size.numel()
+        for start in range(0, numel, _PIECE_NUMEL):
+            count = min(_PIECE_NUMEL, numel - start)
+            yield self._stored.read_verified(name, Field.MASTER, start, count)
+
+    def close(self) -> None:
+        """Close its files."""
+        self._stored.close()
+
+
+class _DcpModel(StoredModel):
+    """Out of the files of torch.distributed.checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.manifest = path, load_manifest(path)
+        self._reader = Reader(path)
+        self._verified: set[str] = set()
+        if self.manifest is not None:
+            self._verify(".metadata")
+        stored = {name: each for name, each in self._reader.tensors().items() if name.startswith(_PREFIX)}
+        super().__init__(path, self.manifest, {name.removeprefix(_PREFIX): each for name, each in stored.items()})
+        if not self.tensors:
+            raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
@@ -95,15 +178,6 @@ class StoredModel:
             place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[place].copy_(self._read(name, chunk))
         yield whole.reshape(-1)
-
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """All of `name`. Raises CheckpointError."""
-        whole = torch.empty(tuple(self.tensors[name].size), dtype=dtype)
-        at = 0
-        for piece in self.pieces(name):
-            whole.view(-1)[at : at + piece.numel()].copy_(piece)
-            at += piece.numel()
-        return whole
 
     def _read(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         info = self._reader.read_metadata().storage_data.get(MetadataIndex(_PREFIX + name, chunk.offsets))
@@ -196,9 +270,14 @@ def consolidate(
     Raises CheckpointError where the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
     nothing is left in it then.
     """
-    model = StoredModel(directory, tag)
+    with open_model(directory, tag) as model:
+        return _consolidate(model, Path(output), dtype, max_shard_bytes, progress)
+
+
+def _consolidate(
+    model: StoredModel, root: Path, dtype: torch.dtype, max_shard_bytes: int, progress: Callable[[int], Progress]
+) -> list[Path]:
     parts = _plan(model, dtype, max_shard_bytes)
-    root = Path(output)
     total = sum(part.nbytes for part in parts)
     try:
         made = not root.exists()
@@ -285,9 +364,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises CheckpointError.
     """
-    model = StoredModel(checkpoint_dir, tag)
-    state = {name: model.tensor(name, model.dtype_as(name, torch.float32)) for name in model.names}
-    return {name: state[model.aliases.get(name, name)] for name in model.tensors}
+    with open_model(checkpoint_dir, tag) as model:
+        state = {name: model.tensor(name, model.dtype_as(name, torch.float32)) for name in model.names}
+        return {name: state[model.aliases.get(name, name)] for name in model.tensors}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -243,10 +243,10 @@ def test_help_loads_nothing_heavy() -> None:
 def test_ctrl_c_leaves_nothing(saved: tuple[Path, Any], tmp_path: Path) -> None:
     slow = (
         "import sys, time, infinity.runtime.consolidate as c\n"
-        "pieces = c.StoredModel.pieces\n"
+        "pieces = c._DcpModel.pieces\n"
         "def slowly(self, name):\n"
         "    print('piece', flush=True); time.sleep(0.2); yield from pieces(self, name)\n"
-        "c.StoredModel.pieces = slowly\n"
+        "c._DcpModel.pieces = slowly\n"
         "from infinity.cli.ckpt import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", slow, "consolidate", str(saved[0]), str(tmp_path / "out")]
