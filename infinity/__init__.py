@@ -68,7 +68,15 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "infinity.errors": ("BudgetError", "CheckpointError", "ConfigError", "InfinityError", "IntegrityError", "IoError", "StoreError"),
+    "infinity.errors": (
+        "BudgetError",
+        "CheckpointError",
+        "ConfigError",
+        "InfinityError",
+        "IntegrityError",
+        "IoError",
+        "StoreError",
+    ),
     "infinity.memory_needs": (
         "estimate_zero2_model_states_mem_needs_all_cold",
         "estimate_zero2_model_states_mem_needs_all_live",

@@ -304,6 +304,7 @@ def _page(
             io=storage.io,
             bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
+            checksums=own.checksums,
         )
         undo.callback(swap.close)
         swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)

@@ -34,6 +34,7 @@ class Arena:
         engine: serves as many drives.
         name: of the files.
         bandwidths: of the drives (any one unit); extents are striped over them in proportion. All the same where None.
+        checksums: sum every page that is written, and fail reads that find another with IntegrityError.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Arena:
         *,
         name: str,
         bandwidths: Sequence[float] | None = None,
+        checksums: bool = True,
     ) -> None:
         given = [folders] if isinstance(folders, RunFolder) else list(folders)
         pattern = stripe_pattern(bandwidths or [1.0] * len(given))
@@ -52,7 +54,7 @@ class Arena:
         self._folders = [given[drive] for drive in used]
         self._pattern = tuple(used.index(drive) for drive in pattern)
         self._stripe_bytes = min(engine.block_bytes, STRIPE_BYTES_MAX)
-        self._files = [_open(given[drive], engine, name, drive) for drive in used]
+        self._files = [_open(given[drive], engine, name, drive, checksums) for drive in used]
         self.file: File | StripedFile = self._files[0]
         if len(self._files) > 1:
             self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self._stripe_bytes)
@@ -131,8 +133,8 @@ def _check_shares(
         folder.check_free(after - before, what)
 
 
-def _open(folder: RunFolder, engine: IoEngine, name: str, drive: int) -> File:
-    file = engine.open(folder.path / name, create=True, drive=drive)
+def _open(folder: RunFolder, engine: IoEngine, name: str, drive: int, checksums: bool) -> File:
+    file = engine.open(folder.path / name, create=True, drive=drive, checksums=checksums)
     try:
         folder.take_name(name)
     except BaseException:

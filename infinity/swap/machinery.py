@@ -31,8 +31,10 @@ class Drives:
         bandwidths: Sequence[float] | None,
         limits: Sequence[DriveLimit],
         faults: FaultPlan | None,
+        checksums: bool,
     ) -> None:
         self._io = io
+        self._checksums = checksums
         self._limits = list(limits)
         self._faults = faults
         self._bandwidths = self._measure(paths) if bandwidths is None and len(paths) > 1 else bandwidths
@@ -50,7 +52,13 @@ class Drives:
     def make_arena(self, engine: IoEngine) -> Arena:
         """This rank's arena, for the caller to close."""
         rank = os.environ.get("RANK", "0")
-        return Arena(self._folders, engine, name=f"rank{rank}.arena", bandwidths=self._bandwidths)
+        return Arena(
+            self._folders,
+            engine,
+            name=f"rank{rank}.arena",
+            bandwidths=self._bandwidths,
+            checksums=self._checksums,
+        )
 
     def check_free(self, nbytes: int, what: str) -> None:
         """Raise StoreError, naming `what`, where they don't have so much space."""
