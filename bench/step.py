@@ -30,7 +30,7 @@ import infinity  # noqa: E402
 from infinity.schedule.floor import step_floor_seconds  # noqa: E402
 from infinity.units import GIB, MIB, parse_count  # noqa: E402
 
-WAYS = ("memory", "backward", "forward", "step", "backward-full", "forward-full", "step-full")
+WAYS = ("memory", "backward", "forward", "step", "backward-full", "forward-full", "step-full", "forward-unchecked")
 
 
 class Worker:
@@ -133,7 +133,7 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     """Medians over the rounds; every ratio is taken within its round first."""
     steps = [row[way] for row in rows]
     found: dict[str, Any] = {
-        part: median(step[part] for step in steps) for part in ("seconds", "forward", "backward", "step")
+        part: median(step[part] for step in steps) for part in ("seconds", "forward", "backward", "step", "cpu_seconds")
     }
     found["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
     found["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
@@ -145,6 +145,9 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
         found["over_memory"] = median(row[way]["seconds"] / row["memory"]["seconds"] for row in rows)
     if "deepspeed" in rows[0]:
         found["deepspeed_over_this"] = median(row["deepspeed"]["seconds"] / row[way]["seconds"] for row in rows)
+    if (without := f"{way}-unchecked") in rows[0]:
+        for part in ("seconds", "cpu_seconds"):
+            found[f"{part}_over_unchecked"] = median(row[way][part] / row[without][part] for row in rows)
     if "step_bytes" not in steps[0]:
         return found
     for name in ("read_bytes", "written_bytes"):
@@ -192,6 +195,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "B read": "disk_read_bytes_per_param",
         "B written": "disk_written_bytes_per_param",
         "peak GiB": "peak_rss_gib",
+        "CPU s": "cpu_seconds",
         "DeepSpeed /": "deepspeed_over_this",
     }
     table = Table("way", *columns)

@@ -25,7 +25,8 @@ Step = Callable[[], dict[str, Any]]
 
 
 def infinity_way(order: dict[str, Any]) -> Step:
-    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full."""
+    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
+    "-unchecked" no checksums."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -33,7 +34,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
 
     import infinity
 
-    update, _, full = order["way"].partition("-")
+    update, *marks = order["way"].split("-")
     held = update == "memory"
     device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
@@ -44,7 +45,8 @@ def infinity_way(order: dict[str, Any]) -> Step:
         "infinity": {
             "backend": order["backend"],
             "pinned_bytes_max": order["pinned_bytes_max"],
-            **({} if held else {"update": update, "master_weights": full or "split"}),
+            **({} if held else {"update": update, "master_weights": "full" if "full" in marks else "split"}),
+            "checksums": "unchecked" not in marks,
         },
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -151,6 +153,12 @@ def disk_bytes() -> tuple[int, int]:
     return int(found["read_bytes"]), int(found["write_bytes"])
 
 
+def cpu_seconds() -> float:
+    """Of this process so far, in user code and in the kernel, all threads together."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
@@ -158,9 +166,10 @@ def main() -> None:
     step = (deepspeed_way if order["way"].startswith("deepspeed") else infinity_way)(order)
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        before = disk_bytes()
+        before, cpu_before = disk_bytes(), cpu_seconds()
         found = step()
         after = disk_bytes()
+        found["cpu_seconds"] = cpu_seconds() - cpu_before
         found |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
         found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(found), file=answers, flush=True)
