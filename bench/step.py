@@ -133,7 +133,8 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     """Medians over the rounds; every ratio is taken within its round first."""
     steps = [row[way] for row in rows]
     found: dict[str, Any] = {
-        part: median(step[part] for step in steps) for part in ("seconds", "forward", "backward", "step", "cpu_seconds")
+        part: median(step[part] for step in steps)
+        for part in ("seconds", "forward", "backward", "step", "cpu_seconds", "ring_cpu_seconds")
     }
     found["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
     found["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
@@ -148,6 +149,9 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     if (without := f"{way}-unchecked") in rows[0]:
         for part in ("seconds", "cpu_seconds"):
             found[f"{part}_over_unchecked"] = median(row[way][part] / row[without][part] for row in rows)
+        extra = [row[way]["ring_cpu_seconds"] - row[without]["ring_cpu_seconds"] for row in rows]
+        found["ring_cpu_beyond_unchecked"] = median(extra)
+        found["of_all_cpu"] = median(more / row[without]["cpu_seconds"] for more, row in zip(extra, rows, strict=True))
     if "step_bytes" not in steps[0]:
         return found
     for name in ("read_bytes", "written_bytes"):

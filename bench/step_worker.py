@@ -7,6 +7,7 @@ standard input with one JSON line: what a whole step took, its writes included.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -159,6 +160,16 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def ring_cpu_seconds() -> float:
+    """Of the I/O engine's ring threads alone, which submit transfers and compute checksums."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            if (task / "comm").read_text().startswith("inf-ring"):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
@@ -166,10 +177,10 @@ def main() -> None:
     step = (deepspeed_way if order["way"].startswith("deepspeed") else infinity_way)(order)
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        before, cpu_before = disk_bytes(), cpu_seconds()
+        before, cpu_before, rings_before = disk_bytes(), cpu_seconds(), ring_cpu_seconds()
         found = step()
         after = disk_bytes()
-        found["cpu_seconds"] = cpu_seconds() - cpu_before
+        found |= {"cpu_seconds": cpu_seconds() - cpu_before, "ring_cpu_seconds": ring_cpu_seconds() - rings_before}
         found |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
         found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(found), file=answers, flush=True)
