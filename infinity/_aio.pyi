@@ -71,16 +71,18 @@ class File:
         drive: int = 0,
         fine_alignment: bool = False,
         read_only: bool = False,
+        exclusive: bool = False,
         checksums: bool = False,
     ) -> None:
         """Open `path` for reading and writing; `create` makes it, mode 0600, and refuses one that exists.
 
         `drive`, from 0, says which of an engine's drives it lies on. `fine_alignment`: take transfers aligned as finely as
-        the drive does, see `alignment`. `read_only`: for files that one may not write. `checksums`: keep a CRC-32C of every
+        the drive does, see `alignment`. `read_only`: for files that one may not write. `exclusive`: for this
+        open file alone, until its last transfer has ended, and never what a link names. `checksums`: keep a CRC-32C of every
         page of 4096 bytes that is written, and fail a read that finds something else with IntegrityError; transfers then
         move whole pages. Pages that were never written are zeros in a file that `create` made, and unknown, so not
         verified, in another; a page whose write failed is unknown until it is written again. A read of what is being
-        written may fail. Raises IoError with the errno.
+        written may fail. Raises IoError with the errno (EAGAIN where somebody has the lock).
         """
 
     @property
@@ -397,5 +399,8 @@ def crc32c(data: bytes | bytearray | memoryview | PinnedSlab, crc: int = 0) -> i
 def crc32c_ways() -> list[str]:
     """How this processor can compute it, the way in use first: "avx512", "sse4.2", "table"."""
 
-def page_checksums(data: bytes | bytearray | memoryview | PinnedSlab) -> bytes:
-    """What `File.checksums` returns for a range that holds `data`. Raises ValueError where that isn't whole pages."""
+def page_checksums(data: bytes | bytearray | memoryview | PinnedSlab, *, way: str = "") -> bytes:
+    """What `File.checksums` returns for a range that holds `data`; `way`: of `crc32c_ways`, to compute it.
+
+    Raises ValueError where that isn't whole pages, or there is no such way.
+    """

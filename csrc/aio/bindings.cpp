@@ -5,8 +5,8 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <map>
@@ -248,15 +248,20 @@ std::vector<PageSum> unpacked(const Bytes& bytes) {
   return sums;
 }
 
-py::bytes page_checksums(const py::object& object) {
+py::bytes page_checksums(const py::object& object, const std::string& name) {
   Bytes bytes(object);
+  const std::vector<Crc32c>& ways = crc32c_ways();
+  auto way = name.empty()
+                 ? ways.begin()
+                 : std::find_if(ways.begin(), ways.end(), [&name](const Crc32c& one) { return name == one.name; });
+  if (way == ways.end()) throw py::value_error("this processor has no way \"" + name + "\"");
   if (bytes.size() % kPageBytes != 0) {
     throw py::value_error("checksums are of whole pages of 4096 bytes, not of " + std::to_string(bytes.size()));
   }
   std::vector<PageSum> sums;
   {
     py::gil_scoped_release release;
-    sums = sums_of_pages(bytes.data(), bytes.size() / kPageBytes);
+    sums = sums_of_pages(bytes.data(), bytes.size() / kPageBytes, *way);
   }
   return packed(sums);
 }
@@ -297,13 +302,14 @@ void bind_file(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<File, std::shared_ptr<File>>(module, "File", py::is_final(), "A file for direct transfers.")
       .def(py::init([](const std::filesystem::path& path, bool create, int drive, bool fine_alignment, bool read_only,
-                       bool checksums) {
+                       bool exclusive, bool checksums) {
              py::gil_scoped_release release;
              return std::make_shared<File>(path.native(),
-                                           FileOptions{create, drive, fine_alignment, read_only, checksums});
+                                           FileOptions{create, drive, fine_alignment, read_only, exclusive, checksums});
            }),
            py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("drive") = 0,
-           py::arg("fine_alignment") = false, py::arg("read_only") = false, py::arg("checksums") = false)
+           py::arg("fine_alignment") = false, py::arg("read_only") = false, py::arg("exclusive") = false,
+           py::arg("checksums") = false)
       .def_property_readonly("path", [](const File& file) { return decode(file.path()); })
       .def_property_readonly("direct", &File::direct)
       .def_property_readonly("alignment", &File::alignment)
@@ -455,6 +461,6 @@ PYBIND11_MODULE(_aio, module) {
     for (const aio::Crc32c& way : aio::crc32c_ways()) names.append(way.name);
     return names;
   });
-  module.def("page_checksums", &aio::page_checksums, py::arg("data"));
+  module.def("page_checksums", &aio::page_checksums, py::arg("data"), py::kw_only(), py::arg("way") = "");
   module.def("direct_alignment", &aio::direct_alignment_of, py::arg("path"));
 }

@@ -5,7 +5,6 @@
 #include <cinttypes>
 #include <cstdio>
 
-#include "crc32c.h"
 #include "file.h"
 
 namespace infinity::aio {
@@ -19,8 +18,8 @@ size_t pages_at_once(int64_t bytes_left) {
   return std::min(kPagesAtOnce, static_cast<size_t>(bytes_left) / kPage);
 }
 
-void sum(const std::byte* pages, size_t count, PageSum* sums) {
-  crc32c_pages(pages, count, sums);
+void sum(const std::byte* pages, size_t count, PageSum* sums, const Crc32c& way = crc32c_ways().front()) {
+  way.pages(pages, count, sums);
   for (size_t i = 0; i < count; ++i) sums[i] = sums[i] == kUnknownPage ? 1 : sums[i];
 }
 
@@ -33,9 +32,9 @@ PageSum sum_of_zeros() {
 
 }  // namespace
 
-std::vector<PageSum> sums_of_pages(const std::byte* pages, size_t count) {
+std::vector<PageSum> sums_of_pages(const std::byte* pages, size_t count, const Crc32c& way) {
   std::vector<PageSum> sums(count);
-  sum(pages, count, sums.data());
+  sum(pages, count, sums.data(), way);
   return sums;
 }
 

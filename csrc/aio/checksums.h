@@ -13,6 +13,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "crc32c.h"
+
 namespace infinity::aio {
 
 // The sum of a page is its CRC-32C, 4 bytes; 0 stands for a page of which nobody knows what it holds, and so a CRC-32C
@@ -21,7 +23,7 @@ using PageSum = uint32_t;
 inline constexpr PageSum kUnknownPage = 0;
 
 // The sums of pages that lie one behind the other in memory.
-std::vector<PageSum> sums_of_pages(const std::byte* pages, size_t count);
+std::vector<PageSum> sums_of_pages(const std::byte* pages, size_t count, const Crc32c& way = crc32c_ways().front());
 
 // [Note: integrity]
 // A ring sums the pages of a block when it submits the write, and holds the pages of a block against their sums when

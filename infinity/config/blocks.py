@@ -15,6 +15,7 @@ from infinity.config.rules import (
     CACHE_BYTES,
     CLASS_NAMES,
     DEPTH,
+    RUN_NAME,
     SIZE_OR_ALL,
     STAGE,
     Amount,
@@ -23,6 +24,7 @@ from infinity.config.rules import (
     Backend,
     Count,
     Device,
+    Durability,
     Flag,
     MasterWeights,
     Mix,
@@ -433,6 +435,15 @@ class InfinityConfig(Block):
         description="When the weights of a group are updated: in step, in forward just before the group is "
         "gathered, or in backward as soon as its gradient is there, which clipping and accumulation exclude. The "
         "numbers are the same.",
+    )
+    durability: Annotated[Durability, choice(Durability)] = Field(
+        default="none",
+        description="What stays on the drives when the process ends: none, nothing, or step, every finished step, from which "
+        "`initialize(resume=True)` goes on bit for bit. It takes twice the space there, and all state on them.",
+    )
+    run_name: Annotated[str, RUN_NAME] = Field(
+        default="run",
+        description="Of the folder infinity-durable-NAME under each nvme_path in which a durable run keeps its files.",
     )
     reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
         default="fp32", description="Element type in which gradients are reduced over the ranks."

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
+from infinity.runtime.commits import Commits, open_run, outside_of, restore_arena
 from infinity.runtime.engine import Engine
 from infinity.runtime.gathered import remember_sharded
 from infinity.runtime.live import LiveParameters, choose_wrap
@@ -34,6 +35,7 @@ from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
 from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import STATE_BYTES, choose_update
+from infinity.store import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names
@@ -60,6 +62,7 @@ def initialize(
     weights: str | os.PathLike[str] | None = None,
     init_fn: InitFn | None = None,
     auto: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> tuple[Engine, torch.optim.Optimizer, Any, Any]:
     """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
 
@@ -79,6 +82,9 @@ def initialize(
             each rank reading only its rows.
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
         auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
+        resume: go on from the last committed step of a run with `infinity.durability` "step": parameters, optimizer state,
+            schedule and random numbers are what they were (no first values are drawn, `weights` and `init_fn` only fill
+            buffers), and `engine.global_steps` tells where. Starts anew, and says so, where nothing is committed.
         distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
@@ -104,10 +110,17 @@ def initialize(
                 check_pageable(optimizer)
             groups = trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
-        swap, live = _shard_and_page(model, settled, undo)
+        run = open_run(settled, resume=resume)
+        if run is not None:
+            undo.callback(run.close)
+        resumed = run.resumed if run is not None else None
+        swap, live = _shard_and_page(model, settled, run, undo)
         remember_sharded(model)
         with together():
-            _give_values(model, swap, weights, init_fn)
+            outside = outside_of(resumed) if resumed is not None else None
+            if resumed is not None and swap is not None:
+                restore_arena(resumed, swap)
+            _give_values(model, swap, weights, init_fn, outside)
             made = make_optimizer(model, settled, optimizer, groups, swap)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
@@ -119,9 +132,13 @@ def initialize(
             config=settled,
             swap=swap,
             live=live,
+            commits=Commits(run, swap) if run is not None and swap is not None else None,
             compute_dtype=_compute_dtype(settled),
             on_close=close_group,
         )
+        if outside is not None:
+            with together():
+                engine.resume(outside)
         undo.pop_all()
     return engine, made, loader, schedule
 
@@ -195,7 +212,7 @@ def _set_but_not_acted_on(config: Config) -> list[str]:
 
 
 def _shard_and_page(
-    model: nn.Module, config: Config, undo: ExitStack
+    model: nn.Module, config: Config, run: DurableRun | None, undo: ExitStack
 ) -> tuple[SwapManager | None, LiveParameters | None]:
     """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
@@ -208,7 +225,7 @@ def _shard_and_page(
         wrap, outline, notes = choose_wrap(model, classes, zero)
     swap = None
     if any(_mixed_residency(config)):
-        swap = _page(model, config, mesh, wrap, notes, undo)
+        swap = _page(model, config, mesh, wrap, run, notes, undo)
     else:
         _shard(model, config, mesh, wrap)
     live = None
@@ -272,6 +289,7 @@ def _page(
     config: Config,
     mesh: DeviceMesh,
     wrap: Sequence[nn.Module],
+    run: DurableRun | None,
     notes: list[str],
     undo: ExitStack,
 ) -> SwapManager:
@@ -305,6 +323,7 @@ def _page(
             bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
             checksums=own.checksums,
+            run=run,
         )
         undo.callback(swap.close)
         swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
@@ -375,8 +394,12 @@ def _give_values(
     swap: SwapManager | None,
     weights: str | os.PathLike[str] | None,
     init_fn: InitFn | None,
+    outside: dict[str, Any] | None,
 ) -> None:
-    """Fill what was built on the meta device; set everything from `weights` where they are given."""
+    """Fill what was built on the meta device; set everything from `weights` where they are given.
+
+    `outside`: what a commit holds that is gone on from; then parameters and buffers that are in it are left to that.
+    """
     if swap is not None:
         paged = swap.paged
         blank = {shard.name for shard in paged.shards if not shard.filled}
@@ -385,7 +408,9 @@ def _give_values(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if swap is None and blank:
         _allocate(model, device)
-    if blank and weights is None:
+    if outside is not None:
+        initialize_values(model, set(), device, init_fn, frozenset(outside["buffers"]))
+    elif blank and weights is None:
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:
         initialize_values(model, set(), device, init_fn, stored_names(weights))  # buffers

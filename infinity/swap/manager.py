@@ -23,15 +23,17 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease
 from infinity.device import Device, device_for
-from infinity.errors import BudgetError, InfinityError
+from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
-from infinity.store import Field, Layout
+from infinity.store import DurableRun, Field, Layout, Place
+from infinity.store.commit import describe, differences
 from infinity.swap import budget
 from infinity.swap.chunk import ChunkState
 from infinity.swap.fsdp2 import (
@@ -90,6 +92,7 @@ class SwapManager:
         lock_memory: ask the kernel to lock the pinned pages.
         checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
             before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
+        run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
         io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
@@ -106,8 +109,10 @@ class SwapManager:
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
+        run: DurableRun | None = None,
         **io_options: Any,
     ) -> None:
+        self.run = run
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
             raise BudgetError(
@@ -116,11 +121,14 @@ class SwapManager:
             )
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         io = replace(io or IoSettings(), **io_options)
-        self._drives = Drives(paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, checksums=checksums)
+        self._drives = Drives(
+            paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
+        )
         self._lock_memory = lock_memory
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)
         self._paged: PagedModel | None = None
+        self._place: Place | None = None
         self._policy: StagingPolicy | None = None
         """Of the paged model."""
         self._gradients: Gradients | None = None
@@ -240,7 +248,9 @@ class SwapManager:
         mesh = groups[0].parameters[0].sharded.device_mesh
         with together(mesh.get_group() if mesh.ndim == 1 else None):
             self._alone = mesh.size(-1) == 1
-            layout, pinned_bytes = self._plan([group.outline for group in groups], mesh.size(-1), dtype, placing)
+            outlines = [group.outline for group in groups]
+            layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
+            place = self._checked_place(layout, outlines, mesh.size(-1), dtype)
             machinery = self._open(pinned_bytes)
             machinery.adopt(self._device_of(groups))
             paged = PagedModel(
@@ -249,9 +259,14 @@ class SwapManager:
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 copy_dtype=dtype,
                 in_backward=update == "backward",
+                durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
                 what=placing.what_is_stored,
+            )
+            arena = machinery.arena
+            self._place = place and replace(
+                place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
             )
             replacements = self._take_over(groups, paged)
         self._paged, self.update_at = paged, update
@@ -304,8 +319,17 @@ class SwapManager:
             gradient_dtype=gradient_dtype,
             gradient_bytes_max=gradient_bytes_max,
         )
-        layout, _ = self._plan(outlined_groups(model, wrap), ranks, dtype, placing)
-        self._drives.check_free(layout.nbytes + layout.gradient_bytes, placing.what_is_stored)
+        groups = outlined_groups(model, wrap)
+        layout, _ = self._plan(groups, ranks, dtype, placing)
+        self._checked_place(layout, groups, ranks, dtype)
+        nbytes = layout.nbytes * (1 if self.run is None else 2) + layout.gradient_bytes
+        self._drives.check_free(nbytes, placing.what_is_stored)
+
+    @property
+    def place(self) -> Place:
+        """Of a durable run: how its state lies."""
+        assert self._place is not None
+        return self._place
 
     @property
     def paged(self) -> PagedModel:
@@ -527,6 +551,24 @@ class SwapManager:
         pinned_bytes = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
         return plan_model(groups, ranks, dtype, placing, pinned_bytes)
 
+    def _checked_place(
+        self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype
+    ) -> Place | None:
+        """How the state of a durable run lies, the drives aside. Raises CheckpointError where what it goes on from lies in
+        another way."""
+        if self.run is None:
+            return None
+        shapes = [parameter.shape for group in groups for parameter in group.parameters]
+        kind = str(dtype).removeprefix("torch.")
+        world = dist.get_world_size()
+        place = describe(layout, shapes, rank=self.run.rank, ranks=world, shards=ranks, copy_dtype=kind)
+        if self.run.resumed is not None and (why := list(differences(self.run.resumed.place, place))):
+            raise CheckpointError(
+                f"what {self.run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of "
+                "that run, or start without resume under another infinity.run_name"
+            )
+        return place
+
     def _take_over(self, groups: list[ShardedGroup], paged: PagedModel) -> dict[nn.Parameter, nn.Parameter]:
         """Move the values into the arena; the paged tensors that take the parameters' place."""
         parameters = [p for group in groups for p in group.parameters]
@@ -535,7 +577,7 @@ class SwapManager:
         for shard, source in zip(paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self, torch_device)
             shard.filled = shard.shape.numel() == 0
-            if not source.local.is_meta:
+            if not source.local.is_meta and (self.run is None or self.run.resumed is None):
                 local.store(source.local.detach())
             sharded = source.sharded
             tensor = DTensor.from_local(

@@ -90,6 +90,9 @@ def test_the_sum_is_crc32c() -> None:
     data = random.Random(0).randbytes(3 * PAGE)
     sums = [crc32c(data[at : at + PAGE]) for at in range(0, len(data), PAGE)]
     assert page_checksums(data) == b"".join(each.to_bytes(4, "little") for each in sums)
+    assert {page_checksums(data, way=way) for way in crc32c_ways()} == {page_checksums(data)}
+    with pytest.raises(ValueError, match="no way"):
+        page_checksums(data, way="abacus")
     assert page_checksums(bytearray(PAGE)) == ZEROS.to_bytes(4, "little")
     with pytest.raises(ValueError, match="whole pages"):
         page_checksums(data[1:])
