@@ -1,6 +1,6 @@
 """Floor 1. The typed Python face of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
-from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, probe
+from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, page_checksums, probe
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request
 from infinity.aio.pool import Lease, PinnedPool
 from infinity.aio.settings import IoSettings
@@ -20,5 +20,6 @@ __all__ = [
     "StripedFile",
     "Transfer",
     "direct_alignment",
+    "page_checksums",
     "probe",
 ]

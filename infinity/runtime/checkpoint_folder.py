@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, IntegrityError
 from infinity.store.files import is_own_folder, sync, write_durably
 from infinity.store.manifest import (
     FILE_NAME,
@@ -193,6 +193,8 @@ def in_our_words(what: str) -> Iterator[None]:
     """Around writing: what the system refuses becomes a CheckpointError that says what it was for."""
     try:
         yield
+    except IntegrityError as error:
+        raise CheckpointError(f"{what} failed ({error})") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{what} failed ({error}): free space there, or choose another folder") from None
 

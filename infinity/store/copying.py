@@ -8,6 +8,9 @@ it waits at the sub-group's gate, which opens when these are copied (`wait_for`)
 order in which a forward pass comes to them; one that somebody waits for is copied next. (What is copied out of turn is read
 once more for the hash, which goes from beginning to end.) Where copying fails every gate opens: there is nothing to keep.
 
+The copy is held to the checksums that the arena keeps of its pages, as any read of them is: what has changed on the drive since
+it was written must not come into a checkpoint, whose own hash would then say that it is right.
+
 Where the file system can share blocks between files (XFS, btrfs), the copy of what rests in one arena file takes no time at
 all: the ranges are cloned, and it is the first write to them afterwards that takes new space. A hard link would be no copy:
 the file that it names goes on changing.
@@ -26,16 +29,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from infinity.aio import File
-from infinity.store.arena import Arena, read_into
+from infinity.aio import File, page_checksums
+from infinity.errors import IntegrityError
+from infinity.store.arena import Arena, ArenaReader, read_into
 from infinity.store.files import create_private
 from infinity.store.manifest import StoredFile
-from infinity.units import MIB
+from infinity.units import MIB, PAGE_BYTES
 
 _BUFFER_BYTES = 4 * MIB
 _BUFFERS = 2
+_SUM_BYTES = 4
 _FICLONERANGE = 0x4020940D
 """linux/fs.h: _IOW(0x94, 13, struct file_clone_range)."""
 
@@ -68,8 +74,13 @@ class Copying:
         self._error: BaseException | None = None
         self._digest = hashlib.sha256()
         self._nbytes = 0
+        self._sums = [
+            [arena.checksums(s.offset, s.nbytes) if s.memory is None and s.nbytes else b"" for s in section]
+            for section in sections
+        ]
         with contextlib.ExitStack() as undo:
-            self._arena = arena.reopen()
+            self._arena: ArenaReader = arena.reopen()
+            self._arena_path = arena.file.path
             undo.callback(self._arena.close)
             create_private(path).close()
             self._file = File(str(path))
@@ -138,26 +149,33 @@ class Copying:
                 self._urgent = None
                 if not self.is_copied(urgent):
                     self._copy(pump, urgent, begins[urgent], lambda piece: None)
-            if self.is_copied(index):
-                pump.run(begins[index], begins[index + 1], self._read_back, self._digest.update)
-            elif self.cloned:
-                self._copy(pump, index, begins[index], lambda piece: None)
-                pump.run(begins[index], begins[index + 1], self._read_back, self._digest.update)
-            else:
+            if not self.is_copied(index) and not self.cloned:
                 self._copy(pump, index, begins[index], self._digest.update)
+                continue
+            if not self.is_copied(index):
+                self._copy(pump, index, begins[index], lambda piece: None)
+            self._hash_copied(pump, index, begins[index])
         self._nbytes = begins[-1]
 
     def _copy(self, pump: _Pump, index: int, begin: int, hashed: Callable[[memoryview], None]) -> None:
         """Copy what isn't cloned of a section, which begins at `begin` of the file, and open its gate."""
-        for source in self._sections[index]:
+        for source, sums in zip(self._sections[index], self._sums[index], strict=True):
             if not (self.cloned and source.memory is None):
-                self._copy_source(pump, source, begin, hashed)
+                self._copy_source(pump, source, sums, begin, hashed)
             begin += source.nbytes
         with self._changed:
             self._copied.add(index)
             self._changed.notify_all()
 
-    def _copy_source(self, pump: _Pump, source: Source, begin: int, hashed: Callable[[memoryview], None]) -> None:
+    def _hash_copied(self, pump: _Pump, index: int, begin: int) -> None:
+        """Hash a section whose bytes are in the file, and hold what was cloned to its checksums: nobody has read it yet."""
+        for source, sums in zip(self._sections[index], self._sums[index], strict=True):
+            pump.run(begin, begin + source.nbytes, partial(self._read_back, begin, sums), self._digest.update)
+            begin += source.nbytes
+
+    def _copy_source(
+        self, pump: _Pump, source: Source, sums: bytes, begin: int, hashed: Callable[[memoryview], None]
+    ) -> None:
         def fetch(buffer: memoryview, at: int) -> None:
             self._check_wanted()
             first = at - begin
@@ -165,12 +183,14 @@ class Copying:
                 buffer[:] = source.memory[first : first + buffer.nbytes]
             else:
                 self._arena.read_into(buffer, source.offset + first)
+                _verify(buffer, sums, first, self._arena_path, source.offset)
 
         pump.run(begin, begin + source.nbytes, fetch, hashed, into=self._file)
 
-    def _read_back(self, buffer: memoryview, at: int) -> None:
+    def _read_back(self, begin: int, sums: bytes, buffer: memoryview, at: int) -> None:
         self._check_wanted()
         read_into(self._file, buffer, at)
+        _verify(buffer, sums, at - begin, str(self._path), begin)
 
     def _check_wanted(self) -> None:
         if self._cancelled:
@@ -202,6 +222,28 @@ def _clone_range(arena: File, source: Source, file: File, begin: int) -> bool:
     ):  # another drive, or a file system that can't: then the bytes are copied, and tell what is really wrong
         return False
     return True
+
+
+def _verify(buffer: memoryview, sums: bytes, first: int, path: str, offset: int) -> None:
+    """Raise IntegrityError unless the pages in `buffer` hold what they must: `sums` of a range that begins at `offset`, from
+    its byte `first` on. Where there are none nothing is known."""
+    expected = sums[first // PAGE_BYTES * _SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * _SUM_BYTES]
+    if not expected or page_checksums(buffer) == expected:
+        return
+    for page in range(0, len(expected), _SUM_BYTES):
+        at = page // _SUM_BYTES * PAGE_BYTES
+        wanted = expected[page : page + _SUM_BYTES]
+        if any(wanted) and page_checksums(buffer[at : at + PAGE_BYTES]) != wanted:
+            place = offset + first + at
+            raise IntegrityError(
+                f"the page at offset {place} of {path} doesn't hold what was written there: see to the health of the drive "
+                "(smartctl -a, dmesg), and load an earlier checkpoint",
+                errno.EBADMSG,
+                "read",
+                path,
+                place,
+                PAGE_BYTES,
+            )
 
 
 class _Pump:

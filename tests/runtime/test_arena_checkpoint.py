@@ -230,6 +230,26 @@ def test_a_failed_copy_is_told_and_leaves_the_last_checkpoint(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["good", "latest", "next"]
 
 
+def test_what_changed_on_the_drive_does_not_come_into_a_checkpoint(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = copying.ArenaReader.read_into
+
+    def flipped(own: copying.ArenaReader, buffer: memoryview, offset: int) -> None:
+        read(own, buffer, offset)
+        buffer[4097] ^= 4
+
+    with make(nvme_path, Case()) as engine:
+        train(engine, 1)
+        monkeypatch.setattr(copying.ArenaReader, "read_into", flipped)
+        engine.save_checkpoint(tmp_path, tag="bad")
+        with pytest.raises(
+            infinity.CheckpointError, match=r"page at offset 4096 of .*rank0\.arena doesn't hold what was"
+        ):
+            engine.finish_checkpoint()
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_error_in_the_training_gives_it_up(nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch)
 

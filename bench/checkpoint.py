@@ -1,0 +1,141 @@
+"""What a checkpoint takes in either format, beside copying as many bytes of the same drive with direct I/O.
+
+    python bench/checkpoint.py /local_nvme --params 200M --rounds 5
+
+Every round trains a step, then saves as "dcp", as "arena" with nothing beside it, as "arena" with steps beside it, and copies a
+file of as many bytes; and takes a step without a checkpoint, to compare. `blocked`: how long the call took; `total`: until the
+checkpoint had its name. Prints a table and, last, one JSON line; --save appends it to bench/results/checkpoint.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from results import machine, save
+
+import infinity
+from infinity.aio import File
+from infinity.cli.synthetic import VOCABULARY, Transformer, shape_for
+from infinity.store.arena import read_into
+from infinity.units import MIB, parse_bytes, parse_count
+
+PIECE_BYTES = 4 * MIB
+
+
+def make(path: Path, numel: int, pinned_bytes: int) -> tuple[infinity.Engine, torch.Tensor]:
+    place = {"device": "nvme", "nvme_path": str(path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"pinned_bytes_max": pinned_bytes, "checkpoint_keep": 1},
+    }
+    engine, *_ = infinity.initialize(model=Transformer(shape_for(numel)), config=config)
+    return engine, torch.randint(0, VOCABULARY, (1, 128))
+
+
+def step(engine: infinity.Engine, tokens: torch.Tensor) -> float:
+    began = time.perf_counter()
+    engine.backward(engine(tokens))
+    engine.step()
+    return time.perf_counter() - began
+
+
+def saving(
+    engine: infinity.Engine, folder: Path, form: str, beside: Callable[[], float] | None = None
+) -> dict[str, float]:
+    """Seconds that the call took, until the checkpoint was there, and of each step beside it."""
+    began = time.perf_counter()
+    engine.save_checkpoint(folder, tag=form, format=form)
+    blocked = time.perf_counter() - began
+    steps = []
+    while beside is not None and engine._saving is not None:
+        steps.append(beside())
+    engine.finish_checkpoint()
+    found = {"blocked": blocked, "total": time.perf_counter() - began}
+    return found | ({"step_beside": statistics.mean(steps)} if steps else {})
+
+
+def copying(source: Path, target: Path) -> float:
+    """Seconds for copying a file with direct I/O, one piece after the other, and syncing it."""
+    began = time.perf_counter()
+    target.unlink(missing_ok=True)
+    target.touch()
+    buffer = mmap.mmap(-1, PIECE_BYTES)
+    nbytes = source.stat().st_size
+    with File(str(source), read_only=True) as read, File(str(target)) as written:
+        written.reserve(nbytes)
+        for at in range(0, nbytes, PIECE_BYTES):
+            piece = memoryview(buffer)[: min(PIECE_BYTES, nbytes - at)]
+            read_into(read, piece, at)
+            os.pwritev(written.fileno(), [piece], at)
+        written.sync()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="folder on the drive")
+    parser.add_argument("--params", type=parse_count, default=parse_count("200M"), help="of the model (default: 200M)")
+    parser.add_argument("--pinned-bytes", type=parse_bytes, default=parse_bytes("512MiB"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--note", default="", help="kept beside the numbers: what else the machine did")
+    parser.add_argument("--save", action="store_true", help="append the result to bench/results/checkpoint.jsonl")
+    args = parser.parse_args()
+    args.path.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=args.path))
+    seconds: dict[str, list[float]] = {}
+    nbytes = {}
+    try:
+        engine, tokens = make(folder, args.params, args.pinned_bytes)
+        with engine:
+            step(engine, tokens)
+            for _ in range(args.rounds):
+                found = {"step": step(engine, tokens)}
+                for name, form, beside in (
+                    ("dcp", "dcp", None),
+                    ("arena", "arena", None),
+                    ("arena_beside_steps", "arena", lambda: step(engine, tokens)),
+                ):
+                    found |= {f"{name}_{k}": v for k, v in saving(engine, folder / "saved", form, beside).items()}
+                    nbytes[form] = sum(file.stat().st_size for file in (folder / "saved" / form).iterdir())
+                found["copy"] = copying(folder / "saved" / "arena" / "rank0.arena", folder / "copy")
+                (folder / "copy").unlink()
+                for name, value in found.items():
+                    seconds.setdefault(name, []).append(value)
+            numel = engine.numel
+    finally:
+        shutil.rmtree(folder)
+    print(f"{numel / 1e6:.0f} M parameters, seconds: {'':18} min   median      max")
+    spread = {}
+    for name, values in seconds.items():
+        spread[name] = {"min": min(values), "median": statistics.median(values), "max": max(values)}
+        print(f"{name:>46} {min(values):7.2f} {statistics.median(values):8.2f} {max(values):8.2f}")
+    line = {
+        "bench": "checkpoint",
+        **machine(),
+        "params": numel,
+        "rounds": args.rounds,
+        "nbytes": nbytes,
+        "seconds": spread,
+    }
+    line |= {"note": args.note} if args.note else {}
+    if args.save:
+        save("checkpoint", line)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
