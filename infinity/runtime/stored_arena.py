@@ -165,7 +165,16 @@ class StoredArena:
             record = parse_record(read_small(self.path / record_name(rank), _RECORD_BYTES_MAX))
         except (OSError, ValueError) as error:
             raise self.rank(0).damaged(error) from None
-        return outside_of(record)
+        outside = outside_of(record)
+        groups, steps, buffers = outside["param_groups"], outside["steps"], outside["buffers"]
+        if not (
+            isinstance(groups, list)
+            and all(isinstance(group, dict) for group in groups)
+            and _are_tensors(steps)
+            and _are_tensors(buffers)
+        ):
+            raise self.rank(0).damaged("what lies outside of the arena is something else")
+        return outside
 
     def alike(self, here: Place) -> RankState | None:
         """What the rank stored whose state lies just as `here`; None where none did, so that it must be put together."""
@@ -231,3 +240,9 @@ class StoredArena:
         """Close its files."""
         for state in self._ranks.values():
             state.close()
+
+
+def _are_tensors(named: object) -> bool:
+    if not isinstance(named, dict):
+        return False
+    return all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in named.items())

@@ -136,6 +136,7 @@ class Copying:
         finally:
             with self._changed:
                 self._ended = True
+                self._sections, self._sums = (), []
                 self._changed.notify_all()
 
     def _copy_all(self, pump: _Pump) -> None:

@@ -24,9 +24,10 @@ SAVED, END = 2, 4
 CASE = CASES["forward"]
 
 
-def make(path: Path, case: Case, **own: Any) -> infinity.Engine:
+def make(path: Path, case: Case, *, shards: int = -1) -> infinity.Engine:
     torch.manual_seed(0)
-    settings = config(path, case, durability="none", checkpoint_format="arena", **own)
+    settings = config(path, case, durability="none", checkpoint_format="arena")
+    settings["zero_optimization"]["mics_shard_size"] = shards
     return infinity.initialize(model=durable_training.Model(case), config=settings)[0]
 
 
@@ -48,6 +49,17 @@ def save(nvme: Path, folder: Path) -> None:
             _, state = engine.load_checkpoint(folder)
             assert state == {"rank": dist.get_rank()}
             wrong += differences(expected, go_on(engine))
+    with make(nvme, CASE, shards=1) as engine:  # two of everything: stored once
+        step(engine)
+        engine.save_checkpoint(folder / "replicas", tag="one")
+        expected = go_on(engine)
+    stored = sorted(each.name for each in (folder / "replicas" / "one").iterdir())
+    assert stored == ["manifest.json", "rank0.arena", "rank0.record", "rank1.record"]
+    for shards in (1, 2):
+        with make(nvme, CASE, shards=shards) as engine:
+            engine.load_checkpoint(folder / "replicas")
+            found = go_on(engine) if shards == 1 else expected
+            wrong += differences(expected, found)
     if dist.get_rank() == 0:
         torch.save(saved, folder / "saved.pt")
     print(f"rank {dist.get_rank()}: {wrong[:3] or 'equal'}", flush=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.store.placement import SLOTS_MAX, file_bytes, step_bandwidth, stripe_pattern
+from infinity.store.placement import SLOTS_MAX, file_bytes, pieces_on_drives, step_bandwidth, stripe_pattern
 
 RATES = st.lists(st.floats(0.05, 20.0), min_size=1, max_size=8)
 
@@ -52,3 +52,19 @@ def test_files_hold_everything_once(rates: list[float], stripe_bytes: int, nbyte
 def test_bandwidth_of_a_step_is_that_of_its_bytes() -> None:
     assert step_bandwidth(2.0, 2.0) == pytest.approx(2.0)
     assert 26 / step_bandwidth(4.0, 1.0) == pytest.approx(14 / 4.0 + 12 / 1.0)
+
+
+@given(
+    pattern=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    stripe=st.integers(1, 5),
+    offset=st.integers(0, 200),
+    nbytes=st.integers(0, 200),
+)
+def test_pieces_on_drives_are_where_the_stripes_are(pattern: list[int], stripe: int, offset: int, nbytes: int) -> None:
+    files: dict[int, list[int]] = {drive: [] for drive in pattern}
+    for at in range(offset + nbytes):  # byte by byte, as stripes are dealt out
+        files[pattern[at // stripe % len(pattern)]].append(at)
+    found = []
+    for drive, start, length in pieces_on_drives(pattern, stripe, offset, nbytes):
+        found += files[drive][start : start + length]
+    assert found == list(range(offset, offset + nbytes))
