@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import infinity
-from infinity.runtime import checkpoint
+from infinity.runtime import checkpoint, checkpoint_arena
 from infinity.store import RunFolder
 
 HERE = Path(__file__).parent
@@ -122,18 +122,22 @@ def test_a_full_file_system_is_told_before_the_first_step_and_does_not_matter_af
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("form", ["dcp", "arena"])
 def test_a_checkpoint_that_meets_a_full_file_system_leaves_the_last_one(
-    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]
+    form: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]
 ) -> None:
     with mounted("-t", "tmpfs", "-o", "size=2m", "tmpfs") as place, scene.make(nvme_path) as engine:
         losses(engine, 0, 1)
-        engine.save_checkpoint(place, tag="good")
+        engine.save_checkpoint(place, tag="good", format=form)
+        engine.finish_checkpoint()
         fill(place)
         with pytest.raises(infinity.CheckpointError, match="free"):
-            engine.save_checkpoint(place, tag="next")
-        monkeypatch.setattr(checkpoint, "check_space", lambda *args: None)  # as if the space went meanwhile
-        with pytest.raises(infinity.CheckpointError, match="No space left"):
-            engine.save_checkpoint(place, tag="next")
+            engine.save_checkpoint(place, tag="next", format=form)
+        for module in (checkpoint, checkpoint_arena):  # as if the space went meanwhile
+            monkeypatch.setattr(module, "check_space", lambda *args: None)
+        with pytest.raises(infinity.CheckpointError, match="No space left"):  # noqa: PT012 - the first call raises, or the second
+            engine.save_checkpoint(place, tag="next", format=form)
+            engine.finish_checkpoint()
         assert sorted(each.name for each in place.iterdir()) == ["ballast", "good", "latest"]
         engine.load_checkpoint(place)
         assert losses(engine, 1, 2) == expected[1:3]
