@@ -296,7 +296,11 @@ def _page(
     with together():
         storage = choose_storage(config)
         swap = SwapManager(
-            config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
+            config.nvme_paths,
+            host_bytes_max=own.pinned_bytes_max,
+            lock_memory=own.lock_memory,
+            pin_memory=_pins(zero),
+            **storage.options,
         )
         undo.callback(swap.close)
         swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
@@ -305,6 +309,11 @@ def _page(
     swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
     notes += [*storage.notes, *swap.notes]
     return swap
+
+
+def _pins(zero: ZeroConfig) -> bool:
+    """Whether nothing that rests on NVMe was asked not to pass through memory that is pinned for the GPU."""
+    return all(block.pin_memory for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme")
 
 
 def _cache_bytes(config: Config, model: nn.Module, mesh: DeviceMesh) -> int:

@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoEngine, Lease, PinnedPool
-from infinity.device import Device, device_for
+from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
 from infinity.schedule.scheme import Scheme, Update
@@ -59,6 +59,7 @@ from infinity.swap.fsdp2 import (
     sharded_groups,
 )
 from infinity.swap.host_cache import plan_cache
+from infinity.swap.host_gradients import HostGradients
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager
@@ -117,6 +118,7 @@ class SwapManager:
         drive_limits: one per drive, to make drives slower than they are; for experiments.
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
+        pin_memory: register the pool with the GPU, where there is one, so that copies run beside what it computes.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -134,6 +136,7 @@ class SwapManager:
         iopoll: bool = False,
         sqpoll: bool = False,
         lock_memory: bool = False,
+        pin_memory: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
@@ -182,9 +185,18 @@ class SwapManager:
         """By group: how often it was called in training since the last step."""
         self._phase = True
         """Whether it was training that used a group last."""
-        self._device: Device = device_for(torch.device("cpu"))
+        self._device: Device = CpuDevice()
+        self._pin_memory = pin_memory
+        self.host_gradients = HostGradients(lambda: self._device, pin=pin_memory)
+        """Brings gradients from the device to where the optimizer uses them."""
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
+        self._ahead: list[PagedGroup] = []
+        """Whose copies are on their way to the device before anybody asks for them."""
+        self.device_ahead_bytes = 0
+        """How many bytes of the device such copies may take."""
+        self.demand_copies = 0
+        """Groups whose copies were not on their way to the device when they were asked for."""
         self._alone = True
         """Whether the model is sharded over one rank: then FSDP2 gathers a group as soon as it has it."""
         self._told_surprise = False
@@ -331,7 +343,7 @@ class SwapManager:
                 hold_state,
             )
             machinery = self._open(pinned_bytes)
-            machinery.adopt(self._device_of(groups))
+            machinery.adopt(self._device_of(groups), pin=self._pin_memory)
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
@@ -348,6 +360,7 @@ class SwapManager:
         self._units = [*chunks, *(sub.chunk if sub.moves else None for sub in paged.sub_groups)]
         self._unit_bytes = [chunk.lease_bytes if chunk is not None else 0 for chunk in self._units]
         largest_group = max(self._unit_bytes[: len(chunks)])
+        self.device_ahead_bytes = largest_group
         self._gathered_bytes = [*self._unit_bytes[: len(chunks)], *[0] * len(paged.sub_groups)]
         self._room_bytes = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, largest_group)
         self._look_ahead_bytes = self._room_bytes
@@ -440,13 +453,12 @@ class SwapManager:
             elif chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
-        copies = self._device.torch_device.type != "cpu"
-        with measured(self.timeline if copies else None, "copy", shard.name):
-            taken = self._device.take(model.gathered_view(shard))
+        self.demand_copies += self._device.copies and shard.resident is None and shard.group.incoming is None
+        with measured(self.timeline if self._device.copies else None, "copy", shard.name):
+            taken = model.gathered_view(shard)
         if shard.group.gathering and shard.group.handed_over:
-            shard.group.landing = (
-                self._device.landing()
-            )  # on the stream that copies, which later is not the current one
+            shard.group.incoming = None  # the device's memory is FSDP2's now
+            self._stage_on_device()
         return taken
 
     def gathered(self, shard: PagedShard) -> None:
@@ -459,6 +471,7 @@ class SwapManager:
         group.gathering.discard(shard.index)
         if not group.gathering:
             self._give_back(group)
+            self._stage_on_device()
 
     def finish_updates(self) -> None:
         """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in paged_model.py.
@@ -501,6 +514,7 @@ class SwapManager:
         if self.timeline is not None:
             self.timeline.steps += 1
         self._look_ahead()
+        self._stage_on_device(update=False)
 
     # What it took.
 
@@ -513,7 +527,8 @@ class SwapManager:
     def notes(self) -> list[str]:
         """What the machine refused and what was done instead, a line each."""
         machinery = self._open()
-        return [*machinery.engine.notes, *machinery.pool.notes, *machinery.arena.notes, *machinery.notes]
+        own = [*machinery.notes, *self.host_gradients.notes]
+        return [*machinery.engine.notes, *machinery.pool.notes, *machinery.arena.notes, *own]
 
     def stats(self) -> SwapStats:
         """The counters."""
@@ -617,6 +632,7 @@ class SwapManager:
         try:
             if self._paged is not None:
                 self._paged.close()  # the model outlives this, and must not keep the pool
+                self.host_gradients.close()
             if machinery is not None:
                 machinery.close()
         finally:
@@ -808,6 +824,7 @@ class SwapManager:
             group.gathering.clear()
 
     def _give_back(self, group: PagedGroup) -> None:
+        group.incoming = None
         if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
             stager = self._open().stager
             stager.release(group.chunk, keep=group.chunk in stager.wanted, landing=group.landing)
@@ -822,6 +839,38 @@ class SwapManager:
         for chunk in stager.wanted:
             if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
                 break
+
+    def _stage_on_device(self, *, update: bool = True) -> None:
+        """Begin to copy the groups that come next to a device with memory of its own: see [Note: Ahead on the device]."""
+        if not self._device.copies:
+            return
+        soon = self._soon_on_device()
+        for group in self._ahead:
+            if group not in soon and group is not self._copying:
+                group.incoming = None
+        self._ahead = []
+        for group in soon:
+            if not self.paged.start_ahead(group, partial(self._look_ahead, group), update=update):
+                break
+            self._ahead.append(group)
+
+    def _soon_on_device(self) -> list[PagedGroup]:
+        """The next groups whose copies fit in what may lie on the device ahead of use, until one that is still to change."""
+        groups, room = self.paged.groups, self.device_ahead_bytes
+        found: list[PagedGroup] = []
+        changing: set[int] = set()
+        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
+            if index >= len(groups):  # an update in the backward
+                changing.add(self.paged.sub_groups[index - len(groups)].layout.space)
+                continue
+            group = groups[index]
+            if group in found or (group.chunk is None and group.cached is None):
+                continue
+            room -= self.paged.copies_bytes(group)
+            if room < 0 or index in changing:
+                break
+            found.append(group)
+        return found
 
     def _choose(self, upcoming: Iterable[int]) -> list[int]:
         """What should be staged now of what comes next: as much as the pool has room for, and gathers as far as they may run
@@ -872,10 +921,10 @@ class _Machinery:
         self.arena = arena
         self.stager = Stager(engine, pool, arena, device)
 
-    def adopt(self, device: Device) -> None:
+    def adopt(self, device: Device, *, pin: bool) -> None:
         """Compute happens on `device` from now on."""
         self.stager.device = device
-        refused = device.register(self.pool.slab)
+        refused = device.register(self.pool.slab) if pin else None
         if refused:
             self.notes.append(refused)
 

@@ -22,6 +22,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.kernel import GradPiece
 from infinity.store import Field
+from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
@@ -207,18 +208,19 @@ class PagedAdam(torch.optim.Adam):
 
     def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, _Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
+        chosen = [
+            (parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and (only is None or parameter in only)
+        ]
+        grads = self._swap.host_gradients.start([_local_of(p.grad).reshape(-1) for p, _ in chosen])
         found: dict[int, _Stepping] = {}
-        for group in self.param_groups:
-            settings = _settings(group)
-            for parameter in group["params"]:
-                if parameter.grad is None or (only is not None and parameter not in only):
-                    continue
-                self._init_state_of(parameter)
-                grad = parameter.grad
-                local = grad._local_tensor if isinstance(grad, DTensor) else grad
-                shard = _trained_shard(parameter)
-                step = self.state[parameter]["step"].clone()
-                found[shard.index] = _Stepping(shard, parameter, settings, step, local.reshape(-1), grad_scale)
+        for (parameter, group), grad in zip(chosen, grads, strict=True):
+            self._init_state_of(parameter)
+            shard = _trained_shard(parameter)
+            step = self.state[parameter]["step"].clone()
+            found[shard.index] = _Stepping(shard, parameter, _settings(group), step, grad, grad_scale)
         return found
 
     @torch.no_grad()
@@ -227,7 +229,7 @@ class PagedAdam(torch.optim.Adam):
         batches: dict[AdamSettings, list[_Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
-            numel = min(piece.numel, each.grad.numel() - piece.start) if each else 0  # padding is never stepped
+            numel = min(piece.numel, each.grad.numel - piece.start) if each else 0  # padding is never stepped
             if each is not None and numel > 0:
                 batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel))
         for settings, batch in batches.items():
@@ -239,9 +241,7 @@ class PagedAdam(torch.optim.Adam):
         if resident:
             master = sub.master(lease)
             for done in resident:
-                copy = done.stepping.shard.resident
-                assert copy is not None
-                copy[done.start : done.start + done.numel].copy_(master[done.place])
+                done.stepping.shard.set_resident(done.start, master[done.place])
 
     def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
         """Make the state of a parameter that has none: step 0 and moments of zero (or left as they are in the arena)."""
@@ -277,13 +277,13 @@ def _tell(optimizer: weakref.ref[PagedAdam], parameter: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class _Stepping:
-    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient (1-D)."""
+    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient."""
 
     shard: PagedShard
     parameter: nn.Parameter
     settings: AdamSettings
     step: torch.Tensor
-    grad: torch.Tensor
+    grad: HostGradient
     grad_scale: float
 
 
@@ -302,8 +302,8 @@ class _Piece:
 
     @property
     def grad(self) -> torch.Tensor:
-        """On the CPU."""
-        return self.stepping.grad[self.start : self.start + self.numel].to("cpu")
+        """On the CPU, once it is there."""
+        return self.stepping.grad.wait()[self.start : self.start + self.numel]
 
 
 def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
@@ -313,7 +313,7 @@ def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_P
     for piece in batch:
         each = piece.stepping
         key = (float(each.step), each.grad_scale, each.grad.dtype)
-        grad = GradPiece(piece.offset, piece.grad, piece.start, each.grad.numel())
+        grad = GradPiece(piece.offset, piece.grad, piece.start, each.grad.numel)
         alike.setdefault(key, []).append(grad)
     for (step, grad_scale, _), pieces in alike.items():
         common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
@@ -369,9 +369,13 @@ def _settings(group: dict[str, Any]) -> AdamSettings:
     )
 
 
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _trained_shard(parameter: nn.Parameter) -> PagedShard:
     data = parameter.data
-    local = data._local_tensor if isinstance(data, DTensor) else data
+    local = _local_of(data)
     if not isinstance(local, PagedTensor):
         raise ConfigError("a parameter given to the optimizer is not paged: call swap.page(model) first, then make it")
     if parameter.requires_grad and not local._shard.trained:

@@ -89,6 +89,15 @@ class Stager:
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
 
+    def is_ready(self, chunk: Chunk) -> bool:
+        """Whether a chunk is staged, so that `acquire` waits for nothing. A read ahead that failed is only logged."""
+        if chunk.state is ChunkState.READING and all(t.done for t in chunk.transfers):
+            try:
+                self._finish_read(chunk)
+            except OSError as error:
+                log.warning("a read ahead failed: %s", error)
+        return chunk.state is ChunkState.STAGED and (not chunk.writes or chunk.landing is None or chunk.landing.done())
+
     def occupy(self, chunk: Chunk) -> Lease:
         """A lease for a chunk whose old bytes are not needed: as `acquire`, without the read."""
         self.settle(chunk)
