@@ -6,7 +6,7 @@ Started on the thread that reduces them, awaited by the update that needs them; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -42,55 +42,36 @@ class _Lent:
 
 
 class HostGradients:
-    """Brings gradients to the host, one buffer for all that come together.
+    """Brings gradients from `device` to the host, one buffer of `host_memory` for all that come together."""
 
-    device: asked for each time, as a model is paged after its optimizer's manager is made. pin: whether to pin the buffers.
-    """
-
-    def __init__(self, device: Callable[[], Device], *, pin: bool) -> None:
-        self._device, self._pin = device, pin
-        self._buffers: HostBuffers | None = None
+    def __init__(self, device: Device, host_memory: HostBuffers) -> None:
+        self._device, self._host_memory = device, host_memory
         self._last: Landing | None = None
         """Of the copy that was started last: all go through one stream, so when it has landed, all have."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers that were made."""
-        return self._buffers.nbytes if self._buffers is not None else 0
-
-    @property
-    def notes(self) -> list[str]:
-        """What the machine refused."""
-        return self._buffers.notes if self._buffers is not None else []
 
     def start(self, gradients: Sequence[torch.Tensor]) -> list[HostGradient]:
         """Begin to bring gradients (1-D, on the device, as the current stream leaves them) to the host, in this order.
 
         The caller may forget them at once, and must not change them in place.
         """
-        device = self._device()
-        if not device.copies:
+        if not self._device.copies:
             return [HostGradient(gradient) for gradient in gradients]
-        if self._buffers is None:
-            self._buffers = HostBuffers(device, pin=self._pin)
         places = [*accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
-        buffer = self._buffers.lend(places[-1], torch.uint8)
+        buffer = self._host_memory.lend(places[-1], torch.uint8)
         landings: list[Landing] = []
         lent = _Lent(buffer, landings)
         found = []
         for at, gradient in zip(places, gradients, strict=False):
             into = buffer.tensor[at : at + gradient.nbytes].view(gradient.dtype)
-            landings.append(device.start_give(gradient, into))
+            landings.append(self._device.start_give(gradient, into))
             found.append(HostGradient(into, landings[-1], lent))
             self._last = landings[-1]
         return found
 
     def close(self) -> None:
-        """No gradient is used any more; what is still on its way is waited for."""
+        """Wait for what is still on its way; no gradient is used any more."""
         if self._last is not None:
             self._last.wait()
-        if self._buffers is not None:
-            self._buffers.close()
 
 
 def _end(buffer: HostBuffer, landings: Sequence[Landing]) -> None:

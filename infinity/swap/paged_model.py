@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Lease
-from infinity.device import Incoming, Landing
+from infinity.device import HostBuffer, HostBuffers, Incoming, Landing
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
@@ -248,6 +248,7 @@ class PagedModel:
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
         in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
+        host_memory: for the copies that stay in host memory; ordinary memory where None.
         what: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
@@ -264,6 +265,7 @@ class PagedModel:
         in_backward: bool = False,
         stager: Stager,
         arena: Arena,
+        host_memory: HostBuffers | None = None,
         what: str,
     ) -> None:
         self.layout = layout
@@ -293,7 +295,8 @@ class PagedModel:
         for sub in self.sub_groups:
             for index in dict.fromkeys(piece.shard for piece in sub.layout.pieces):
                 self._by_shard[index].append(sub)
-        self._add_shards(shapes)
+        self._residents: HostBuffer | None = None
+        self._add_shards(shapes, host_memory)
         for group in self.groups:
             found = {
                 sub.layout.index: sub
@@ -327,7 +330,11 @@ class PagedModel:
             if group.chunk is not None:
                 group.chunk.fills = ()
         for shard in self.shards:
-            shard.resident = None
+            if shard.landing is not None:
+                shard.landing.wait()
+            shard.resident = shard.landing = None
+        if self._residents is not None:
+            self._residents.give_back()
         for sub in self.sub_groups:
             sub.held.clear()
         self.updates.clear()
@@ -579,12 +586,18 @@ class PagedModel:
                 if which not in sub.held:
                     at = _place(sub, which, cache, at)
 
-    def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
+    def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]], host_memory: HostBuffers | None) -> None:
+        numel = sum(spec.numel for spec in self.layout.shards if spec.resident)
+        if host_memory is not None and numel:
+            self._residents = host_memory.lend(numel, self.copy_dtype)
+        residents = self._residents.tensor.zero_() if self._residents else torch.zeros(numel, dtype=self.copy_dtype)
+        at = 0
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
             group = self.groups[spec.group]
             shard = PagedShard(spec.name, index, shape, padded, spec.trained, group, self)
             if spec.resident:
-                shard.resident = torch.zeros(spec.numel, dtype=self.copy_dtype)
+                shard.resident = residents[at : at + spec.numel]
+                at += spec.numel
             group.shards.append(shard)
             self.shards.append(shard)
 

@@ -43,6 +43,13 @@ class Stager:
         self.timeline: Timeline | None = None
         """Where what happens is noted, while a trace runs."""
 
+    def want(self, chunks: Sequence[Chunk]) -> None:
+        """From now on these are worth having staged, soonest needed first: start reading what rests of them, while it fits."""
+        self.wanted = chunks
+        for chunk in chunks:
+            if chunk.state is ChunkState.RESTING and not self.prefetch(chunk):
+                break
+
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
         if any(other.state is ChunkState.WRITING for other in chunk.after):

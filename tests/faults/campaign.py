@@ -66,7 +66,7 @@ def engines_fail(plan: FaultPlan | None) -> Iterator[list[IoEngine]]:
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infinity.swap.manager.IoEngine", engine)
+        patch.setattr("infinity.swap.machinery.IoEngine", engine)
         yield made
 
 

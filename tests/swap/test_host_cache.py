@@ -189,7 +189,7 @@ def test_cached_copies_are_stepped_once_the_device_has_them(
     with started(nvme_path, 1 << 30, update=update) as engine:
         assert engine.swap is not None
         late = LateDevice()
-        monkeypatch.setattr(engine.swap, "_device", late)
+        monkeypatch.setattr(engine.swap.stager, "device", late)
         for _ in range(3):
             loss = engine(torch.ones(2, 64)).float().square().mean()
             assert late.taken
