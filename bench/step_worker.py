@@ -100,7 +100,12 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": order.get("sub_group_size", 100_000_000),
-            "offload_param": {**place, "buffer_count": order.get("buffer_count", 32), "buffer_size": max(largest, 1 << 20), "max_in_cpu": 0},
+            "offload_param": {
+                **place,
+                "buffer_count": order.get("buffer_count", 32),
+                "buffer_size": max(largest, 1 << 20),
+                "max_in_cpu": 0,
+            },
             "offload_optimizer": {**place, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
         },
         "aio": {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},

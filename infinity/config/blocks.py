@@ -380,6 +380,13 @@ class InfinityConfig(Block):
         "step, those that spare the most transfers; they take no space on the drive. Counted in "
         "`pinned_bytes_max`; no more is taken than there is to keep.",
     )
+    gradient_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
+        default="auto",
+        description="Host memory, in bytes, in which the reduced gradients of this process wait for their update; "
+        "those of the last groups that don't fit wait on NVMe. auto keeps all in host memory. Without a meaning "
+        "where the update is in backward, which keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits "
+        "hold all of one: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
+    )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
         default="auto",
         description="Class names of the modules that become groups, one `fully_shard` call each. auto is the "
@@ -429,5 +436,6 @@ class InfinityConfig(Block):
     units: ClassVar[Mapping[str, str]] = {
         "pinned_bytes_max": "bytes",
         "host_cache_bytes": "bytes",
+        "gradient_bytes_max": "bytes",
         "rings": "threads",
     }

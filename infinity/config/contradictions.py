@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from infinity.config.optimizers import OneCycleConfig, SchedulerConfig, SGDConfig
-
-if TYPE_CHECKING:
-    from infinity.config.whole import Config
+from infinity.config.top_level import TopLevel
 
 
-def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
+def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]:
     """Error lines for values that are fine alone and can't work together; what is still "auto" is given the benefit."""
     zero = config.zero_optimization
     for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
@@ -38,7 +35,7 @@ def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 
 
-def _find_sgd_contradictions(config: Config, optimizer: SGDConfig) -> Iterator[str]:
+def _find_sgd_contradictions(config: TopLevel, optimizer: SGDConfig) -> Iterator[str]:
     if config.nvme_paths:
         yield (
             'optimizer.type: got "SGD" together with NVMe, expected AdamW or Adam: what is paged is stepped piece by piece by '

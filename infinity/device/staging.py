@@ -97,13 +97,3 @@ class CpuDevice:
     def start_give(self, found: torch.Tensor, into: torch.Tensor) -> Landing:
         into.copy_(found)
         return _Landed()
-
-
-def device_for(torch_device: torch.device) -> Device:
-    """The Device of `torch_device`: CUDA, or the CPU."""
-    if torch_device.type != "cuda":
-        return CpuDevice()
-    from infinity.device.cuda import CudaRuntime
-    from infinity.device.streams import StreamDevice
-
-    return StreamDevice(CudaRuntime(torch_device))

@@ -496,12 +496,11 @@ class Engine:
 
     def _applied_in_backward(self) -> bool:
         """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
-        return isinstance(self.optimizer, PagedAdam) and bool(self.optimizer.norms)
+        return isinstance(self.optimizer, PagedAdam) and self.optimizer.applied
 
     def _check_between_steps(self) -> None:
-        if self._applied_in_backward() or any(
-            p.grad is not None for group in self.optimizer.param_groups for p in group["params"]
-        ):
+        taken = isinstance(self.optimizer, PagedAdam) and bool(self.optimizer.norms)
+        if taken or any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             raise CheckpointError(
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
                 f"that ends it, after every {self.gradient_accumulation_steps()} of them"
@@ -555,7 +554,7 @@ class Engine:
 
     def _scaled_norm(self) -> torch.Tensor:
         """Norm of the whole gradient as `backward` left it, scaled."""
-        taken = self.optimizer.norms if isinstance(self.optimizer, PagedAdam) else {}
+        taken = self.optimizer.take_gradients() if isinstance(self.optimizer, PagedAdam) else {}
         norms = []
         for parameter in self.module.parameters():
             if parameter in taken:

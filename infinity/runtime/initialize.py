@@ -32,6 +32,7 @@ from infinity.runtime.materialize import (
 from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
+from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import STATE_BYTES, choose_update
 from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import is_sharded
@@ -292,15 +293,18 @@ def _page(
         "split_master": own.master_weights == "split",
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
+        "gradient_dtype": _gradient_dtype(config),
+        "gradient_bytes_max": None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
     }
     with together():
         storage = choose_storage(config)
         swap = SwapManager(
             config.nvme_paths,
             host_bytes_max=own.pinned_bytes_max,
+            io=storage.io,
+            bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
             pin_memory=_pins(zero),
-            **storage.options,
         )
         undo.callback(swap.close)
         swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
@@ -314,6 +318,20 @@ def _page(
 def _pins(zero: ZeroConfig) -> bool:
     """Whether nothing that rests on NVMe was asked not to pass through memory that is pinned for the GPU."""
     return all(block.pin_memory for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme")
+
+
+def _gradient_dtype(config: Config) -> torch.dtype:
+    """How gradients wait for their update: in 16 bits where these hold all of them."""
+    dtype, reduced_in_16_bits = _compute_dtype(config), config.infinity.reduce_dtype == "bf16"
+    itemsize = gradient_itemsize(
+        ranks=dist.get_world_size(),
+        micro_batches=config.batch.accumulation,
+        reduced_in_16_bits=reduced_in_16_bits,
+        computed_in_16_bits=dtype.itemsize == 2,
+    )
+    if itemsize == 4:
+        return torch.float32
+    return torch.bfloat16 if reduced_in_16_bits else dtype
 
 
 def _cache_bytes(config: Config, model: nn.Module, mesh: DeviceMesh) -> int:

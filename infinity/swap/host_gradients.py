@@ -54,7 +54,7 @@ class HostGradients:
 
         The caller may forget them at once, and must not change them in place.
         """
-        if not self._device.copies:
+        if not self._device.copies or not gradients:
             return [HostGradient(gradient) for gradient in gradients]
         places = [*accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
         buffer = self._host_memory.lend(places[-1], torch.uint8)

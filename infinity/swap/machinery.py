@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any
 
-from infinity.aio import DriveLimit, FaultPlan, IoEngine, PinnedPool
+from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool
 from infinity.device import Device, HostBuffers
 from infinity.store import Arena, RunFolder, check_free
 from infinity.store.placement import step_bandwidth
@@ -28,13 +27,13 @@ class Drives:
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],
-        engine_options: dict[str, Any],
+        io: IoSettings,
         *,
         bandwidths: Sequence[float] | None,
         limits: Sequence[DriveLimit],
         faults: FaultPlan | None,
     ) -> None:
-        self._engine_options = engine_options
+        self._io = io
         self._limits = list(limits)
         self._faults = faults
         self._bandwidths = self._measure(paths) if bandwidths is None and len(paths) > 1 else bandwidths
@@ -47,7 +46,7 @@ class Drives:
 
     def make_engine(self, pool: PinnedPool) -> IoEngine:
         """An engine over all of them, for the caller to close."""
-        return IoEngine(pool, drives=self.count, limits=self._limits, faults=self._faults, **self._engine_options)
+        return IoEngine(pool, self._io, drives=self.count, limits=self._limits, faults=self._faults)
 
     def make_arena(self, engine: IoEngine) -> Arena:
         """This rank's arena, for the caller to close."""
@@ -68,7 +67,7 @@ class Drives:
         found = []
         for number, path in enumerate(paths):
             limits = self._limits[number : number + 1]
-            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, limits=limits, **self._engine_options)
+            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self._io, limits=limits)
             found.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
         return found
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, FaultPlan, Lease
+from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.scheme import Update
@@ -44,6 +44,7 @@ from infinity.swap.fsdp2 import (
     outlined_groups,
     sharded_groups,
 )
+from infinity.swap.gradients import Gradients
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
@@ -84,12 +85,13 @@ class SwapManager:
             This run makes a folder of its own in each and removes it at the end.
         host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
             (see infinity/swap/budget.py), 512 MiB for plain tensors.
-        backend, block_bytes, queue_depth, rings, mix, iopoll, sqpoll: see `infinity.aio.IoEngine`.
+        io: how the drives are driven.
         bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
         drive_limits: one per drive, to make drives slower than they are; for experiments.
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
         pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
+        io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -99,18 +101,13 @@ class SwapManager:
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         host_bytes_max: int | str = "auto",
-        backend: str = "auto",
-        block_bytes: int = 1 << 20,
-        queue_depth: int = 32,
-        rings: int = 1,
-        mix: str = "interleaved",
-        iopoll: bool = False,
-        sqpoll: bool = False,
+        io: IoSettings | None = None,
         lock_memory: bool = False,
         pin_memory: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
+        **io_options: Any,
     ) -> None:
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
@@ -118,23 +115,17 @@ class SwapManager:
                 f"host_bytes_max of {format_bytes(self._pinned_bytes)} is below the least that works, "
                 f"{format_bytes(2 * budget.ACCESS_BYTES)}"
             )
-        engine_options: dict[str, Any] = {
-            "backend": backend,
-            "block_bytes": block_bytes,
-            "queue_depth": queue_depth,
-            "rings": rings,
-            "mix": mix,
-            "iopoll": iopoll,
-            "sqpoll": sqpoll,
-        }
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        self._drives = Drives(paths, engine_options, bandwidths=bandwidths, limits=drive_limits, faults=faults)
+        io = replace(io or IoSettings(), **io_options)
+        self._drives = Drives(paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults)
         self._lock_memory, self._pin_memory = lock_memory, pin_memory
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)
         self._paged: PagedModel | None = None
         self._policy: StagingPolicy | None = None
         """Of the paged model."""
+        self._gradients: Gradients | None = None
+        """The same."""
         self.update_at: Update = "step"
         """When the optimizer updates the paged parameters: `update` of `page`."""
         self._device: Device = CpuDevice()
@@ -195,6 +186,8 @@ class SwapManager:
         split_master: bool = True,
         hold_parameters: bool = False,
         hold_state: bool = False,
+        gradient_dtype: torch.dtype = torch.float32,
+        gradient_bytes_max: int | None = None,
     ) -> None:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
@@ -221,6 +214,11 @@ class SwapManager:
                 whole master, 12 bytes an element instead of 14: see [Note: Copy and remainder] in infinity/optim/split.py.
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
+            gradient_dtype: how gradients wait for their update. One of 16 bits is for where it holds all of a gradient:
+                see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
+            gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
+                wait in memory where None. With either of these the gradients are taken in the backward, and `.grad` is None
+                after it; without a meaning where updates are in the backward.
 
         A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
         BudgetError when the pool is too small for one group or three sub-groups (naming the number that would do), StoreError
@@ -237,6 +235,8 @@ class SwapManager:
             split_master=split_master,
             hold_parameters=hold_parameters,
             hold_state=hold_state,
+            gradient_dtype=gradient_dtype,
+            gradient_bytes_max=gradient_bytes_max,
         )
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
@@ -259,7 +259,10 @@ class SwapManager:
             )
             replacements = self._take_over(groups, paged)
         self._paged, self.update_at = paged, update
-        self._policy = StagingPolicy(paged, update, machinery.pool.nbytes - layout.cached_bytes, look_ahead_bytes)
+        self._gradients = Gradients(paged, lambda: self.stager, gradient_dtype)
+        spilling = max(sub.gradient_bytes for sub in layout.sub_groups)  # a lease in the middle of a backward
+        room = machinery.pool.nbytes - layout.cached_bytes - spilling
+        self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
         if self._device.copies:
             largest = max(map(paged.copies_bytes, paged.groups))
             self._ahead = DeviceAhead(paged, self._policy, self._look_ahead, bytes_max=largest)
@@ -285,6 +288,8 @@ class SwapManager:
         split_master: bool = True,
         hold_parameters: bool = False,
         hold_state: bool = False,
+        gradient_dtype: torch.dtype = torch.float32,
+        gradient_bytes_max: int | None = None,
     ) -> None:
         """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
 
@@ -303,9 +308,11 @@ class SwapManager:
             split_master=split_master,
             hold_parameters=hold_parameters,
             hold_state=hold_state,
+            gradient_dtype=gradient_dtype,
+            gradient_bytes_max=gradient_bytes_max,
         )
         layout, _ = self._plan(outlined_groups(model, wrap), ranks, dtype, placing)
-        self._drives.check_free(layout.nbytes, placing.what_is_stored)
+        self._drives.check_free(layout.nbytes + layout.gradient_bytes, placing.what_is_stored)
 
     @property
     def paged(self) -> PagedModel:
@@ -313,6 +320,13 @@ class SwapManager:
         if self._paged is None:
             raise InfinityError("no model is paged yet: call page(model) first")
         return self._paged
+
+    @property
+    def gradients(self) -> Gradients:
+        """Where its gradients wait for their update. Raises InfinityError before `page`."""
+        _ = self.paged
+        assert self._gradients is not None
+        return self._gradients
 
     @property
     def stager(self) -> Stager:
@@ -372,6 +386,11 @@ class SwapManager:
     def host_gradients(self) -> HostGradients:
         """For the optimizer: brings gradients from the device to where it uses them."""
         return self._open().gradients
+
+    @property
+    def groups_coming(self) -> int:
+        """For the optimizer: of how many groups it lets the gradients be on their way while it updates the one before."""
+        return int(self._device.copies)
 
     @property
     def device_ahead(self) -> DeviceAhead | None:
@@ -451,7 +470,9 @@ class SwapManager:
         Once a step was taken: what the next one like it moves, to the byte. Before: the sum for `micro_batches` that gather
         every group for forward and for backward, or as often in a step as `gathers` says, by name.
         """
-        return self._staging.step_bytes(micro_batches, gathers)
+        moved = self._staging.step_bytes(micro_batches, gathers)
+        spilled = self.gradients.step_bytes(micro_batches)
+        return moved[0] + spilled[0], moved[1] + spilled[1]
 
     # What it does when.
 
@@ -491,6 +512,8 @@ class SwapManager:
         self._closed = True
         machinery, self._machinery = self._machinery, None
         try:
+            if self._gradients is not None:
+                self._gradients.forget()
             if self._paged is not None:
                 self._paged.close()  # the model outlives this, and must not keep the pool
             if machinery is not None:

@@ -53,6 +53,7 @@ class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
     `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
+    `gradient`: where its gradient waits for the update, unless that is in host memory.
     `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy and remainder].
     """
 
@@ -61,20 +62,24 @@ class PagedSubGroup:
     chunk: Chunk
     held: dict[Field, torch.Tensor]
     copy_dtype: torch.dtype
+    gradient: Extent | None = None
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
 
     @property
     def moves(self) -> bool:
         """Whether stepping it takes bytes from the arena."""
-        return self.layout.nbytes > 0
+        return self.layout.lease_bytes > 0
 
     def reads(self, *, copy: bool) -> tuple[Span, ...]:
-        """What fetches its state, with the copy where that is a part of the master (or without it)."""
+        """What fetches its state, with the copy where that is a part of the master (or without it), and its gradient."""
         fields = [each for each in self.layout.state if copy or each is not Field.COPY]
-        if not fields:
-            return ()
-        first = self.layout.field_offset(fields[0])
-        return (Span(self.extent.offset + first, first, self.layout.nbytes - first),)
+        spans = []
+        if fields:
+            first = self.layout.field_offset(fields[0])
+            spans.append(Span(self.extent.offset + first, first, self.layout.nbytes - first))
+        if self.gradient is not None:
+            spans.append(Span(self.gradient.offset, self.layout.nbytes, self.layout.gradient_bytes))
+        return tuple(spans)
 
     @property
     def rests(self) -> bool:
@@ -276,11 +281,7 @@ class PagedModel:
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
-        extents = arena.reserve([s.nbytes for s in layout.sub_groups], what) if layout.nbytes else []
-        nowhere = [Extent(0, 0)] * len(layout.sub_groups)
-        self.sub_groups = [
-            self._sub_group(s, extent) for s, extent in zip(layout.sub_groups, extents or nowhere, strict=True)
-        ]
+        self.sub_groups = self._reserve(arena, what)
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         for space, group in enumerate(self.groups):
@@ -558,12 +559,31 @@ class PagedModel:
             self.tear(f"an optimizer step ({error or type(error).__name__})")
             raise
         if lease is not None:
-            self._stager.write_back(sub.chunk)
+            self._put_back(sub)
 
-    def _sub_group(self, layout: SubGroup, extent: Extent) -> PagedSubGroup:
+    def _put_back(self, sub: PagedSubGroup) -> None:
+        """Write what was updated; where no more than its gradient was read, all of it is in host memory."""
+        if sub.chunk.writes:
+            self._stager.write_back(sub.chunk)
+        else:
+            self._stager.release(sub.chunk, keep=False)
+
+    def _reserve(self, arena: Arena, what: str) -> list[PagedSubGroup]:
+        """All sub-groups, with their extents: those of the state one behind the other, then those of gradients."""
+        layouts = self.layout.sub_groups
+        spilled = [sub for sub in layouts if sub.gradient_bytes]
+        sizes = [sub.nbytes for sub in layouts] + [sub.gradient_bytes for sub in spilled]
+        extents = arena.reserve(sizes, what) if any(sizes) else [Extent(0, 0)] * len(sizes)
+        gradients = dict(zip([sub.index for sub in spilled], extents[len(layouts) :], strict=True))
+        return [
+            self._sub_group(sub, extent, gradients.get(sub.index))
+            for sub, extent in zip(layouts, extents[: len(layouts)], strict=True)
+        ]
+
+    def _sub_group(self, layout: SubGroup, extent: Extent, gradient: Extent | None) -> PagedSubGroup:
         writes = (Span(extent.offset, 0, layout.nbytes),) if layout.nbytes else ()
-        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, (), writes, on_lost=self.tear)
-        sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype)
+        chunk = Chunk(f"sub-group {layout.index}", layout.lease_bytes, (), writes, on_lost=self.tear)
+        sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype, gradient)
         chunk.reads = sub.reads(copy=True)
         for which in layout.held:
             if which in layout.fields:

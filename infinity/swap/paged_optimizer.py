@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
@@ -24,7 +25,7 @@ from infinity.optim.kernel import GradPiece
 from infinity.store import Field
 from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup
+from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, Update
 from infinity.swap.paged_tensor import PagedTensor
 
 _MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
@@ -76,11 +77,19 @@ class PagedAdam(torch.optim.Adam):
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
         self._used: dict[nn.Parameter, AdamSettings] = {}
         """With what was updated in the backward since the last step."""
-        if swap.update_at == "backward":
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if _trained_shard(parameter).resident is None:
-                        parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+        self._coming: list[tuple[PagedGroup, dict[PagedSubGroup, Update]]] = []
+        """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = _trained_shard(parameter)
+                takes = swap.update_at == "backward" or swap.gradients.takes(shard.group)
+                if takes and shard.resident is None:
+                    parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+
+    @property
+    def applied(self) -> bool:
+        """Whether the backward since the last step applied gradients."""
+        return bool(self._used)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -100,12 +109,13 @@ class PagedAdam(torch.optim.Adam):
                 loss = closure()
         self._check_used(grad_scale)
         self._swap.finish_updates()
+        self.take_gradients()
         stepping = self._stepping(grad_scale)
         updates = {}
         for sub in self._swap.paged.sub_groups:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
-                updates[sub] = partial(self._update, sub, own)
+                updates[sub] = partial(self._update, sub, own, self._swap.gradients.claim(sub))
         self._swap.paged.defer(updates)
         for each in stepping.values():
             self.state[each.parameter]["step"] += 1
@@ -125,28 +135,63 @@ class PagedAdam(torch.optim.Adam):
         self._swap.discard_step()
         self.zero_grad()
 
+    def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
+        if self._swap.update_at != "backward":
+            for group in list(self._arrived):
+                self._take(group)
+        return self.norms
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
+        super().zero_grad(set_to_none)
+        if not self.applied:
+            self._end_backward()
+
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """In the backward: the gradient of a parameter is reduced. With the last one of its group, the group is updated."""
+        """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken."""
         group = _trained_shard(parameter).group
+        in_backward = self._swap.update_at == "backward"
         if parameter in self._used:
             self._swap.paged.tear(f"an update in the backward (more than one gradient for {group.name})")
             raise InfinityError(
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
                 '(update= of SwapManager.page) to "forward" for a model that is used more than once per step'
             )
-        if not self._swap.gradients_are_final(group):
+        if in_backward and not self._swap.gradients_are_final(group):
             return
         arrived = self._arrived.setdefault(group, [])
-        arrived.append(parameter)
+        if all(each is not parameter for each in arrived):
+            arrived.append(parameter)
         if len(arrived) < sum(shard.trained and shard.resident is None for shard in group.shards):
             return
+        if in_backward:
+            self._apply(group)
+        else:
+            self._take(group)
+
+    def _take(self, group: PagedGroup) -> None:
+        """Keep the gradients that arrived of a group until the update, and note their norms."""
+        arrived = [parameter for parameter in self._arrived.pop(group) if parameter.grad is not None]
+        grads = {}
+        for parameter in arrived:
+            assert parameter.grad is not None
+            grads[_trained_shard(parameter).index] = _local_of(parameter.grad).view(-1)
+        self._swap.gradients.take(group, grads)
+        for parameter in arrived:
+            assert parameter.grad is not None
+            self.norms[parameter] = torch._foreach_norm([parameter.grad])[0]
+            parameter.grad = None
+
+    def _apply(self, group: PagedGroup) -> None:
+        """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
         stepping = self._stepping(1.0, set(self._arrived.pop(group)))
-        updates = {}
+        updates: dict[PagedSubGroup, Update] = {}
         for sub in group.members:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
-                updates[sub] = partial(self._update, sub, own)
+                updates[sub] = partial(self._update, sub, own, None)
         for each in stepping.values():
             assert each.parameter.grad is not None
             self.norms[each.parameter] = torch._foreach_norm([each.parameter.grad])[0]
@@ -154,8 +199,16 @@ class PagedAdam(torch.optim.Adam):
             self.state[each.parameter]["step"] += 1
             each.shard.stepped = True
             each.parameter.grad = None
-        stepping.clear()
-        self._swap.update_in_backward(group, updates)
+        behind = self._swap.groups_coming
+        if behind and not self._coming:
+            Variable._execution_engine.queue_callback(self._apply_coming)
+        self._coming.append((group, updates))
+        self._apply_coming(leave=behind)
+
+    def _apply_coming(self, *, leave: int = 0) -> None:
+        """Update the groups whose gradients are on their way, but for the last `leave`."""
+        while len(self._coming) > leave:
+            self._swap.update_in_backward(*self._coming.pop(0))
 
     def _check_used(self, grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than this step would."""
@@ -167,7 +220,9 @@ class PagedAdam(torch.optim.Adam):
             )
 
     def _end_backward(self) -> None:
+        self._swap.gradients.forget()
         self.norms.clear()
+        self._coming.clear()
         self._arrived.clear()
         self._used.clear()
 
@@ -201,37 +256,49 @@ class PagedAdam(torch.optim.Adam):
             del self.state[parameter]
             self._init_state_of(parameter, zero=False)
             for name, moment in moments.items():
-                local = moment._local_tensor if isinstance(moment, DTensor) else moment
-                self.state[parameter][name]._local_tensor.copy_(local)
+                self.state[parameter][name]._local_tensor.copy_(_local_of(moment))
             self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._swap.paged.mend()
 
     def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, _Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
+        has = self._swap.gradients.has
         chosen = [
             (parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None and (only is None or parameter in only)
+            if (parameter.grad is not None or has(_trained_shard(parameter))) and (only is None or parameter in only)
         ]
-        grads = self._swap.host_gradients.start([_local_of(p.grad).reshape(-1) for p, _ in chosen])
+        left = {_trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
+        grads = dict(zip(left, self._swap.host_gradients.start([*left.values()]), strict=True))
         found: dict[int, _Stepping] = {}
-        for (parameter, group), grad in zip(chosen, grads, strict=True):
+        for parameter, group in chosen:
             self._init_state_of(parameter)
             shard = _trained_shard(parameter)
             step = self.state[parameter]["step"].clone()
+            grad = grads.get(shard.index)
             found[shard.index] = _Stepping(shard, parameter, _settings(group), step, grad, grad_scale)
         return found
 
     @torch.no_grad()
-    def _update(self, sub: PagedSubGroup, stepping: dict[int, _Stepping], lease: Lease | None) -> None:
-        """Step the pieces of one sub-group in place and refresh its copies."""
+    def _update(
+        self, sub: PagedSubGroup, stepping: dict[int, _Stepping], kept: torch.Tensor | None, lease: Lease | None
+    ) -> None:
+        """Step the pieces of one sub-group in place and refresh its copies. `kept`: its gradients where they were taken."""
+        if kept is None and any(each.grad is None for each in stepping.values()):
+            assert lease is not None
+            kept = self._swap.gradients.staged(sub, lease)
         batches: dict[AdamSettings, list[_Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
-            numel = min(piece.numel, each.grad.numel - piece.start) if each else 0  # padding is never stepped
+            numel = min(piece.numel, each.numel - piece.start) if each else 0  # padding is never stepped
             if each is not None and numel > 0:
-                batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel))
+                if each.grad is not None:
+                    grad = each.grad.wait()[piece.start : piece.start + numel]
+                else:
+                    assert kept is not None
+                    grad = kept[piece.offset : piece.offset + numel]
+                batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel, grad))
         for settings, batch in batches.items():
             if kernel.matches_torch(settings):
                 _step_in_one_pass(sub, settings, batch, lease)
@@ -277,33 +344,36 @@ def _tell(optimizer: weakref.ref[PagedAdam], parameter: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class _Stepping:
-    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient."""
+    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient (1-D; None
+    where it was taken)."""
 
     shard: PagedShard
     parameter: nn.Parameter
     settings: AdamSettings
     step: torch.Tensor
-    grad: HostGradient
+    grad: HostGradient | None
     grad_scale: float
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return self.shard.shape.numel()
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated."""
+    """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated, and their
+    gradient (1-D, on the CPU)."""
 
     stepping: _Stepping
     offset: int
     start: int
     numel: int
+    grad: torch.Tensor
 
     @property
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.numel)
-
-    @property
-    def grad(self) -> torch.Tensor:
-        """On the CPU, once it is there."""
-        return self.stepping.grad.wait()[self.start : self.start + self.numel]
 
 
 def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
@@ -312,8 +382,8 @@ def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_P
     alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
         each = piece.stepping
-        key = (float(each.step), each.grad_scale, each.grad.dtype)
-        grad = GradPiece(piece.offset, piece.grad, piece.start, each.grad.numel)
+        key = (float(each.step), each.grad_scale, piece.grad.dtype)
+        grad = GradPiece(piece.offset, piece.grad, piece.start, each.numel)
         alike.setdefault(key, []).append(grad)
     for (step, grad_scale, _), pieces in alike.items():
         common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from infinity.schedule.gradients import GRADIENT_BYTES, groups_that_spill
 from infinity.schedule.scheme import Scheme, Update
 from infinity.store import Layout, Shard, plan_layout
 from infinity.store.layout import SPACE_ALIGN
@@ -31,6 +32,8 @@ class Placing:
     split_master: bool
     hold_parameters: bool
     hold_state: bool
+    gradient_dtype: torch.dtype
+    gradient_bytes_max: int | None
 
     @property
     def what_is_stored(self) -> str:
@@ -62,16 +65,16 @@ def plan_model(
         hold_state=placing.hold_state,
     )
     scheme = Scheme("split" if placing.split_master else "full", placing.update)
-    cached = plan_cache(
-        lay_out(sub_group_numel_max=numel), scheme, [group.gathers for group in groups], placing.cache_bytes
-    )
+    bare = lay_out(sub_group_numel_max=numel)
+    cached = plan_cache(bare, scheme, [group.gathers for group in groups], placing.cache_bytes)
+    lay_out = partial(lay_out, gradient_itemsizes=_spilled(bare, placing))
     layout = lay_out(sub_group_numel_max=numel, cached=cached)
     group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
     largest = max(range(len(groups)), key=group_bytes.__getitem__)
     largest_bytes = group_bytes[largest]
     if pinned_bytes is not None:
         room = pinned_bytes - layout.cached_bytes - budget.GATHERS_IN_USE * largest_bytes
-        bytes_per_element = max((sub.nbytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
+        bytes_per_element = max((sub.lease_bytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
         fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
         numel = min(placing.sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
@@ -97,6 +100,16 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, placing: Placing) -> lis
                 left -= numel
             shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
     return shards
+
+
+def _spilled(layout: Layout, placing: Placing) -> dict[int, int]:
+    """Bytes per element of gradients that wait on NVMe, by flat space. Those of resident shards never do, and come first."""
+    if placing.update == "backward" or placing.gradient_bytes_max is None:
+        return {}
+    itemsize = placing.gradient_dtype.itemsize
+    *numels, resident = (sum(sub.numel for sub in members if sub.trained) for members in layout.by_space)
+    left = placing.gradient_bytes_max - GRADIENT_BYTES * resident
+    return dict.fromkeys(groups_that_spill([itemsize * numel for numel in numels], max(0, left)), itemsize)
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

@@ -55,8 +55,8 @@ def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPa
     update = infinity.PagedAdam._update
     spoiled = []
 
-    def spoil(self, sub, stepping, lease):  # type: ignore[no-untyped-def]
-        update(self, sub, stepping, lease)
+    def spoil(self, sub, stepping, kept, lease):  # type: ignore[no-untyped-def]
+        update(self, sub, stepping, kept, lease)
         if not spoiled:
             spoiled.append(True)
             bits = lease.view(torch.int32, sub.layout.numel * sub.layout.copy_itemsize, 1)
