@@ -25,7 +25,8 @@ Step = Callable[[], dict[str, Any]]
 
 
 def infinity_way(order: dict[str, Any]) -> Step:
-    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full."""
+    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
+    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -33,7 +34,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
 
     import infinity
 
-    update, _, full = order["way"].partition("-")
+    update, _, variant = order["way"].partition("-")
     held = update == "memory"
     device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
@@ -44,7 +45,9 @@ def infinity_way(order: dict[str, Any]) -> Step:
         "infinity": {
             "backend": order["backend"],
             "pinned_bytes_max": order["pinned_bytes_max"],
-            **({} if held else {"update": update, "master_weights": full or "split"}),
+            **({} if held else {"update": update}),
+            **_VARIANTS.get(variant, {}),
+            **({"host_cache_bytes": order["host_cache"]} if variant == "cached" else {}),
         },
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -76,6 +79,8 @@ def infinity_way(order: dict[str, Any]) -> Step:
 
     return step
 
+
+_VARIANTS = {"full": {"master_weights": "full"}, "spilled": {"gradient_bytes_max": 0}}
 
 _COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")
 

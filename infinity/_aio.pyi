@@ -71,11 +71,14 @@ class File:
         drive: int = 0,
         fine_alignment: bool = False,
         read_only: bool = False,
+        exclusive: bool = False,
     ) -> None:
         """Open `path` for reading and writing; `create` makes it, mode 0600, and refuses one that exists.
 
         `drive`, from 0, says which of an engine's drives it lies on. `fine_alignment`: take transfers aligned as finely as
-        the drive does, see `alignment`. `read_only`: for files that one may not write. Raises IoError with the errno.
+        the drive does, see `alignment`. `read_only`: for files that one may not write. `exclusive`: for this
+        open file alone, until its last transfer has ended, and never what a link names. Raises IoError with the errno (EAGAIN
+        where somebody has it).
         """
 
     @property

@@ -228,12 +228,14 @@ void bind_slab(py::module_& module) {
 void bind_file(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<File, std::shared_ptr<File>>(module, "File", py::is_final(), "A file for direct transfers.")
-      .def(py::init([](const std::filesystem::path& path, bool create, int drive, bool fine_alignment, bool read_only) {
+      .def(py::init([](const std::filesystem::path& path, bool create, int drive, bool fine_alignment, bool read_only,
+                       bool exclusive) {
              py::gil_scoped_release release;
-             return std::make_shared<File>(path.native(), FileOptions{create, drive, fine_alignment, read_only});
+             return std::make_shared<File>(path.native(),
+                                           FileOptions{create, drive, fine_alignment, read_only, exclusive});
            }),
            py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("drive") = 0,
-           py::arg("fine_alignment") = false, py::arg("read_only") = false)
+           py::arg("fine_alignment") = false, py::arg("read_only") = false, py::arg("exclusive") = false)
       .def_property_readonly("path", [](const File& file) { return decode(file.path()); })
       .def_property_readonly("direct", &File::direct)
       .def_property_readonly("alignment", &File::alignment)

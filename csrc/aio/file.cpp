@@ -2,6 +2,7 @@
 #include "file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -55,6 +56,20 @@ int reserve_blocks(int fd, int64_t bytes) {
   return status == 0 ? 0 : errno;
 }
 
+// Closes `fd` where that fails.
+void lock_alone(int fd, const std::string& path) {
+  struct stat status{};
+  int error_number = 0;
+  if (fstat(fd, &status) != 0 || flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    error_number = errno;
+  } else if (!S_ISREG(status.st_mode)) {
+    error_number = EINVAL;
+  }
+  if (error_number == 0) return;
+  ::close(fd);
+  fail("lock", path, error_number);
+}
+
 }  // namespace
 
 Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment)
@@ -72,18 +87,20 @@ void Descriptor::on_close(std::function<void()> body) const {
   closers_.push_back(std::move(body));
 }
 
-File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive, false, false}) {}
+File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive, false, false, false}) {}
 
 File::File(const std::string& path, const FileOptions& options) : path_(path) {
   if (options.drive < 0) {
     throw std::invalid_argument("drive must not be negative, got " + std::to_string(options.drive));
   }
-  int flags = (options.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC | (options.create ? O_CREAT | O_EXCL : 0);
+  int flags = (options.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC | (options.create ? O_CREAT | O_EXCL : 0) |
+              (options.exclusive ? O_NOFOLLOW | O_NONBLOCK : 0);
   int fd;
   do {
     fd = ::open(path.c_str(), flags, 0600);
   } while (fd < 0 && errno == EINTR);
   if (fd < 0) fail("open", path, errno);
+  if (options.exclusive) lock_alone(fd, path);
   // Asked for after opening: open(O_CREAT | O_DIRECT) may leave a new file behind when it is refused.
   direct_ = fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT) == 0;
   if (!direct_) {

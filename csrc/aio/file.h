@@ -57,6 +57,9 @@ struct FileOptions {
   bool fine_alignment =
       false;               // take transfers aligned as finely as the drive does, where it says so, not only at 4096
   bool read_only = false;  // for files that one may not write
+  // For this open file alone (flock), and never what a link names. The lock lasts as long as the last transfer, even of a
+  // process that was killed: whoever has it knows that nobody's write is still under way.
+  bool exclusive = false;
 };
 
 // A file for transfers. Opened O_DIRECT; buffered, with a note, where the file system refuses that. Calls may come from

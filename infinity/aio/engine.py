@@ -179,12 +179,15 @@ class IoEngine:
         """When each transfer that ended since the last call was queued, submitted and done, by drive; see `_aio.Engine`."""
         return self._core.take_timings()
 
-    def open(self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0) -> File:
+    def open(
+        self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0, exclusive: bool = False
+    ) -> File:
         """Open `path`, which lies on drive number `drive`, for direct I/O.
 
-        Buffered where the file system refuses direct I/O; `File.notes` then says so.
+        Buffered where the file system refuses direct I/O; `File.notes` then says so. `exclusive`: locked (flock) until the last
+        transfer on it has ended, and never what a link names; raises IoError (EAGAIN) where somebody has the lock.
         """
-        return File(os.fspath(path), create=create, drive=drive)
+        return File(os.fspath(path), create=create, drive=drive, exclusive=exclusive)
 
     def start(self, requests: Sequence[Request]) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.

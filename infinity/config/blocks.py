@@ -15,6 +15,7 @@ from infinity.config.rules import (
     CACHE_BYTES,
     CLASS_NAMES,
     DEPTH,
+    RUN_NAME,
     SIZE_OR_ALL,
     STAGE,
     Amount,
@@ -23,6 +24,7 @@ from infinity.config.rules import (
     Backend,
     Count,
     Device,
+    Durability,
     Flag,
     MasterWeights,
     Mix,
@@ -105,7 +107,8 @@ class OffloadParamConfig(Block):
     )
     pin_memory: Flag = Field(
         default=True,
-        description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
+        description="Whether host memory that a GPU copies from and to is registered with it, so that copies run beside "
+        "what it computes: FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme.",
     )
 
     units: ClassVar[Mapping[str, str]] = {
@@ -131,7 +134,8 @@ class OffloadOptimizerConfig(Block):
     )
     pin_memory: Flag = Field(
         default=True,
-        description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
+        description="Whether host memory that a GPU copies from and to is registered with it, so that copies run beside "
+        "what it computes: FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme.",
     )
 
     ratio: Share = Field(
@@ -330,12 +334,10 @@ class ActivationCheckpointingConfig(Block):
 
     cpu_checkpointing: Flag = Field(
         default=False,
-        description="Accepted, without effect yet: keep saved activations in host memory between forward and backward.",
+        description="Keep what checkpointed parts save, their inputs, in host memory from forward to backward: as "
+        "`infinity.offload_activations` with device cpu, which moves what other parts save too.",
     )
 
-    differs: ClassVar[Mapping[str, str]] = {
-        "cpu_checkpointing": "Acted on.",
-    }
     ignored_keys = names_of(
         """
         contiguous_memory_optimization number_checkpoints partition_activations profile
@@ -368,8 +370,40 @@ class FlopsProfilerConfig(Block):
     }
 
 
+class OffloadActivationsConfig(Block):
+    """Where activations that a forward saves are kept until their backward. Large tensors move, parameters never."""
+
+    device: Annotated[Device, choice(Device)] = Field(
+        default="none",
+        description="none leaves them on the device that computes; cpu is host memory, nvme the drives on which parameters "
+        "or optimizer state rest.",
+    )
+    bytes_min: Annotated[int, CACHE_BYTES] = Field(
+        default=1 << 20, description="Tensors of fewer bytes stay on the device."
+    )
+    host_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
+        default="auto",
+        description="With device cpu: at most so many bytes of host memory; the rest stays on the device. auto is no bound.",
+    )
+    buffer_bytes: Annotated[int, BUDGET_BYTES] = Field(
+        default=256 << 20,
+        description="With device nvme: pinned memory through which they pass, counted in `pinned_bytes_max`. A tensor larger "
+        "than a quarter of it stays on the device.",
+    )
+
+    units: ClassVar[Mapping[str, str]] = {
+        "bytes_min": "bytes",
+        "host_bytes_max": "bytes",
+        "buffer_bytes": "bytes",
+    }
+
+
 class InfinityConfig(Block):
     """What only infinity knows."""
+
+    offload_activations: OffloadActivationsConfig = Field(
+        default=OffloadActivationsConfig(), description="Where saved activations are kept from forward to backward."
+    )
 
     pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = Field(
         default="auto", description="Pinned host memory of this process, in bytes; every transfer goes through it."
@@ -428,6 +462,15 @@ class InfinityConfig(Block):
         description="When the weights of a group are updated: in step, in forward just before the group is "
         "gathered, or in backward as soon as its gradient is there, which clipping and accumulation exclude. The "
         "numbers are the same.",
+    )
+    durability: Annotated[Durability, choice(Durability)] = Field(
+        default="none",
+        description="What stays on the drives when the process ends: none, nothing, or step, every finished step, from which "
+        "`initialize(resume=True)` goes on bit for bit. It takes twice the space there, and all state on them.",
+    )
+    run_name: Annotated[str, RUN_NAME] = Field(
+        default="run",
+        description="Of the folder infinity-durable-NAME under each nvme_path in which a durable run keeps its files.",
     )
     reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
         default="fp32", description="Element type in which gradients are reduced over the ranks."

@@ -31,6 +31,9 @@ def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]
         yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
     if isinstance(config.optimizer, SGDConfig):
         yield from _find_sgd_contradictions(config, config.optimizer)
+    if config.infinity.durability == "step":
+        yield from _find_durability_contradictions(config)
+    yield from _find_activation_contradictions(config)
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 
@@ -43,6 +46,39 @@ def _find_sgd_contradictions(config: TopLevel, optimizer: SGDConfig) -> Iterator
         )
     if optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
         yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
+
+
+def _find_durability_contradictions(config: TopLevel) -> Iterator[str]:
+    """What stays in host memory from step to step has no place on the drive that could be committed."""
+    path = "infinity.durability"
+    offload = config.zero_optimization.offload_optimizer
+    if offload.device != "nvme":
+        yield (
+            f'{path}: got "step" while masters and optimizer state are not on NVMe; set '
+            "zero_optimization.offload_optimizer.device to nvme, or save checkpoints instead"
+        )
+    if config.infinity.host_cache_bytes > 0:
+        yield f'{path}: got "step" with infinity.host_cache_bytes, which keeps state in host memory; set it to 0'
+    if offload.device == "nvme" and offload.ratio < 1:
+        yield (
+            f'{path}: got "step" with zero_optimization.offload_optimizer.ratio {offload.ratio:g}, which keeps the rest in '
+            "host memory; set it to 1"
+        )
+
+
+def _find_activation_contradictions(config: TopLevel) -> Iterator[str]:
+    path = "infinity.offload_activations.device"
+    if config.infinity.offload_activations.device != "nvme":
+        return
+    if not config.nvme_paths:
+        yield (
+            f'{path}: got "nvme" while nothing rests on NVMe, so there are no drives to keep activations on; set '
+            "zero_optimization.offload_param or offload_optimizer to nvme, or this to cpu"
+        )
+    if config.activation_checkpointing.cpu_checkpointing:
+        yield f'{path}: got "nvme" with activation_checkpointing.cpu_checkpointing, which is cpu; set one of the two'
+    if config.infinity.durability == "step":
+        yield f'{path}: got "nvme" with infinity.durability "step", whose files hold nothing but what is committed; use cpu'
 
 
 def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:

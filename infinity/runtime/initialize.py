@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
+from infinity.runtime.commits import Commits, open_run, outside_of, restore_arena
 from infinity.runtime.engine import Engine
 from infinity.runtime.gathered import remember_sharded
 from infinity.runtime.live import LiveParameters, choose_wrap
@@ -31,10 +32,13 @@ from infinity.runtime.materialize import (
 )
 from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
 from infinity.runtime.process_group import ensure_process_group
+from infinity.runtime.saved import make_activations
 from infinity.runtime.storage import choose_storage
 from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import STATE_BYTES, choose_update
+from infinity.store import DurableRun
 from infinity.swap import SwapManager
+from infinity.swap.activations import Activations
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names
 from infinity.swap.together import together
@@ -60,6 +64,7 @@ def initialize(
     weights: str | os.PathLike[str] | None = None,
     init_fn: InitFn | None = None,
     auto: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> tuple[Engine, torch.optim.Optimizer, Any, Any]:
     """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
 
@@ -79,6 +84,9 @@ def initialize(
             each rank reading only its rows.
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
         auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
+        resume: go on from the last committed step of a run with `infinity.durability` "step": parameters, optimizer state,
+            schedule and random numbers are what they were (no first values are drawn, `weights` and `init_fn` only fill
+            buffers), and `engine.global_steps` tells where. Starts anew, and says so, where nothing is committed.
         distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
@@ -104,10 +112,17 @@ def initialize(
                 check_pageable(optimizer)
             groups = trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
-        swap, live = _shard_and_page(model, settled, undo)
+        run = open_run(settled, resume=resume)
+        if run is not None:
+            undo.callback(run.close)
+        resumed = run.resumed if run is not None else None
+        swap, live, activations = _shard_and_page(model, settled, run, undo)
         remember_sharded(model)
         with together():
-            _give_values(model, swap, weights, init_fn)
+            outside = outside_of(resumed) if resumed is not None else None
+            if resumed is not None and swap is not None:
+                restore_arena(resumed, swap)
+            _give_values(model, swap, weights, init_fn, outside)
             made = make_optimizer(model, settled, optimizer, groups, swap)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
@@ -119,9 +134,14 @@ def initialize(
             config=settled,
             swap=swap,
             live=live,
+            activations=activations,
+            commits=Commits(run, swap) if run is not None and swap is not None else None,
             compute_dtype=_compute_dtype(settled),
             on_close=close_group,
         )
+        if outside is not None:
+            with together():
+                engine.resume(outside)
         undo.pop_all()
     return engine, made, loader, schedule
 
@@ -176,7 +196,6 @@ _NOT_YET = {
     "zero_optimization.stage3_model_persistence_threshold",
     "zero_optimization.stage3_module_granularity_threshold",
     "zero_optimization.reduce_bucket_size",
-    "activation_checkpointing.cpu_checkpointing",
     "flops_profiler.enabled",
 }
 """Keys that will mean something here, and don't yet."""
@@ -195,8 +214,8 @@ def _set_but_not_acted_on(config: Config) -> list[str]:
 
 
 def _shard_and_page(
-    model: nn.Module, config: Config, undo: ExitStack
-) -> tuple[SwapManager | None, LiveParameters | None]:
+    model: nn.Module, config: Config, run: DurableRun | None, undo: ExitStack
+) -> tuple[SwapManager | None, LiveParameters | None, Activations | None]:
     """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
     What can be known to be too small is refused before the model is sharded, which can't be undone.
@@ -208,7 +227,7 @@ def _shard_and_page(
         wrap, outline, notes = choose_wrap(model, classes, zero)
     swap = None
     if any(_mixed_residency(config)):
-        swap = _page(model, config, mesh, wrap, notes, undo)
+        swap = _page(model, config, mesh, wrap, run, notes, undo)
     else:
         _shard(model, config, mesh, wrap)
     live = None
@@ -221,11 +240,15 @@ def _shard_and_page(
             second_sharding=_secondary_ranks(config) is not None,
         )
         notes += live.notes
-    notes += _notes_on(config, mesh)
+        if swap is not None and swap.device_ahead is not None:
+            ahead = swap.device_ahead
+            ahead.bytes_max = min(ahead.bytes_max, live.spare_numel * _compute_dtype(config).itemsize)
+    activations, said = make_activations(config, swap, _torch_device())
+    notes += [*said, *_notes_on(config, mesh)]
     if dist.get_rank() == 0:
         for note in notes:
             log.info(note)
-    return swap, live
+    return swap, live, activations
 
 
 def _make_mesh(zero: ZeroConfig) -> DeviceMesh:
@@ -238,6 +261,10 @@ def _make_mesh(zero: ZeroConfig) -> DeviceMesh:
 
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _torch_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _secondary_ranks(config: Config) -> int | None:
@@ -272,6 +299,7 @@ def _page(
     config: Config,
     mesh: DeviceMesh,
     wrap: Sequence[nn.Module],
+    run: DurableRun | None,
     notes: list[str],
     undo: ExitStack,
 ) -> SwapManager:
@@ -294,6 +322,7 @@ def _page(
         "hold_parameters": not nvme_parameters,
         "hold_state": not nvme_state,
         "gradient_dtype": _gradient_dtype(config),
+        "activation_bytes": own.offload_activations.buffer_bytes if own.offload_activations.device == "nvme" else 0,
         "gradient_bytes_max": None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
     }
     with together():
@@ -305,6 +334,7 @@ def _page(
             bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
             pin_memory=_pins(zero),
+            run=run,
         )
         undo.callback(swap.close)
         swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
@@ -380,17 +410,23 @@ def _give_values(
     swap: SwapManager | None,
     weights: str | os.PathLike[str] | None,
     init_fn: InitFn | None,
+    outside: dict[str, Any] | None,
 ) -> None:
-    """Fill what was built on the meta device; set everything from `weights` where they are given."""
+    """Fill what was built on the meta device; set everything from `weights` where they are given.
+
+    `outside`: what a commit holds that is gone on from; then parameters and buffers that are in it are left to that.
+    """
     if swap is not None:
         paged = swap.paged
         blank = {shard.name for shard in paged.shards if not shard.filled}
     else:
         blank = meta_parameters(model)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = _torch_device()
     if swap is None and blank:
         _allocate(model, device)
-    if blank and weights is None:
+    if outside is not None:
+        initialize_values(model, set(), device, init_fn, frozenset(outside["buffers"]))
+    elif blank and weights is None:
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:
         initialize_values(model, set(), device, init_fn, stored_names(weights))  # buffers

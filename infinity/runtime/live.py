@@ -134,6 +134,12 @@ class LiveParameters:
         return {name: self.plan.gathers(group, micro_batches=self._micro_batches) for group, name in enumerate(names)}
 
     @property
+    def spare_numel(self) -> int:
+        """Elements that may lie on the device beside what is gathered: what the bound leaves. On one rank FSDP2 gathers nothing
+        ahead, whatever the plan allows."""
+        return self._live_numel_max - (self.plan if self._holds_ahead else self._make_plan(ahead=False)).peak_numel
+
+    @property
     def notes(self) -> list[str]:
         """What stays gathered, a line."""
         kept = [group for group in self._order if not self.plan.reshard_after_forward[group]]
@@ -151,10 +157,12 @@ class LiveParameters:
             self._keeps = not last
             self._set_after_backward()
 
-    def _make_plan(self) -> LivePlan:
+    def _make_plan(self, *, ahead: bool = True) -> LivePlan:
         reuse, prefetch = self._zero.stage3_max_reuse_distance, self._zero.stage3_prefetch_bucket_size
         if len(set(self._expected)) < len(self._expected):
             prefetch = "auto"  # a list would name a group of which only one use follows
+        if not ahead:
+            prefetch = 0
         return plan_live(
             self.outline.groups,
             self._order,

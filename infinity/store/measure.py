@@ -109,7 +109,7 @@ class DriveTest:
             self._open_file(folder, stack)
             self.pool_bytes = _LEASES * self.chunk_bytes
             self._pool: PinnedPool | None = PinnedPool(self.pool_bytes)
-            self._pool.bytes.view(torch.int64).random_()
+            self._pool.bytes.view(torch.int64).random_(generator=torch.Generator())
             self.notes += self._pool.notes
             self._leases = [stack.enter_context(self._pool.lease(self.chunk_bytes)) for _ in range(_LEASES)]
             self._stack = stack.pop_all()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool
 from infinity.device import Device, HostBuffers
-from infinity.store import Arena, RunFolder, check_free
+from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
 from infinity.store.placement import step_bandwidth
 from infinity.store.probe import measure_drive
 from infinity.swap.host_gradients import HostGradients
@@ -22,7 +22,7 @@ _MEASURE_BYTES = 64 << 20
 
 
 class Drives:
-    """A run folder on each drive, by how much each is used, and how they are driven. Arguments as for `SwapManager`."""
+    """A folder on each drive, by how much each is used, and how they are driven. Arguments as for `SwapManager`."""
 
     def __init__(
         self,
@@ -32,12 +32,16 @@ class Drives:
         bandwidths: Sequence[float] | None,
         limits: Sequence[DriveLimit],
         faults: FaultPlan | None,
+        run: DurableRun | None,
     ) -> None:
         self._io = io
         self._limits = list(limits)
         self._faults = faults
-        self._bandwidths = self._measure(paths) if bandwidths is None and len(paths) > 1 else bandwidths
-        self._folders = _make_folders(paths)
+        self._rank = str(run.rank) if run is not None else os.environ.get("RANK", "0")
+        self._kept = run.resumed.place if run is not None and run.resumed is not None else None
+        measures = bandwidths is None and len(paths) > 1 and self._kept is None
+        self._bandwidths = self._measure(paths) if measures else bandwidths
+        self._folders: Sequence[Folder] = run.folders if run is not None else _make_folders(paths)
 
     @property
     def count(self) -> int:
@@ -50,15 +54,16 @@ class Drives:
 
     def make_arena(self, engine: IoEngine) -> Arena:
         """This rank's arena, for the caller to close."""
-        rank = os.environ.get("RANK", "0")
-        return Arena(self._folders, engine, name=f"rank{rank}.arena", bandwidths=self._bandwidths)
+        name = f"rank{self._rank}.arena"
+        return Arena(self._folders, engine, name=name, bandwidths=self._bandwidths, kept=self._kept)
 
     def check_free(self, nbytes: int, what: str) -> None:
-        """Raise StoreError, naming `what`, where they don't have so much space."""
-        check_free(self._folders, self._bandwidths, nbytes, what)
+        """Raise StoreError, naming `what`, where they don't have so much space, and don't hold so much already."""
+        if self._kept is None:
+            check_free(self._folders, self._bandwidths, nbytes, what)
 
     def close(self) -> None:
-        """Remove the folders."""
+        """Remove the folders, or let go of those that stay."""
         for folder in self._folders:
             folder.close()
 

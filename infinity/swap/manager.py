@@ -23,15 +23,17 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease
+from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease, PoolPart
 from infinity.device import CpuDevice, Device, device_for
-from infinity.errors import BudgetError, InfinityError
+from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
-from infinity.store import Field, Layout
+from infinity.store import DurableRun, Field, Layout, Place
+from infinity.store.commit import describe, differences
 from infinity.swap import budget
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
@@ -52,6 +54,7 @@ from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.plain_tensors import PlainTensors
 from infinity.swap.plan import Placing, plan_model
 from infinity.swap.policy import StagingPolicy
+from infinity.swap.shelves import ArenaShelf
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
@@ -91,6 +94,7 @@ class SwapManager:
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
         pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
+        run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
         io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
@@ -107,8 +111,10 @@ class SwapManager:
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
+        run: DurableRun | None = None,
         **io_options: Any,
     ) -> None:
+        self.run = run
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
             raise BudgetError(
@@ -117,13 +123,15 @@ class SwapManager:
             )
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         io = replace(io or IoSettings(), **io_options)
-        self._drives = Drives(paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults)
+        self._drives = Drives(paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run)
         self._lock_memory, self._pin_memory = lock_memory, pin_memory
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)
         self._paged: PagedModel | None = None
+        self._place: Place | None = None
         self._policy: StagingPolicy | None = None
         """Of the paged model."""
+        self._activation_part: PoolPart | None = None
         self._gradients: Gradients | None = None
         """The same."""
         self.update_at: Update = "step"
@@ -188,6 +196,7 @@ class SwapManager:
         hold_state: bool = False,
         gradient_dtype: torch.dtype = torch.float32,
         gradient_bytes_max: int | None = None,
+        activation_bytes: int = 0,
     ) -> None:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
@@ -216,6 +225,8 @@ class SwapManager:
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
             gradient_dtype: how gradients wait for their update. One of 16 bits is for where it holds all of a gradient:
                 see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
+            activation_bytes: so much of the pinned memory is for saved activations on their way to NVMe and back: see
+                `shelf_for_activations`.
             gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
                 wait in memory where None. With either of these the gradients are taken in the backward, and `.grad` is None
                 after it; without a meaning where updates are in the backward.
@@ -237,13 +248,16 @@ class SwapManager:
             hold_state=hold_state,
             gradient_dtype=gradient_dtype,
             gradient_bytes_max=gradient_bytes_max,
+            activation_bytes=activation_bytes,
         )
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
         mesh = groups[0].parameters[0].sharded.device_mesh
         with together(mesh.get_group() if mesh.ndim == 1 else None):
             self._alone = mesh.size(-1) == 1
-            layout, pinned_bytes = self._plan([group.outline for group in groups], mesh.size(-1), dtype, placing)
+            outlines = [group.outline for group in groups]
+            layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
+            place = self._checked_place(layout, outlines, mesh.size(-1), dtype)
             machinery = self._open(pinned_bytes)
             machinery.adopt(self._device_of(groups), pin=self._pin_memory)
             paged = PagedModel(
@@ -252,16 +266,23 @@ class SwapManager:
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 copy_dtype=dtype,
                 in_backward=update == "backward",
+                durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
                 what=placing.what_is_stored,
             )
+            arena = machinery.arena
+            self._place = place and replace(
+                place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
+            )
             replacements = self._take_over(groups, paged)
         self._paged, self.update_at = paged, update
         self._gradients = Gradients(paged, lambda: self.stager, gradient_dtype)
         spilling = max(sub.gradient_bytes for sub in layout.sub_groups)  # a lease in the middle of a backward
-        room = machinery.pool.nbytes - layout.cached_bytes - spilling
+        room = machinery.pool.nbytes - layout.cached_bytes - spilling - activation_bytes
+        if activation_bytes:
+            self._activation_part = PoolPart(machinery.stager.make_room(activation_bytes, "saved activations"))
         self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
         if self._device.copies:
             largest = max(map(paged.copies_bytes, paged.groups))
@@ -290,6 +311,7 @@ class SwapManager:
         hold_state: bool = False,
         gradient_dtype: torch.dtype = torch.float32,
         gradient_bytes_max: int | None = None,
+        activation_bytes: int = 0,
     ) -> None:
         """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
 
@@ -310,9 +332,19 @@ class SwapManager:
             hold_state=hold_state,
             gradient_dtype=gradient_dtype,
             gradient_bytes_max=gradient_bytes_max,
+            activation_bytes=activation_bytes,
         )
-        layout, _ = self._plan(outlined_groups(model, wrap), ranks, dtype, placing)
-        self._drives.check_free(layout.nbytes + layout.gradient_bytes, placing.what_is_stored)
+        groups = outlined_groups(model, wrap)
+        layout, _ = self._plan(groups, ranks, dtype, placing)
+        self._checked_place(layout, groups, ranks, dtype)
+        nbytes = layout.nbytes * (1 if self.run is None else 2) + layout.gradient_bytes
+        self._drives.check_free(nbytes, placing.what_is_stored)
+
+    @property
+    def place(self) -> Place:
+        """Of a durable run: how its state lies."""
+        assert self._place is not None
+        return self._place
 
     @property
     def paged(self) -> PagedModel:
@@ -388,6 +420,21 @@ class SwapManager:
         return self._open().gradients
 
     @property
+    def device(self) -> Device:
+        """Where the paged model computes."""
+        return self._device
+
+    def shelf_for_activations(self) -> ArenaShelf:
+        """Where saved activations go through what `page(activation_bytes=...)` set aside. Close it before this manager."""
+        if self._activation_part is None:
+            raise InfinityError(
+                "no pinned memory was set aside for saved activations: pass activation_bytes= to page()"
+            )
+        machinery = self._open()
+        stager = Stager(machinery.engine, self._activation_part, machinery.arena, self._device)
+        return ArenaShelf(stager, self._activation_part, machinery.arena)
+
+    @property
     def groups_coming(self) -> int:
         """For the optimizer: of how many groups it lets the gradients be on their way while it updates the one before."""
         return int(self._device.copies)
@@ -404,7 +451,10 @@ class SwapManager:
         at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
         """
         layout, machinery = self.paged.layout, self._open()
-        ahead = budget.sub_groups_ahead(machinery.pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
+        room = (
+            machinery.pool.nbytes - layout.cached_bytes - (self._activation_part.nbytes if self._activation_part else 0)
+        )
+        ahead = budget.sub_groups_ahead(room, layout.sub_group_bytes_max)
         finish_updates(self.paged, machinery.stager, ahead)
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
@@ -551,6 +601,24 @@ class SwapManager:
         pinned_bytes = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
         return plan_model(groups, ranks, dtype, placing, pinned_bytes)
 
+    def _checked_place(
+        self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype
+    ) -> Place | None:
+        """How the state of a durable run lies, the drives aside. Raises CheckpointError where what it goes on from lies in
+        another way."""
+        if self.run is None:
+            return None
+        shapes = [parameter.shape for group in groups for parameter in group.parameters]
+        kind = str(dtype).removeprefix("torch.")
+        world = dist.get_world_size()
+        place = describe(layout, shapes, rank=self.run.rank, ranks=world, shards=ranks, copy_dtype=kind)
+        if self.run.resumed is not None and (why := list(differences(self.run.resumed.place, place))):
+            raise CheckpointError(
+                f"what {self.run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of "
+                "that run, or start without resume under another infinity.run_name"
+            )
+        return place
+
     def _take_over(self, groups: list[ShardedGroup], paged: PagedModel) -> dict[nn.Parameter, nn.Parameter]:
         """Move the values into the arena; the paged tensors that take the parameters' place."""
         parameters = [p for group in groups for p in group.parameters]
@@ -559,7 +627,7 @@ class SwapManager:
         for shard, source in zip(paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self, torch_device)
             shard.filled = shard.shape.numel() == 0
-            if not source.local.is_meta:
+            if not source.local.is_meta and (self.run is None or self.run.resumed is None):
                 local.store(source.local.detach())
             sharded = source.sharded
             tensor = DTensor.from_local(

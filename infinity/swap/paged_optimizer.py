@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -240,6 +240,12 @@ class PagedAdam(torch.optim.Adam):
                 if parameter.requires_grad:
                     self._init_state_of(parameter)
 
+    def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """These parameters were stepped so often, and their moments are in the arena. For an optimizer without state."""
+        for parameter, step in steps.items():
+            self._init_state_of(parameter, zero=False)
+            self.state[parameter]["step"].copy_(step)
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around setting all parameters and their state in place: they are torn until the end of the block, and whole after."""
@@ -395,6 +401,21 @@ def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_P
             kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
     if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
         sub.set_master(sub.view(Field.MASTER, lease), lease)
+    elif not sub.layout.split and (narrow := _narrow_copy(sub, lease)) is not None:
+        master = sub.view(Field.MASTER, lease)
+        for start, end in _between(batch, sub.layout.numel):  # the copy was not read: see SubGroup.state
+            narrow[start:end].copy_(master[start:end])
+
+
+def _between(batch: list[_Piece], numel: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
+    at = 0
+    for piece in sorted(batch, key=lambda each: each.offset):
+        if piece.offset > at:
+            yield at, piece.offset
+        at = piece.offset + piece.numel
+    if at < numel:
+        yield at, numel
 
 
 def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ class Placing:
     hold_state: bool
     gradient_dtype: torch.dtype
     gradient_bytes_max: int | None
+    activation_bytes: int
 
     @property
     def what_is_stored(self) -> str:
@@ -73,16 +74,19 @@ def plan_model(
     largest = max(range(len(groups)), key=group_bytes.__getitem__)
     largest_bytes = group_bytes[largest]
     if pinned_bytes is not None:
-        room = pinned_bytes - layout.cached_bytes - budget.GATHERS_IN_USE * largest_bytes
+        room = pinned_bytes - layout.cached_bytes - placing.activation_bytes - budget.GATHERS_IN_USE * largest_bytes
         bytes_per_element = max((sub.lease_bytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
         fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
         numel = min(placing.sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
     gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
-    pinned = pinned_bytes or budget.comfortable_bytes(gather, stepped) + layout.cached_bytes
+    beside = layout.cached_bytes + placing.activation_bytes
+    pinned = pinned_bytes or budget.comfortable_bytes(gather, stepped) + beside
     budget.check_available(pinned)
     pipeline = budget.pipeline_bytes(largest_bytes, stepped)
-    need = budget.PinnedBudget(gather, pipeline, cache_bytes=layout.cached_bytes)
+    need = budget.PinnedBudget(
+        gather, pipeline, cache_bytes=layout.cached_bytes, activation_bytes=placing.activation_bytes
+    )
     budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
     return layout, pinned
 

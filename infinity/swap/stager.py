@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
+from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority, Request
 from infinity.device import Device, Landing
 from infinity.errors import BudgetError
 from infinity.store import Arena
@@ -28,7 +28,7 @@ log = logging.getLogger("infinity")
 class Stager:
     """Moves chunks between one arena and one pool. All calls come from the training thread."""
 
-    def __init__(self, engine: IoEngine, pool: PinnedPool, arena: Arena, device: Device) -> None:
+    def __init__(self, engine: IoEngine, pool: PinnedPool | PoolPart, arena: Arena, device: Device) -> None:
         self._engine = engine
         self._pool = pool
         self._arena = arena
@@ -53,12 +53,12 @@ class Stager:
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
         if any(other.state is ChunkState.WRITING for other in chunk.after):
-            self._reap()
+            self.reap()
             if any(other.state is ChunkState.WRITING for other in chunk.after):
                 return False
         lease = self._pool.try_lease(chunk.lease_bytes)
         if lease is None:
-            self._reap()
+            self.reap()
             lease = self._pool.try_lease(chunk.lease_bytes)
         while lease is None:
             idle = [c for c in self._staged if c not in self.wanted and _is_idle(c)]
@@ -198,6 +198,16 @@ class Stager:
         if failure is not None:
             raise failure
 
+    def reap(self) -> bool:
+        """Take back what has ended by itself; whether anything had. Raises IoError where a write failed."""
+        ended = [c for c in self._writing if all(t.done for t in c.transfers)]
+        for chunk in ended:
+            self.settle(chunk)
+        landed = [c for c in self._landing if c.landing is not None and c.landing.done()]
+        for chunk in landed:
+            self._land(chunk)
+        return bool(ended or landed)
+
     def make_room(self, nbytes: int, who: str) -> Lease:
         """A lease of `nbytes`. What is staged and not wanted is dropped for it, then writes are waited for, then what is wanted
         is dropped, last needed first: it would have to be read again.
@@ -205,7 +215,7 @@ class Stager:
         Raises BudgetError, naming `who` and the budget, where all of that is not enough.
         """
         while (lease := self._pool.try_lease(nbytes)) is None:
-            if self._reap():
+            if self.reap():
                 continue
             last = max(self._staged, key=self._distance, default=None)
             if last is not None and last not in self.wanted:
@@ -271,16 +281,6 @@ class Stager:
         return [
             Request(operation, self._arena.file, s.offset, lease, s.lease_offset, s.nbytes, priority) for s in spans
         ]
-
-    def _reap(self) -> bool:
-        """Take back what has ended by itself; whether anything had."""
-        ended = [c for c in self._writing if all(t.done for t in c.transfers)]
-        for chunk in ended:
-            self.settle(chunk)
-        landed = [c for c in self._landing if c.landing is not None and c.landing.done()]
-        for chunk in landed:
-            self._land(chunk)
-        return bool(ended or landed)
 
     def _land(self, chunk: Chunk) -> None:
         self._wait_landed(chunk)

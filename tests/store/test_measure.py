@@ -83,6 +83,13 @@ def test_fill_writes_every_byte_with_data_that_does_not_compress(nvme_path: Path
             assert counts.max() < 2 / 256  # near 8 bits of entropy per byte
 
 
+def test_measuring_draws_none_of_the_trainings_random_numbers(nvme_path: Path) -> None:
+    before = torch.get_rng_state()
+    with DriveTest(nvme_path, nbytes=NBYTES) as test:
+        test.fill()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_trials_leave_the_data_random(drive_test: DriveTest) -> None:
     for workload in Workload:
         drive_test.run(workload, SMALL, SHORT_SECONDS)
