@@ -75,6 +75,11 @@ class AioConfig(Block):
     intra_op_parallelism: Positive = Field(
         default=1, description="I/O threads; another name for `infinity.rings`, and the larger of the two is used."
     )
+    use_gds: Flag = Field(
+        default=False,
+        description="Whether transfers should go between the drives and the GPU directly (GPUDirect Storage). They go "
+        "through pinned memory all the same; a note says what is missing.",
+    )
 
     units: ClassVar[Mapping[str, str]] = {
         "block_size": "bytes",
@@ -84,8 +89,9 @@ class AioConfig(Block):
     differs: ClassVar[Mapping[str, str]] = {
         "block_size": "1 MiB unless set.",
         "queue_depth": "8 unless set.",
+        "use_gds": "Acted on where there is a driver for it.",
     }
-    ignored_keys = names_of("single_submit overlap_events use_gds")
+    ignored_keys = names_of("single_submit overlap_events")
     old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
 
 

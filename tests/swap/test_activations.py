@@ -21,10 +21,10 @@ from infinity.swap.activations import Activations
 from infinity.swap.shelves import ArenaShelf, HostShelf
 from infinity.swap.stager import Stager
 
-for folder in ("parity", "device"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
-import training  # noqa: E402
-from fake import FakeRuntime  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
+import training
+from fake import FakeRuntime
 
 
 @pytest.fixture
