@@ -94,6 +94,8 @@ class SwapManager:
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
         pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
+        checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
+            before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
         run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
         io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
@@ -108,6 +110,7 @@ class SwapManager:
         io: IoSettings | None = None,
         lock_memory: bool = False,
         pin_memory: bool = True,
+        checksums: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
@@ -123,7 +126,9 @@ class SwapManager:
             )
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         io = replace(io or IoSettings(), **io_options)
-        self._drives = Drives(paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run)
+        self._drives = Drives(
+            paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
+        )
         self._lock_memory, self._pin_memory = lock_memory, pin_memory
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)
@@ -301,17 +306,7 @@ class SwapManager:
         *,
         ranks: int,
         dtype: torch.dtype,
-        sub_group_size: int | None = None,
-        resident_numel_below: int = 100_000,
-        resident_numel_max: int = 0,
-        cache_bytes: int = 0,
-        update: Update = "step",
-        split_master: bool = True,
-        hold_parameters: bool = False,
-        hold_state: bool = False,
-        gradient_dtype: torch.dtype = torch.float32,
-        gradient_bytes_max: int | None = None,
-        activation_bytes: int = 0,
+        placing: Placing,
     ) -> None:
         """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
 
@@ -319,21 +314,8 @@ class SwapManager:
             wrap: the modules that will be groups of their own, beside the root.
             ranks: over how many it will be sharded.
             dtype: in which it will be gathered.
-            others: as for `page`.
+            placing: arguments of `page`.
         """
-        placing = Placing(
-            sub_group_size=sub_group_size,
-            resident_numel_below=resident_numel_below,
-            resident_numel_max=resident_numel_max,
-            cache_bytes=cache_bytes,
-            update=update,
-            split_master=split_master,
-            hold_parameters=hold_parameters,
-            hold_state=hold_state,
-            gradient_dtype=gradient_dtype,
-            gradient_bytes_max=gradient_bytes_max,
-            activation_bytes=activation_bytes,
-        )
         groups = outlined_groups(model, wrap)
         layout, _ = self._plan(groups, ranks, dtype, placing)
         self._checked_place(layout, groups, ranks, dtype)
@@ -399,7 +381,6 @@ class SwapManager:
             taken = model.gathered_view(shard)
         if shard.group.gathering and shard.group.handed_over:
             shard.group.incoming = None  # the device's memory is FSDP2's now
-            self._start_ahead()
         return taken
 
     def gathered(self, shard: PagedShard) -> None:
@@ -412,7 +393,7 @@ class SwapManager:
         group.gathering.discard(shard.index)
         if not group.gathering:
             self._give_back(group)
-            self._start_ahead()
+            self._start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
     @property
     def host_gradients(self) -> HostGradients:

@@ -11,7 +11,7 @@ hyper-parameters, the number of the step) was fixed by the step, so the numbers 
 
 [Note: Ahead on the device]
 A device with memory of its own gets a group's copies in one piece, before the group is gathered where they are staged by then:
-the manager asks for it whenever a group was handed over or gathered. Until the gather the chunk stays staged, and its landing
+the manager asks for it whenever a group was gathered. Until the gather the chunk stays staged, and its landing
 says when the device has the bytes; whatever is about to change the copies forgets the group, and what is on the device with it.
 An update that only waits for the gather, with everything that it reads staged, is run at that moment too: the host updates one
 group while the device computes the one before it.

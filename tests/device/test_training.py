@@ -61,7 +61,9 @@ def test_training_on_a_late_device_equals_memory(name: str, nvme_path: Path, mon
     case, runtime = training.CASES[name], FakeRuntime(seed=CASES.index(name))
     expected = training.with_engine(case, None)
     assert not training.differences(expected, on_fake(runtime, case, nvme_path, monkeypatch))
-    assert runtime.copied_bytes["in"] > 0 and runtime.copied_bytes["out"] > 0
+    assert runtime.copied_bytes["in"] > 0
+    if "forward" not in name:  # there gradients are kept in 16 bits, and fetched while the training thread waits
+        assert runtime.copied_bytes["out"] > 0
     assert runtime.early > 0, "copies ran before anybody waited for them, and were not the worse for it"
     assert not any(copy for copy in runtime.copies if not copy.ran)
 
@@ -103,6 +105,31 @@ def test_groups_are_on_their_way_before_they_are_asked_for(nvme_path: Path, monk
     assert demanded[0][0] >= demanded[0][1] and set(later) == {0}, demanded
     gathering = 2  # the group that FSDP2 copies, and the one behind it whose copy ends
     assert runtime.device_bytes_max <= largest[0] * (1 + gathering)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_bound_on_live_parameters_leaves_no_room_ahead(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for the root and one block, nothing lies on the device but what is asked for; and the numbers are the same."""
+    model = training.Model(training.Case())
+    blocks = {id(p) for p in model.blocks.parameters()}
+    root = sum(p.numel() for p in model.parameters() if id(p) not in blocks)
+    case = dataclasses.replace(
+        training.CASES["plain"], live=root + sum(p.numel() for p in model.blocks[0].parameters())
+    )
+    bounds = []
+    end_step = manager.SwapManager.end_step
+
+    def end(swap: manager.SwapManager) -> None:
+        end_step(swap)
+        assert swap.device_ahead is not None
+        bounds.append((swap.device_ahead.bytes_max, swap.device_ahead.late))
+
+    monkeypatch.setattr(manager.SwapManager, "end_step", end)
+    expected = training.with_engine(training.CASES["plain"], None)
+    assert not training.differences(expected, on_fake(FakeRuntime(), case, nvme_path, monkeypatch))
+    assert {nbytes for nbytes, _ in bounds} == {0}
+    late = [count for _, count in bounds]
+    assert late[-1] > late[-2] > 0, "every copy starts when it is asked for"
 
 
 def without_waiting(copied: Any) -> torch.Tensor:
