@@ -68,10 +68,35 @@ class HostGradients:
             self._last = landings[-1]
         return found
 
-    def close(self) -> None:
-        """Wait for what is still on its way; no gradient is used any more."""
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory (1-D) for gradients that are fetched into it, for as long as somebody holds the tensor itself."""
+        if not self._device.copies:
+            return torch.empty(numel, dtype=dtype)
+        buffer = self._host_memory.lend(numel, dtype)
+        tensor = buffer.tensor.view(-1)
+        weakref.finalize(tensor, self._take_memory_back, buffer).atexit = False
+        return tensor
+
+    def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> None:
+        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; `settle` before it is used."""
+        if self._device.copies:
+            self._last = self._device.start_give(gradient.to(into.dtype), into)
+        else:
+            into.copy_(gradient)
+
+    def settle(self) -> None:
+        """Wait until everything that was fetched so far has come."""
         if self._last is not None:
             self._last.wait()
+            self._last = None
+
+    def _take_memory_back(self, buffer: HostBuffer) -> None:
+        self.settle()
+        buffer.give_back()
+
+    def close(self) -> None:
+        """Wait for what is still on its way; no gradient is used any more."""
+        self.settle()
 
 
 def _end(buffer: HostBuffer, landings: Sequence[Landing]) -> None:

@@ -283,7 +283,7 @@ class SwapManager:
             )
             replacements = self._take_over(groups, paged)
         self._paged, self.update_at = paged, update
-        self._gradients = Gradients(paged, lambda: self.stager, gradient_dtype)
+        self._gradients = Gradients(paged, lambda: self.stager, lambda: self.host_gradients, gradient_dtype)
         spilling = max(sub.gradient_bytes for sub in layout.sub_groups)  # a lease in the middle of a backward
         room = machinery.pool.nbytes - layout.cached_bytes - spilling - activation_bytes
         if activation_bytes:

@@ -294,6 +294,8 @@ class PagedAdam(torch.optim.Adam):
         if kept is None and any(each.grad is None for each in stepping.values()):
             assert lease is not None
             kept = self._swap.gradients.staged(sub, lease)
+        elif kept is not None:
+            self._swap.host_gradients.settle()
         batches: dict[AdamSettings, list[_Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
