@@ -4,7 +4,8 @@
 #   bench/gpu_run.sh [--rehearse] [--wheels FOLDER] [--nvme-path FOLDER] [--out FOLDER] [--python PYTHON] [--seconds N]
 #
 # --wheels   wheels of what the machine may lack (pybind11, pydantic, rich, safetensors, pytest, ...): pip takes them, and nothing
-#            from an index. Made beforehand with: pip download -d FOLDER -r <(...) for the Python of the machine.
+#            from an index. Made beforehand, for the Python of the machine:
+#            pip download -d FOLDER --python-version 3.12 --only-binary :all: pybind11 pydantic rich safetensors pytest ...
 # --rehearse small sizes on the CPU; so it is anyway where there is no GPU.
 # --out      gets results (JSON lines), the tests' log and what each part took (default: .gpu-run).
 # Each part has a limit of its own, so that one that hangs doesn't take the others' time; the exit status is 0 when all went well.
@@ -47,8 +48,10 @@ else
   [ -x "$venv/bin/python" ] || part venv 60 "$python" -m venv --system-site-packages "$venv"
   python=$venv/bin/python
   if [ -n "$wheels" ]; then
-    part wheels 90 "$python" -m pip install --quiet --no-index --find-links "$wheels" \
-      setuptools pybind11 pydantic rich safetensors numpy pytest pytest-timeout hypothesis
+    # One by one: what the machine has stays, and one that is missing doesn't keep the others out.
+    part wheels 90 bash -c 'for wheel in setuptools pybind11 numpy pydantic rich safetensors pytest pytest-timeout hypothesis; do
+      "$0" -m pip install --quiet --no-index --find-links "$1" "$wheel" || echo "no wheel of $wheel"
+    done; exec "$0" -c "import torch, pybind11, pydantic, rich, safetensors, pytest"' "$python" "$wheels"
   fi
   part build 240 "$python" setup.py build_ext --inplace || { echo "gpu_run: without the build nothing else can run"; exit 1; }
 fi
