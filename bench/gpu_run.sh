@@ -25,6 +25,9 @@ while [ $# -gt 0 ]; do
   shift
 done
 mkdir -p "$out" "$nvme"
+out=$(cd "$out" && pwd) nvme=$(cd "$nvme" && pwd)
+[ -z "$wheels" ] || wheels=$(cd "$wheels" && pwd) || exit 2
+case "$python" in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac
 began=$SECONDS
 failed=0
 part() {  # part NAME LIMIT COMMAND...: runs it, says how it went
@@ -40,22 +43,21 @@ part() {  # part NAME LIMIT COMMAND...: runs it, says how it went
 }
 : >"$out/summary.txt"
 
-# The machine's own torch is used as it is; what is missing beside it comes from the wheels.
-venv=$out/venv
+# The machine's own Python and torch are used as they are; what is missing beside them goes into a folder of this run.
+export PYTHONPATH=$PWD:$out/site${PYTHONPATH:+:$PYTHONPATH}
+if [ -n "$wheels" ]; then
+  part wheels 90 bash -c '
+    for each in setuptools pybind11 numpy pydantic rich safetensors pytest pytest-timeout:pytest_timeout hypothesis; do
+      "$0" -c "import ${each#*:}" 2>/dev/null && continue
+      "$0" -m pip install --quiet --no-index --find-links "$1" --target "$2" "${each%:*}" || echo "no wheel of ${each%:*}"
+    done
+    exec "$0" -c "import torch, pybind11, pydantic, rich, safetensors, pytest"' "$python" "$wheels" "$out/site"
+fi
 if "$python" -c "import infinity._aio, infinity._optim" 2>/dev/null; then
   echo "gpu_run: infinity is built for $python already" | tee -a "$out/summary.txt"
 else
-  [ -x "$venv/bin/python" ] || part venv 60 "$python" -m venv --system-site-packages "$venv"
-  python=$venv/bin/python
-  if [ -n "$wheels" ]; then
-    # One by one: what the machine has stays, and one that is missing doesn't keep the others out.
-    part wheels 90 bash -c 'for wheel in setuptools pybind11 numpy pydantic rich safetensors pytest pytest-timeout hypothesis; do
-      "$0" -m pip install --quiet --no-index --find-links "$1" "$wheel" || echo "no wheel of $wheel"
-    done; exec "$0" -c "import torch, pybind11, pydantic, rich, safetensors, pytest"' "$python" "$wheels"
-  fi
   part build 240 "$python" setup.py build_ext --inplace || { echo "gpu_run: without the build nothing else can run"; exit 1; }
 fi
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null || rehearse=1
 if [ -n "$rehearse" ]; then
   echo "gpu_run: rehearsed on the CPU: what follows says nothing about a GPU" | tee -a "$out/summary.txt"

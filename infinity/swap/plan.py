@@ -34,7 +34,7 @@ class Placing:
     hold_state: bool
     gradient_dtype: torch.dtype
     gradient_bytes_max: int | None
-    activation_bytes: int
+    activation_bytes: int = 0
 
     @property
     def what_is_stored(self) -> str:
