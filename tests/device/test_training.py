@@ -169,6 +169,9 @@ BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a hazard in what is collected at the end
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("bug", BUGS)
 def test_what_is_left_out_is_found(bug: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
