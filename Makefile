@@ -42,7 +42,8 @@ test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 		--no-loadscope-reorder $(ARGS)
 
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
-	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) $(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
+	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) INFINITY_FLIPS=$(or $(FLIPS),200) \
+		$(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
 
 test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own on top of .venv
 	tools/test_integration.sh $(@:test-%=%) $(ARGS)

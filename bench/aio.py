@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 from results import machine, save
 
-from infinity.aio import IoEngine, PinnedPool, Priority, Request, probe
+from infinity.aio import IoEngine, IoSettings, PinnedPool, Priority, Request, probe
 from infinity.cli.sweep.fio import Fio, find_fio, version_of
 from infinity.store import Arena, RunFolder
-from infinity.store.measure import DriveTest, Settings, Trial, Workload
+from infinity.store.measure import DriveTest, Trial, Workload
 from infinity.units import GIB, KIB, MIB, format_bytes, parse_bytes
 
 BLOCKS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)
@@ -45,7 +45,7 @@ FINALISTS = 3
 SMALL = (4 * KIB, 16 * KIB, 64 * KIB)
 SMALL_DEPTH = 64
 
-Run = Callable[[Workload, Settings, float], Trial]
+Run = Callable[[Workload, IoSettings, float], Trial]
 
 
 class DeepSpeed:
@@ -62,7 +62,7 @@ class DeepSpeed:
             text=True,
         )
 
-    def run(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         assert self._process.stdin and self._process.stdout
         order = {
             "workload": workload.value,
@@ -83,16 +83,16 @@ class DeepSpeed:
         self._process.wait()
 
 
-def candidates(name: str, blocks: Iterable[int], depths: Iterable[int], threads: Iterable[int]) -> list[Settings]:
-    found = [Settings(name, *three) for three in itertools.product(blocks, depths, threads)]
+def candidates(name: str, blocks: Iterable[int], depths: Iterable[int], threads: Iterable[int]) -> list[IoSettings]:
+    found = [IoSettings(name, *three) for three in itertools.product(blocks, depths, threads)]
     return [each for each in found if each.in_flight_bytes <= IN_FLIGHT_BYTES_MAX]
 
 
 def find_finalists(
-    runs: dict[str, Run], grids: dict[str, list[Settings]], seconds: float
-) -> dict[Workload, list[Settings]]:
+    runs: dict[str, Run], grids: dict[str, list[IoSettings]], seconds: float
+) -> dict[Workload, list[IoSettings]]:
     """The best few settings of each competitor for each workload, after two short looks at each."""
-    finalists: dict[Workload, list[Settings]] = {}
+    finalists: dict[Workload, list[IoSettings]] = {}
     for workload in Workload:
         finalists[workload] = []
         for name, grid in grids.items():
@@ -103,10 +103,10 @@ def find_finalists(
 
 
 def play_rounds(
-    runs: dict[str, Run], finalists: dict[Workload, list[Settings]], rounds: int, seconds: float
+    runs: dict[str, Run], finalists: dict[Workload, list[IoSettings]], rounds: int, seconds: float
 ) -> dict[Workload, dict[str, Any]]:
     """The best of each competitor: of the settings whose median is within 1 % of its highest, those that take least CPU."""
-    trials: dict[tuple[Workload, Settings], list[Trial]] = defaultdict(list)
+    trials: dict[tuple[Workload, IoSettings], list[Trial]] = defaultdict(list)
     for number in range(rounds):
         for workload, contenders in finalists.items():
             for settings in random.sample(contenders, len(contenders)):
@@ -128,7 +128,7 @@ def measure_cpu(runs: dict[str, Run], best: dict[Workload, dict[str, Any]], roun
     for workload, by_name in best.items():
         totals = {name: [0.0, 0.0] for name in by_name}
         for _, (name, one) in itertools.product(range(rounds), by_name.items()):
-            settings = Settings(name, one["block_bytes"], one["queue_depth"], one["threads"])
+            settings = IoSettings(name, one["block_bytes"], one["queue_depth"], one["threads"])
             trial = runs[name](workload, settings, seconds)
             totals[name][0] += trial.cpu_seconds
             totals[name][1] += trial.nbytes / GIB
@@ -137,7 +137,7 @@ def measure_cpu(runs: dict[str, Run], best: dict[Workload, dict[str, Any]], roun
         print(f"  CPU of {workload.value}", file=sys.stderr)
 
 
-def summary(settings: Settings, found: list[Trial]) -> dict[str, Any]:
+def summary(settings: IoSettings, found: list[Trial]) -> dict[str, Any]:
     return {
         "gib_per_s": round(statistics.median(trial.bytes_per_s for trial in found) / GIB, 3),
         "min": round(min(trial.bytes_per_s for trial in found) / GIB, 3),

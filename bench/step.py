@@ -2,6 +2,7 @@
 
     python bench/step.py --params 40M --rounds 5 --nvme-path /local_nvme
     python bench/step.py --params 200M --ways memory,forward,backward,step,step-full --deepspeed-python ../ds/bin/python
+    python bench/step.py --params 200M --ways memory,backward,backward-cached --host-cache 2GiB
 
 Every round steps the same model each way, one after the other, and measures the drive in between. Prints a table and, last, one
 JSON line; with --save the line is appended to bench/results/step.jsonl.
@@ -30,7 +31,17 @@ import infinity  # noqa: E402
 from infinity.schedule.floor import step_floor_seconds  # noqa: E402
 from infinity.units import GIB, MIB, parse_count  # noqa: E402
 
-WAYS = ("memory", "backward", "forward", "step", "backward-full", "forward-full", "step-full")
+UPDATES = ("backward", "forward", "step")
+WAYS = (
+    "memory",
+    *(update + variant for update in UPDATES for variant in ("", "-full", "-cached", "-spilled", "-unchecked")),
+)
+"""In memory, or with the update then; with masters in full; with --host-cache; with all gradients on NVMe; without
+checksums."""
+
+
+_ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
+"""Arguments that the workers get."""
 
 
 class Worker:
@@ -38,7 +49,11 @@ class Worker:
 
     def __init__(self, way: str, order: dict[str, Any], python: str) -> None:
         self.way = way
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu"} if way == "deepspeed" else None
+        environment = dict(os.environ)
+        if order["mmap_threshold"] is not None:
+            environment["MALLOC_MMAP_THRESHOLD_"] = str(order["mmap_threshold"])
+        if way == "deepspeed":
+            environment["DS_ACCELERATOR"] = "cpu"
         self._process = subprocess.Popen(
             [python, str(HERE / "step_worker.py"), json.dumps({**order, "way": way})],
             stdin=subprocess.PIPE,
@@ -85,6 +100,12 @@ def main() -> int:
     )
     parser.add_argument("--backend", default="auto", help="auto, io_uring, linux_aio or threads")
     parser.add_argument("--pinned-bytes-max", default="auto", help='such as "256MiB" (default: %(default)s)')
+    parser.add_argument("--host-cache", default="0", help='of the "-cached" ways, such as "2GiB"')
+    parser.add_argument(
+        "--mmap-threshold",
+        type=int,
+        help="bytes; blocks of memory that large go back to the kernel when they are freed, in all ways (glibc)",
+    )
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/step.jsonl")
     args = parser.parse_args()
@@ -93,7 +114,7 @@ def main() -> int:
         parser.error(f"--ways: {unknown[0]} is none of {', '.join(WAYS)}")
 
     Path(args.nvme_path).mkdir(parents=True, exist_ok=True)
-    order = {name: getattr(args, name) for name in ("batch_size", "context", "clipping", "backend", "pinned_bytes_max")}
+    order = {name: getattr(args, name) for name in _ORDERED}
     order |= {"numel": parse_count(args.params), "nvme_path": str(Path(args.nvme_path).resolve())}
     workers: list[Worker] = []
     rows: list[dict[str, Any]] = []
@@ -117,7 +138,7 @@ def main() -> int:
     found = {worker.way: summarize(rows, worker.way) for worker in workers}
     show(found)
     line = {"bench": "step", **machine(), "params": rows[0][ways[0]]["numel"], "ways": found}
-    line |= {name: getattr(args, name) for name in ("batch_size", "context", "clipping", "rounds")}
+    line |= {name: getattr(args, name) for name in ("rounds", *_ORDERED)}
     line |= {"drive_gb_per_s": [median(row["drive"][k] / 1e9 for row in rows) for k in (0, 1)]}
     print(json.dumps(line))
     if args.save:
@@ -133,7 +154,8 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     """Medians over the rounds; every ratio is taken within its round first."""
     steps = [row[way] for row in rows]
     found: dict[str, Any] = {
-        part: median(step[part] for step in steps) for part in ("seconds", "forward", "backward", "step")
+        part: median(step[part] for step in steps)
+        for part in ("seconds", "forward", "backward", "step", "cpu_seconds", "ring_cpu_seconds")
     }
     found["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
     found["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
@@ -145,6 +167,12 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
         found["over_memory"] = median(row[way]["seconds"] / row["memory"]["seconds"] for row in rows)
     if "deepspeed" in rows[0]:
         found["deepspeed_over_this"] = median(row["deepspeed"]["seconds"] / row[way]["seconds"] for row in rows)
+    if (without := f"{way}-unchecked") in rows[0]:
+        for part in ("seconds", "cpu_seconds"):
+            found[f"{part}_over_unchecked"] = median(row[way][part] / row[without][part] for row in rows)
+        extra = [row[way]["ring_cpu_seconds"] - row[without]["ring_cpu_seconds"] for row in rows]
+        found["ring_cpu_beyond_unchecked"] = median(extra)
+        found["of_all_cpu"] = median(more / row[without]["cpu_seconds"] for more, row in zip(extra, rows, strict=True))
     if "step_bytes" not in steps[0]:
         return found
     for name in ("read_bytes", "written_bytes"):
@@ -192,6 +220,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "B read": "disk_read_bytes_per_param",
         "B written": "disk_written_bytes_per_param",
         "peak GiB": "peak_rss_gib",
+        "CPU s": "cpu_seconds",
         "DeepSpeed /": "deepspeed_over_this",
     }
     table = Table("way", *columns)

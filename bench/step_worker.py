@@ -7,6 +7,7 @@ standard input with one JSON line: what a whole step took, its writes included.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -25,7 +26,8 @@ Step = Callable[[], dict[str, Any]]
 
 
 def infinity_way(order: dict[str, Any]) -> Step:
-    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full."""
+    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
+    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no checksums."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -33,7 +35,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
 
     import infinity
 
-    update, _, full = order["way"].partition("-")
+    update, _, variant = order["way"].partition("-")
     held = update == "memory"
     device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
@@ -44,7 +46,9 @@ def infinity_way(order: dict[str, Any]) -> Step:
         "infinity": {
             "backend": order["backend"],
             "pinned_bytes_max": order["pinned_bytes_max"],
-            **({} if held else {"update": update, "master_weights": full or "split"}),
+            **({} if held else {"update": update}),
+            **_VARIANTS.get(variant, {}),
+            **({"host_cache_bytes": order["host_cache"]} if variant == "cached" else {}),
         },
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -77,6 +81,12 @@ def infinity_way(order: dict[str, Any]) -> Step:
     return step
 
 
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"master_weights": "full"},
+    "spilled": {"gradient_bytes_max": 0},
+    "unchecked": {"checksums": False},
+}
+
 _COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")
 
 
@@ -100,7 +110,12 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": order.get("sub_group_size", 100_000_000),
-            "offload_param": {**place, "buffer_count": 8, "buffer_size": max(largest, 1 << 20), "max_in_cpu": 0},
+            "offload_param": {
+                **place,
+                "buffer_count": order.get("buffer_count", 32),
+                "buffer_size": max(largest, 1 << 20),
+                "max_in_cpu": 0,
+            },
             "offload_optimizer": {**place, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
         },
         "aio": {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
@@ -146,6 +161,22 @@ def disk_bytes() -> tuple[int, int]:
     return int(found["read_bytes"]), int(found["write_bytes"])
 
 
+def cpu_seconds() -> float:
+    """Of this process so far, in user code and in the kernel, all threads together."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def ring_cpu_seconds() -> float:
+    """Of the I/O engine's ring threads alone, which submit transfers and compute checksums."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            if (task / "comm").read_text().startswith("inf-ring"):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
@@ -153,9 +184,10 @@ def main() -> None:
     step = (deepspeed_way if order["way"].startswith("deepspeed") else infinity_way)(order)
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        before = disk_bytes()
+        before, cpu_before, rings_before = disk_bytes(), cpu_seconds(), ring_cpu_seconds()
         found = step()
         after = disk_bytes()
+        found |= {"cpu_seconds": cpu_seconds() - cpu_before, "ring_cpu_seconds": ring_cpu_seconds() - rings_before}
         found |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
         found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(found), file=answers, flush=True)

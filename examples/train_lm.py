@@ -4,6 +4,7 @@ python examples/train_lm.py                          40 M parameters on the sour
 python examples/train_lm.py --params 1B --steps 3    a larger one, in the same amount of pinned memory
 python examples/train_lm.py --in-memory              the same training without offload: the oracle
 torchrun --nproc-per-node 2 examples/train_lm.py     sharded over two ranks
+python examples/train_lm.py --durability step --resume      goes on where it was killed, as if it never had been
 """
 
 from __future__ import annotations
@@ -89,7 +90,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--seed", type=int, default=0, help="of first values, batches and samples (default: %(default)s)"
     )
     parser.add_argument("--save", type=some_path, metavar="DIR", help="write a checkpoint there at the end")
-    parser.add_argument("--resume", type=some_path, metavar="DIR", help="go on from the latest checkpoint there")
+    parser.add_argument(
+        "--durability",
+        choices=("none", "step"),
+        help="whether every step stays on the drive when the process ends (default: the config's, or none)",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=True,
+        type=some_path,
+        metavar="DIR",
+        help="go on from the latest checkpoint there; without DIR from the last step of a run with --durability step, from "
+        "the first where there is none",
+    )
     parser.add_argument("--no-sample", action="store_true", help="don't sample text at the end")
     parser.add_argument("--json", type=some_path, metavar="FILE", help="write every step and the summary there")
     parser.add_argument(
@@ -159,9 +173,11 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
             place["device"] = "none"
         elif place.get("device") == "nvme" and (args.nvme_path or place.get("nvme_path") in (None, "auto")):
             place["nvme_path"] = str(args.nvme_path or HERE.parent / ".nvme")
-    if args.pinned_bytes_max is not None:
-        config.setdefault("infinity", {})
-        block_of(config, "infinity")["pinned_bytes_max"] = args.pinned_bytes_max
+    own = {"pinned_bytes_max": args.pinned_bytes_max, "durability": args.durability}
+    for key, value in own.items():
+        if value is not None:
+            config.setdefault("infinity", {})
+            block_of(config, "infinity")[key] = value
     checked: dict[str, Any] = config
     return checked
 
@@ -463,9 +479,9 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     with infinity.init_empty():
         model = GPT(shape)
-    engine, _, _, _ = infinity.initialize(model=model, config=config)
+    engine, _, _, _ = infinity.initialize(model=model, config=config, resume=args.resume is True)
     with engine:
-        if args.resume:
+        if args.resume and args.resume is not True:
             engine.load_checkpoint(args.resume)
             console.print(f"resumed at step {engine.global_steps}")
         rates = measure_drive(path, console) if path is not None else None
@@ -473,7 +489,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         engine.restart_clock()
         records = train(engine, text, args, console)
         if not records:
-            raise infinity.ConfigError(f"the checkpoint is at step {engine.global_steps} already: ask for more --steps")
+            raise infinity.ConfigError(f"it is at step {engine.global_steps} already: ask for more --steps")
         facts: dict[str, Any] = {
             "held_out_loss_first": first,
             "held_out_loss_last": held_out_loss(engine, held_out, args),

@@ -1,5 +1,5 @@
-"""The tree tests itself: imports go downward only, no module is dead, the commands exist, and what is in the repository
-is text that names no machine.
+"""The tree tests itself: imports go downward only and never in a circle, no module is dead, the commands exist, and what is
+in the repository is text that names no machine.
 
 The floors are those of the house in docs/architecture.md. Source is read, never imported, so this needs no extension.
 """
@@ -169,6 +169,34 @@ def floor_violations(tree: Tree) -> list[str]:
     return found
 
 
+def circles(tree: Tree) -> list[str]:
+    """Modules that import each other, straight or through others: one line for each such knot, at its first arrow."""
+    arrows = {
+        name: {module: line for target, line in reversed(imports) if (module := tree.module_of(target)) in tree.files}
+        for name, imports in tree.imports.items()
+    }
+    found = []
+    told: set[str] = set()
+    for name in tree.files:
+        knot = {other for other in ends(arrows, name) if other != name and name in ends(arrows, other)}
+        if knot - told:
+            told |= {name, *knot}
+            line = min(arrows[name][other] for other in knot if other in arrows[name])
+            found.append(f"{tree.where(name, line)}: {name} imports what imports it: {', '.join(sorted(knot))}")
+    return found
+
+
+def ends(arrows: dict[str, dict[str, int]], start: str) -> set[str]:
+    """The modules to which arrows lead from `start`, however many."""
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for module in arrows[waiting.pop()].keys() - seen:
+            seen.add(module)
+            waiting.append(module)
+    return seen
+
+
 def schedule_violations(tree: Tree) -> list[str]:
     found = []
     schedule = {name for name in tree.files if part_of(name) == "schedule"}
@@ -249,6 +277,10 @@ def test_imports_go_downward_only() -> None:
     assert floor_violations(Tree(ROOT)) == []
 
 
+def test_no_modules_import_each_other() -> None:
+    assert circles(Tree(ROOT)) == []
+
+
 def test_schedule_is_integers_only() -> None:
     assert schedule_violations(Tree(ROOT)) == []
 
@@ -311,6 +343,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 def test_checkers_pass_a_sound_tree(sound_tree: Path) -> None:
     tree = Tree(sound_tree)
     assert floor_violations(tree) == []
+    assert circles(tree) == []
     assert schedule_violations(tree) == []
     assert dead_modules(tree) == []
     assert commands(sound_tree) == {"infinity-bench": "infinity.cli.bench:main"}
@@ -333,6 +366,25 @@ def test_checker_catches_an_import_that_goes_up(sound_tree: Path, name: str, tex
     write(sound_tree, {name: text + "\n"})
     (violation,) = floor_violations(Tree(sound_tree))
     assert violation.startswith(f"{name}:")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from infinity.store import arena",
+        "from .arena import Arena",
+        "def late():\n    from infinity.store.arena import Arena",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from infinity.store.arena import Arena",
+        "LAZY = {'Arena': '.arena'}",
+    ],
+)
+def test_checker_catches_modules_that_import_each_other(sound_tree: Path, text: str) -> None:
+    chain = {"files.py": text + "\n", "arena.py": "from . import layout\n", "layout.py": ""}
+    write(sound_tree, {f"infinity/store/{name}": module for name, module in chain.items()})
+    assert circles(Tree(sound_tree)) == []
+    write(sound_tree, {"infinity/store/layout.py": "from . import files\n"})
+    (circle,) = circles(Tree(sound_tree))
+    assert circle.endswith("infinity.store.arena imports what imports it: infinity.store.files, infinity.store.layout")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 #include "file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <cerrno>
 #include <stdexcept>
 
+#include "checksums.h"
 #include "error.h"
 #include "volume.h"
 
@@ -55,10 +57,31 @@ int reserve_blocks(int fd, int64_t bytes) {
   return status == 0 ? 0 : errno;
 }
 
+// Closes `fd` where that fails.
+void lock_alone(int fd, const std::string& path) {
+  struct stat status{};
+  int error_number = 0;
+  if (fstat(fd, &status) != 0 || flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    error_number = errno;
+  } else if (!S_ISREG(status.st_mode)) {
+    error_number = EINVAL;
+  }
+  if (error_number == 0) return;
+  ::close(fd);
+  fail("lock", path, error_number);
+}
+
 }  // namespace
 
-Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment)
-    : fd_(fd), id_(next_id()), path_(std::move(path)), direct_(direct), drive_(drive), alignment_(alignment) {}
+Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment,
+                       std::unique_ptr<Checksums> checksums)
+    : fd_(fd),
+      id_(next_id()),
+      path_(std::move(path)),
+      direct_(direct),
+      drive_(drive),
+      alignment_(alignment),
+      checksums_(std::move(checksums)) {}
 
 Descriptor::~Descriptor() {
   if (!guard_.in_child()) {
@@ -67,23 +90,30 @@ Descriptor::~Descriptor() {
   ::close(fd_);
 }
 
+int64_t Descriptor::alignment() const noexcept {
+  if (checksums_ != nullptr) return kPageBytes;
+  return direct_ ? alignment_ : 1;
+}
+
 void Descriptor::on_close(std::function<void()> body) const {
   std::lock_guard<std::mutex> lock(mutex_);
   closers_.push_back(std::move(body));
 }
 
-File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive, false, false}) {}
+File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive}) {}
 
 File::File(const std::string& path, const FileOptions& options) : path_(path) {
   if (options.drive < 0) {
     throw std::invalid_argument("drive must not be negative, got " + std::to_string(options.drive));
   }
-  int flags = (options.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC | (options.create ? O_CREAT | O_EXCL : 0);
+  int flags = (options.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC | (options.create ? O_CREAT | O_EXCL : 0) |
+              (options.exclusive ? O_NOFOLLOW | O_NONBLOCK : 0);
   int fd;
   do {
     fd = ::open(path.c_str(), flags, 0600);
   } while (fd < 0 && errno == EINTR);
   if (fd < 0) fail("open", path, errno);
+  if (options.exclusive) lock_alone(fd, path);
   // Asked for after opening: open(O_CREAT | O_DIRECT) may leave a new file behind when it is refused.
   direct_ = fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT) == 0;
   if (!direct_) {
@@ -91,7 +121,8 @@ File::File(const std::string& path, const FileOptions& options) : path_(path) {
                      "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
   }
   int64_t alignment = direct_ && options.fine_alignment ? finest_alignment(fd) : kPageBytes;
-  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment);
+  auto checksums = options.checksums ? std::make_unique<Checksums>(/*zeros=*/options.create) : nullptr;
+  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums));
   volume_ = std::make_shared<const Volume>(descriptor_);
 }
 

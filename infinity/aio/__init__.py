@@ -3,6 +3,7 @@
 from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, probe
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request
 from infinity.aio.pool import Lease, PinnedPool
+from infinity.aio.settings import IoSettings
 
 __all__ = [
     "DriveLimit",
@@ -10,6 +11,7 @@ __all__ = [
     "FaultPlan",
     "File",
     "IoEngine",
+    "IoSettings",
     "Lease",
     "PinnedPool",
     "PinnedSlab",

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from infinity import _aio
 from infinity._aio import File, Priority, StripedFile, Transfer
 from infinity.aio.pool import Lease, PinnedPool
+from infinity.aio.settings import IoSettings
 
 
 @dataclass(frozen=True)
@@ -104,17 +106,13 @@ class IoEngine:
 
     Args:
         pool: the only memory this engine moves bytes through; registered with the kernel where it permits.
-        backend: "auto", "io_uring", "linux_aio" or "threads".
-        queue_depth: submissions in flight per ring.
-        block_bytes: bytes per submission.
-        rings: ring threads per drive.
+        io: how it drives storage.
         drives: how many drives its files lie on; each has rings of its own.
-        mix: how reads and writes that wait for one drive share it: "interleaved", or "bursts" of one, then the other.
-        iopoll, sqpoll: io_uring polls for completions (the drive needs poll queues), for submissions (burns a core).
         limits: one per drive, to make drives slower than they are; empty for none.
         faults: makes them fail; None for none.
         silence_seconds_max: a drive that leaves blocks unanswered for so long is given up: what waits for it fails, and
             nothing can be started any more. 0 waits for ever.
+        io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
     Raises IoError where a backend asked for by name is not available (with the reason), ValueError on bad numbers.
     """
@@ -122,30 +120,19 @@ class IoEngine:
     def __init__(
         self,
         pool: PinnedPool,
+        io: IoSettings | None = None,
         *,
-        backend: str = "auto",
-        queue_depth: int = 32,
-        block_bytes: int = 1 << 20,
-        rings: int = 1,
         drives: int = 1,
-        mix: str = "interleaved",
-        iopoll: bool = False,
-        sqpoll: bool = False,
         limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
         silence_seconds_max: float = 300.0,
+        **io_options: Any,
     ) -> None:
         self._pool = pool
         self._core = _aio.Engine(
-            backend=backend,
-            queue_depth=queue_depth,
-            block_bytes=block_bytes,
-            rings=rings,
+            **asdict(replace(io or IoSettings(), **io_options)),
             slab=pool.slab,
             drives=drives,
-            mix=mix,
-            iopoll=iopoll,
-            sqpoll=sqpoll,
             limits=[(limit.bytes_per_s, limit.latency_seconds) for limit in limits],
             faults=asdict(faults) if faults is not None else None,
             silence_seconds_max=silence_seconds_max,
@@ -192,12 +179,22 @@ class IoEngine:
         """When each transfer that ended since the last call was queued, submitted and done, by drive; see `_aio.Engine`."""
         return self._core.take_timings()
 
-    def open(self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0) -> File:
+    def open(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        drive: int = 0,
+        exclusive: bool = False,
+        checksums: bool = False,
+    ) -> File:
         """Open `path`, which lies on drive number `drive`, for direct I/O.
 
-        Buffered where the file system refuses direct I/O; `File.notes` then says so.
+        Buffered where the file system refuses direct I/O; `File.notes` then says so. `exclusive`: locked (flock) until the last
+        transfer on it has ended, and never what a link names; raises IoError (EAGAIN) where somebody has the lock.
+        `checksums`: sum every page that is written, and fail reads that find another with IntegrityError; see `File`.
         """
-        return File(os.fspath(path), create=create, drive=drive)
+        return File(os.fspath(path), create=create, drive=drive, exclusive=exclusive, checksums=checksums)
 
     def start(self, requests: Sequence[Request]) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+from infinity.errors import ConfigError
 from infinity.schedule.scheme import MasterWeights, Scheme, Update, choose_update
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -88,6 +89,11 @@ def add_scheme(parser: argparse._ActionsContainer) -> None:
 
 
 def scheme_from(asked: argparse.Namespace, *, accumulation: int = 1) -> Scheme:
-    """What `add_scheme` asked for. Raises ConfigError for an update that would not be exact."""
+    """What `add_scheme` asked for. Raises ConfigError, naming the arguments, for an update that would not be exact."""
+    if asked.update == "backward" and not asked.no_clipping:
+        raise ConfigError(
+            "--update backward does not go with clipping: a gradient would be applied before all are known; add "
+            "--no-clipping, or use --update forward, which moves as few bytes"
+        )
     update = choose_update(asked.update, clipping=not asked.no_clipping, accumulation=accumulation, loss_scaling=False)
     return Scheme(asked.master_weights, update)

@@ -59,6 +59,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         help="of it, what keeps copies and optimizer state from step to step (default: 0)",
     )
+    parser.add_argument(
+        "--gradient-memory",
+        type=checked_value(parse_bytes, at_least=0),
+        metavar="BYTES",
+        help="host memory in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
+    )
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
     parser.add_argument(
         "--trace",
@@ -105,7 +111,14 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
     asked.nvme_path.mkdir(parents=True, exist_ok=True)
     machine, model = _machine(asked, shape)
     scheme, clipping = scheme_from(asked), not asked.no_clipping
-    work = Work(model, samples=asked.batch_size, checkpointing=False, clipping=clipping, scheme=scheme)
+    work = Work(
+        model,
+        samples=asked.batch_size,
+        checkpointing=False,
+        clipping=clipping,
+        scheme=scheme,
+        gradient_bytes_max=asked.gradient_memory,
+    )
     with _engine(asked, shape) as engine:
         _tell(asked, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
         steps = []
@@ -203,6 +216,7 @@ def _engine(asked: argparse.Namespace, shape: synthetic.Shape) -> Iterator[infin
             "host_cache_bytes": asked.cache,
             "master_weights": asked.master_weights,
             "update": asked.update,
+            "gradient_bytes_max": "auto" if asked.gradient_memory is None else asked.gradient_memory,
         },
     }
     torch.manual_seed(0)

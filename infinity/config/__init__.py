@@ -3,8 +3,9 @@
 What each key means, which values it may take and how "auto" is filled. Runs once, at start, on the caller's thread; touches
 nothing but the config file. `python -m infinity.config` prints the reference (docs/config.md).
 
-From the bottom: `words` and `rules` (what a value may be) ← `blocks`, `optimizers` (the models) ← `contradictions` ← `whole`
-(the top level) ← `known` (every key by its path), `check` (values to a config) ← `read`, `resolve`, `reference`.
+From the bottom: `words` and `rules` (what a value may be) ← `blocks`, `optimizers` (the models) ← `top_level` (the keys of all
+of it) ← `known` (every key by its path), `check` (values to a config) ← `contradictions`, `resolve` ← `whole` (all of these) ←
+`read`, `reference`.
 """
 
 from infinity.config.blocks import (
@@ -31,7 +32,8 @@ from infinity.config.optimizers import (
 from infinity.config.read import load_config
 from infinity.config.reference import render_reference
 from infinity.config.rules import WarmupType
-from infinity.config.whole import Batch, Config, solve_batch
+from infinity.config.top_level import Batch, solve_batch
+from infinity.config.whole import Config
 
 __all__ = [
     "ActivationCheckpointingConfig",

@@ -15,6 +15,7 @@ from infinity.config.rules import (
     CACHE_BYTES,
     CLASS_NAMES,
     DEPTH,
+    RUN_NAME,
     SIZE_OR_ALL,
     STAGE,
     Amount,
@@ -23,6 +24,7 @@ from infinity.config.rules import (
     Backend,
     Count,
     Device,
+    Durability,
     Flag,
     MasterWeights,
     Mix,
@@ -380,6 +382,13 @@ class InfinityConfig(Block):
         "step, those that spare the most transfers; they take no space on the drive. Counted in "
         "`pinned_bytes_max`; no more is taken than there is to keep.",
     )
+    gradient_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
+        default="auto",
+        description="Host memory, in bytes, in which the reduced gradients of this process wait for their update; "
+        "those of the last groups that don't fit wait on NVMe. auto keeps all in host memory. Without a meaning "
+        "where the update is in backward, which keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits "
+        "hold all of one: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
+    )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
         default="auto",
         description="Class names of the modules that become groups, one `fully_shard` call each. auto is the "
@@ -406,6 +415,11 @@ class InfinityConfig(Block):
         default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
     )
     lock_memory: Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
+    checksums: Flag = Field(
+        default=True,
+        description="Whether a CRC-32C of every 4 KiB written to NVMe is kept in memory and verified when it is "
+        "read, so that training stops before it uses what a drive has lost or changed.",
+    )
     checkpoint_keep: Count = Field(
         default=0,
         description="How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all.",
@@ -422,6 +436,15 @@ class InfinityConfig(Block):
         "gathered, or in backward as soon as its gradient is there, which clipping and accumulation exclude. The "
         "numbers are the same.",
     )
+    durability: Annotated[Durability, choice(Durability)] = Field(
+        default="none",
+        description="What stays on the drives when the process ends: none, nothing, or step, every finished step, from which "
+        "`initialize(resume=True)` goes on bit for bit. It takes twice the space there, and all state on them.",
+    )
+    run_name: Annotated[str, RUN_NAME] = Field(
+        default="run",
+        description="Of the folder infinity-durable-NAME under each nvme_path in which a durable run keeps its files.",
+    )
     reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
         default="fp32", description="Element type in which gradients are reduced over the ranks."
     )
@@ -429,5 +452,6 @@ class InfinityConfig(Block):
     units: ClassVar[Mapping[str, str]] = {
         "pinned_bytes_max": "bytes",
         "host_cache_bytes": "bytes",
+        "gradient_bytes_max": "bytes",
         "rings": "threads",
     }

@@ -1,29 +1,32 @@
-"""Floor 0. From values to a Config, or to an error that tells all that is wrong with them."""
+"""Floor 0. From values to a config, or to an error that tells all that is wrong with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
-from infinity.config.whole import Config
+from infinity.config.top_level import TopLevel
 from infinity.config.words import config_error, shown
+
+SomeConfig = TypeVar("SomeConfig", bound=TopLevel)
 
 
 def validated(
+    model: type[SomeConfig],
     values: dict[str, Any],
     origin: str,
     *,
     auto: Sequence[str] = (),
     written: Mapping[str, str] | None = None,
     problems: Sequence[str] = (),
-) -> Config:
-    """The Config of `values`, or a ConfigError with `problems` and all that is wrong with them."""
+) -> SomeConfig:
+    """The `model` of `values`, or a ConfigError with `problems` and all that is wrong with them."""
     lines = list(problems)
     try:
-        config = Config.model_validate(values, context={"auto": frozenset(auto)})
+        config = model.model_validate(values, context={"auto": frozenset(auto)})
     except ValidationError as error:
         lines += _explain(error, written or {})
         raise config_error(origin, lines) from None

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from infinity.config.optimizers import OneCycleConfig, SchedulerConfig, SGDConfig
-
-if TYPE_CHECKING:
-    from infinity.config.whole import Config
+from infinity.config.top_level import TopLevel
 
 
-def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
+def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]:
     """Error lines for values that are fine alone and can't work together; what is still "auto" is given the benefit."""
     zero = config.zero_optimization
     for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
@@ -34,11 +31,13 @@ def find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
         yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
     if isinstance(config.optimizer, SGDConfig):
         yield from _find_sgd_contradictions(config, config.optimizer)
+    if config.infinity.durability == "step":
+        yield from _find_durability_contradictions(config)
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 
 
-def _find_sgd_contradictions(config: Config, optimizer: SGDConfig) -> Iterator[str]:
+def _find_sgd_contradictions(config: TopLevel, optimizer: SGDConfig) -> Iterator[str]:
     if config.nvme_paths:
         yield (
             'optimizer.type: got "SGD" together with NVMe, expected AdamW or Adam: what is paged is stepped piece by piece by '
@@ -46,6 +45,24 @@ def _find_sgd_contradictions(config: Config, optimizer: SGDConfig) -> Iterator[s
         )
     if optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
         yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
+
+
+def _find_durability_contradictions(config: TopLevel) -> Iterator[str]:
+    """What stays in host memory from step to step has no place on the drive that could be committed."""
+    path = "infinity.durability"
+    offload = config.zero_optimization.offload_optimizer
+    if offload.device != "nvme":
+        yield (
+            f'{path}: got "step" while masters and optimizer state are not on NVMe; set '
+            "zero_optimization.offload_optimizer.device to nvme, or save checkpoints instead"
+        )
+    if config.infinity.host_cache_bytes > 0:
+        yield f'{path}: got "step" with infinity.host_cache_bytes, which keeps state in host memory; set it to 0'
+    if offload.device == "nvme" and offload.ratio < 1:
+        yield (
+            f'{path}: got "step" with zero_optimization.offload_optimizer.ratio {offload.ratio:g}, which keeps the rest in '
+            "host memory; set it to 1"
+        )
 
 
 def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:

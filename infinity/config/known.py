@@ -19,7 +19,7 @@ from infinity.config.blocks import (
     ZeroConfig,
 )
 from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
-from infinity.config.whole import Config
+from infinity.config.top_level import TopLevel
 from infinity.config.words import join
 
 _OTHER_NAMES = {"max_grad_norm": "gradient_clipping", "learning_rate": "lr", "max_lr": "warmup_max_lr"}
@@ -56,7 +56,7 @@ def known_paths() -> tuple[str, ...]:
         typed = where in ("optimizer.params", "scheduler.params")
         fields += [join(where, name) for name in model.model_fields if not (typed and name == "type")]
         others += [join(where, name) for name in (*sorted(model.ignored_keys), *model.old_names, *model.fixed_keys)]
-    others += sorted(Config.feature_keys)
+    others += sorted(TopLevel.feature_keys)
     return tuple(dict.fromkeys((*fields, *others)))
 
 
@@ -75,7 +75,7 @@ NESTED: dict[str, type[Block]] = {
 
 def all_blocks() -> Iterator[tuple[str, type[Block]]]:
     """Every block with the dotted path of its keys in the source."""
-    yield "", Config
+    yield "", TopLevel
     yield from NESTED.items()
     yield "optimizer.params", AdamConfig
     yield "optimizer.params", SGDConfig

@@ -97,18 +97,27 @@ class SchedulerBlock(Block):
     ignored_keys = names_of("last_batch_iteration")
 
 
+# What several schedules take alike.
+WarmupRates = Annotated[
+    Rates, Field(description='Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.')
+]
+WarmupSteps = Annotated[Count, Field(description="Optimizer steps of the warmup; fewer than 2 count as 2.")]
+WarmupShape = Annotated[
+    WarmupType,
+    choice(WarmupType),
+    Field(description="Shape of the warmup: logarithmic or linear in the step."),
+]
+TotalSteps = Annotated[Positive | None, Field(description="Optimizer steps of the whole training; required.")]
+
+
 class WarmupLRConfig(SchedulerBlock):
     """From `warmup_min_lr` up to `warmup_max_lr`, then constant."""
 
     type: Literal["WarmupLR"] = Field(default="WarmupLR", description="Names this schedule.")
     warmup_min_lr: Rates = Field(default=0.0, description="Learning rate at the start.")
-    warmup_max_lr: Rates = Field(
-        default=1e-3, description='Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.'
-    )
-    warmup_num_steps: Count = Field(default=1000, description="Optimizer steps of the warmup; fewer than 2 count as 2.")
-    warmup_type: Annotated[WarmupType, choice(WarmupType)] = Field(
-        default="log", description="Shape of the warmup: logarithmic or linear in the step."
-    )
+    warmup_max_lr: WarmupRates = 1e-3
+    warmup_num_steps: WarmupSteps = 1000
+    warmup_type: WarmupShape = "log"
 
     units: ClassVar[Mapping[str, str]] = {
         "warmup_num_steps": "steps",
@@ -122,17 +131,11 @@ class WarmupDecayLRConfig(SchedulerBlock):
     """As WarmupLR, then linearly down to `warmup_min_lr` at `total_num_steps`."""
 
     type: Literal["WarmupDecayLR"] = Field(default="WarmupDecayLR", description="Names this schedule.")
-    total_num_steps: Positive | None = Field(
-        default=None, description="Optimizer steps of the whole training; required."
-    )
+    total_num_steps: TotalSteps = None
     warmup_min_lr: Rates = Field(default=0.0, description="Learning rate at the start and at the end.")
-    warmup_max_lr: Rates = Field(
-        default=1e-3, description='Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.'
-    )
-    warmup_num_steps: Count = Field(default=1000, description="Optimizer steps of the warmup; fewer than 2 count as 2.")
-    warmup_type: Annotated[WarmupType, choice(WarmupType)] = Field(
-        default="log", description="Shape of the warmup: logarithmic or linear in the step."
-    )
+    warmup_max_lr: WarmupRates = 1e-3
+    warmup_num_steps: WarmupSteps = 1000
+    warmup_type: WarmupShape = "log"
 
     required_keys = ("total_num_steps",)
 
@@ -149,17 +152,13 @@ class WarmupCosineLRConfig(SchedulerBlock):
     """A share of the optimizer's `lr`: from `warmup_min_ratio` up to 1, then along half a cosine to `cos_min_ratio`."""
 
     type: Literal["WarmupCosineLR"] = Field(default="WarmupCosineLR", description="Names this schedule.")
-    total_num_steps: Positive | None = Field(
-        default=None, description="Optimizer steps of the whole training; required."
-    )
+    total_num_steps: TotalSteps = None
     warmup_min_ratio: Amount = Field(
         default=0.0, description="Share of the optimizer's `lr` at the start of the warmup."
     )
-    warmup_num_steps: Count = Field(default=1000, description="Optimizer steps of the warmup; fewer than 2 count as 2.")
+    warmup_num_steps: WarmupSteps = 1000
     cos_min_ratio: Amount = Field(default=1e-4, description="Share of the optimizer's `lr` at the end.")
-    warmup_type: Annotated[WarmupType, choice(WarmupType)] = Field(
-        default="log", description="Shape of the warmup: logarithmic or linear in the step."
-    )
+    warmup_type: WarmupShape = "log"
 
     required_keys = ("total_num_steps",)
 

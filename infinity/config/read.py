@@ -105,7 +105,7 @@ def _find_repeated(value: Any, where: str = "") -> Iterator[str]:
 def _read_config(source: Mapping[str, Any], origin: str) -> Config:
     reader = _Reader()
     values = reader.read_block(source, Config)
-    config = validated(values, origin, auto=reader.auto, written=reader.written, problems=reader.problems)
+    config = validated(Config, values, origin, auto=reader.auto, written=reader.written, problems=reader.problems)
     config._ignored, config._auto = tuple(reader.ignored), tuple(reader.auto)
     return config
 

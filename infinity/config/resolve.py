@@ -7,20 +7,20 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infinity.config.check import validated
+from infinity.config.check import SomeConfig, validated
 from infinity.config.known import NESTED, known_paths
-from infinity.config.whole import Config, solve_batch
+from infinity.config.top_level import TopLevel, solve_batch
 from infinity.config.words import config_error
 from infinity.errors import ConfigError
 
 
-def resolve(source: Config, world_size: int, hidden_size: int | None, caller: Mapping[str, Any]) -> Config:
+def resolve(source: SomeConfig, world_size: int, hidden_size: int | None, caller: Mapping[str, Any]) -> SomeConfig:
     """`Config.resolve`, where its arguments are described."""
     _check_resolve_arguments(world_size, hidden_size, caller)
     values = source.model_dump(exclude_unset=True)
     _fill_autos(values, source.auto, hidden_size, caller)
     values |= _solve_from_values(values, source.auto, world_size, caller)
-    config = validated(values, "config")
+    config = validated(type(source), values, "config")
     config._ignored = source.ignored
     problems = []
     zero = config.zero_optimization
@@ -103,11 +103,11 @@ def _solve_from_values(
 ) -> dict[str, int]:
     """The solved batch sizes by name. The caller's count where fewer than two are known."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    checked = validated({name: values[name] for name in names if name in values}, "config")
+    checked = validated(TopLevel, {name: values[name] for name in names if name in values}, "config")
     sizes: list[int | None] = [getattr(checked, name) for name in names]
     for index, name in enumerate(names):
         if sizes[index] is None and name not in auto and sum(size is not None for size in sizes) < 2:
-            given = validated({name: caller[name]}, "config") if caller.get(name) is not None else None
+            given = validated(TopLevel, {name: caller[name]}, "config") if caller.get(name) is not None else None
             sizes[index] = getattr(given, name, None)
     batch = solve_batch(sizes[0], sizes[1], sizes[2], world_size=world_size)
     return dict(zip(names, batch, strict=True))

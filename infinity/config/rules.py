@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -98,6 +99,7 @@ Backend = Literal["auto", "io_uring", "linux_aio", "threads"]
 Mix = Literal["auto", "interleaved", "bursts"]
 ReduceDtype = Literal["fp32", "bf16"]
 MasterWeights = Literal["split", "full"]
+Durability = Literal["none", "step"]
 Update = Literal["auto", "step", "forward", "backward"]
 OptimizerType = Literal["AdamW", "Adam", "SGD"]
 WarmupType = Literal["log", "linear"]
@@ -136,6 +138,11 @@ INTERVAL = Rule(
 )
 BETAS = Rule(
     "two numbers in [0, 1)", _parse_numbers, lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)
+)
+RUN_NAME = Rule(
+    "a folder name of at most 64 letters, digits and ._- that begins with a letter or digit",
+    lambda name: name if isinstance(name, str) else "",
+    lambda name: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name) is not None,
 )
 CLASS_NAMES = Rule("a list of module class names", _parse_class_names, bool)
 

@@ -1,143 +1,19 @@
-"""Floor 0. The whole config: the top level of the JSON with all its blocks, and the batch sizes that follow from it."""
+"""Floor 0. The whole config: its keys, what may not stand together in them, and how they are resolved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from infinity.config.blocks import (
-    ActivationCheckpointingConfig,
-    AioConfig,
-    Bf16Config,
-    Block,
-    FlopsProfilerConfig,
-    Fp16Config,
-    InfinityConfig,
-    ZeroConfig,
-)
 from infinity.config.contradictions import find_contradictions
-from infinity.config.optimizers import OptimizerConfig, SchedulerConfig
-from infinity.config.rules import INTERVAL, Amount, Flag, Positive, names_of
-from infinity.config.words import config_error
-from infinity.errors import ConfigError
+from infinity.config.resolve import resolve
+from infinity.config.top_level import TopLevel
 
 
-class Batch(NamedTuple):
-    """A solved batch: `train` = `micro` · `accumulation` · world size, all in samples but `accumulation` (passes)."""
-
-    train: int
-    micro: int
-    accumulation: int
-
-
-class Config(Block):
+class Config(TopLevel):
     """The whole config. A block that the source leaves out holds its defaults; `optimizer` and `scheduler` are None."""
-
-    train_batch_size: Positive | None = Field(default=None, description="Samples per optimizer step over all ranks.")
-    train_micro_batch_size_per_gpu: Positive | None = Field(
-        default=None, description="Samples per forward and backward pass on one rank."
-    )
-    gradient_accumulation_steps: Positive | None = Field(
-        default=None, description="Forward and backward passes per optimizer step."
-    )
-    gradient_clipping: Amount = Field(default=0.0, description="Largest norm of the whole gradient; 0 does not clip.")
-    steps_per_print: Annotated[int, INTERVAL] = Field(
-        default=10, description="Optimizer steps between two progress lines; 0 (or Infinity) prints none."
-    )
-    wall_clock_breakdown: Flag = Field(
-        default=False,
-        description="Whether to print the milliseconds of forward, backward and step, of every micro-batch and of "
-        "every step. Waits for the device around each.",
-    )
-    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = Field(
-        default=None, description="The optimizer; the caller brings one when absent."
-    )
-    scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = Field(
-        default=None, description="The learning-rate schedule; constant, or the caller's, when absent."
-    )
-    zero_optimization: ZeroConfig = Field(
-        default=ZeroConfig(), description="What is sharded over the ranks, and where it rests."
-    )
-    aio: AioConfig = Field(default=AioConfig(), description="How transfers are cut and queued.")
-    fp16: Fp16Config = Field(default=Fp16Config(), description="Training in fp16.")
-    bf16: Bf16Config = Field(default=Bf16Config(), description="Training in bf16.")
-    activation_checkpointing: ActivationCheckpointingConfig = Field(
-        default=ActivationCheckpointingConfig(), description="What happens to saved activations."
-    )
-    flops_profiler: FlopsProfilerConfig = Field(
-        default=FlopsProfilerConfig(), description="A count of floating-point operations."
-    )
-    infinity: InfinityConfig = Field(default=InfinityConfig(), description="What only infinity knows.")
-
-    units: ClassVar[Mapping[str, str]] = {
-        "train_batch_size": "samples",
-        "train_micro_batch_size_per_gpu": "samples",
-        "gradient_accumulation_steps": "passes",
-        "gradient_clipping": "norm",
-        "steps_per_print": "steps",
-    }
-    differs: ClassVar[Mapping[str, str]] = {
-        "steps_per_print": "Printed by a logger of its own; here by the logger named infinity, at level INFO.",
-        "wall_clock_breakdown": "Prints the parts of backward too.",
-    }
-    ignored_keys = names_of(
-        """
-        aot autotuning checkpoint comet comms_logger communication_data_type compile compression_training
-        csv_monitor data_parallel_size data_types dataloader_drop_last disable_allgather dump_state eigenvalue
-        fp32_allreduce gradient_predivide_factor graph_harvesting hybrid_engine inference memory_breakdown
-        mesh_param nebula pipeline prescale_gradients seq_parallel_communication_data_type sequence_parallel_size
-        sparse_attention sparse_gradients tensor_parallel tensorboard timers use_data_before_expert_parallelism
-        use_node_local_storage vocabulary_size wandb weight_quantization zero_allow_untested_optimizer
-        zero_force_ds_cpu_optimizer
-        """
-    )
-    old_names: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
-
-    feature_keys: ClassVar[frozenset[str]] = names_of(
-        """
-        amp curriculum_learning data_efficiency elasticity progressive_layer_drop quantize_training torch_autocast
-        """
-    )
-    """Blocks that change what is computed once their `enabled` is true: refused then, ignored otherwise."""
-
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
-    _auto: tuple[str, ...] = PrivateAttr(default=())
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Dotted names of the keys in the source that exist in DeepSpeed and mean nothing here, in source order."""
-        return self._ignored
-
-    @property
-    def auto(self) -> tuple[str, ...]:
-        """Dotted names of the values that the source leaves to `resolve` by writing "auto"; empty once resolved."""
-        return self._auto
-
-    @property
-    def batch(self) -> Batch:
-        """The three batch sizes as plain integers. Raises ConfigError before `resolve` has solved them."""
-        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
-        accumulation = self.gradient_accumulation_steps
-        if train is None or micro is None or accumulation is None:
-            raise ConfigError("config: the batch sizes are not solved yet; call Config.resolve(world_size=...) first")
-        return Batch(train, micro, accumulation)
-
-    @property
-    def nvme_paths(self) -> tuple[str, ...]:
-        """Folders on the drives where parameters or optimizer state rest; empty where neither does."""
-        zero = self.zero_optimization
-        for block in (zero.offload_param, zero.offload_optimizer):
-            if block.device == "nvme" and block.nvme_path is not None:
-                return (block.nvme_path,) if isinstance(block.nvme_path, str) else block.nvme_path
-        return ()
-
-    @property
-    def io_rings(self) -> int:
-        """Ring threads to start: the larger of `infinity.rings` and `aio.intra_op_parallelism`."""
-        return max(self.infinity.rings, self.aio.intra_op_parallelism)
 
     def resolve(self, *, world_size: int, hidden_size: int | None = None, **caller: Any) -> Config:
         """A copy with the batch sizes solved and every "auto" filled.
@@ -149,8 +25,6 @@ class Config(Block):
         Raises ConfigError when the batch sizes contradict each other or the filled values break a rule, and when
         `caller` has a name that belongs to no key.
         """
-        from infinity.config.resolve import resolve
-
         return resolve(self, world_size, hidden_size, caller)
 
     @model_validator(mode="after")
@@ -159,33 +33,3 @@ class Config(Block):
         if lines := list(find_contradictions(self, auto)):
             raise PydanticCustomError("contradiction", "{lines}", {"lines": "\n".join(lines)})
         return self
-
-
-def solve_batch(train: int | None, micro: int | None, accumulation: int | None, *, world_size: int) -> Batch:
-    """The three batch sizes from those that are given: `train` = `micro` · `accumulation` · `world_size`.
-
-    Two give the third. With `train` alone one pass is accumulated; otherwise what is missing is 1.
-    Raises ConfigError, showing the product, when they can't agree.
-    """
-    given = (train, micro, accumulation)
-    if train is None:
-        micro, accumulation = micro or 1, accumulation or 1
-        return Batch(micro * accumulation * world_size, micro, accumulation)
-    if micro is None:
-        accumulation = accumulation or 1
-        micro = max(1, train // (accumulation * world_size))
-    elif accumulation is None:
-        accumulation = max(1, train // (micro * world_size))
-    product = micro * accumulation * world_size
-    if product != train:
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        derived = [name for name, value in zip(names, given[1:], strict=True) if value is None]
-        raise config_error(
-            "config",
-            [
-                f"train_batch_size: got {train}, expected {' · '.join(names)} · world size = "
-                f"{micro} · {accumulation} · {world_size} = {product}"
-                + (f" ({' and '.join(derived)} derived, rounded down)" if derived else "")
-            ],
-        )
-    return Batch(train, micro, accumulation)

@@ -8,7 +8,6 @@ name and renamed when it is whole; `DIR/latest` names it last. DCP reshards on l
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import os
@@ -31,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from infinity.errors import CheckpointError
 from infinity.runtime.materialize import named_full_tensors
+from infinity.runtime.rest import decode, encode
 from infinity.runtime.stored import Planner, Reader, Writer
 from infinity.store.files import is_own_folder, open_regular, sync, write_durably
 from infinity.store.manifest import (
@@ -75,7 +75,7 @@ def save(
     partial = _partial(root, tag)
     writer = dist.get_rank() == 0
     with together():
-        blob = _encode(rest)
+        blob = encode(rest)
         if writer:
             _make_place(root, partial)
     try:
@@ -458,19 +458,6 @@ def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.opt
             optimizer.state[parameter]["step"].copy_(torch.as_tensor(loaded))
 
 
-def _encode(rest: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        torch.save(rest, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"client_state can't be stored ({type(error).__name__}): it may hold numbers, strings, tensors, lists and dicts"
-        ) from None
-    return buffer.getvalue()
-
-
 def _own_rest(path: Path) -> Path:
     """The file of what this rank stored, or rank 0's where this rank did not exist."""
     own = path / f"rank{dist.get_rank()}.pt"
@@ -481,14 +468,14 @@ def _rest_of(path: Path) -> dict[str, Any]:
     file = _own_rest(path)
     try:
         with open_regular(file) as opened:
-            loaded: dict[str, Any] = torch.load(opened, weights_only=True, map_location="cpu")
+            loaded = decode(opened)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} has no rank0.pt, so save_checkpoint did not write it: read it with torch.distributed.checkpoint"
         ) from None
-    except Exception as error:  # whatever torch.load makes of arbitrary bytes
+    except (OSError, ValueError) as error:
         raise _damaged(file, error) from None
-    if not isinstance(loaded, dict) or not {"global_steps", "lr_scheduler", "client_state"} <= loaded.keys():
+    if not {"global_steps", "lr_scheduler", "client_state"} <= loaded.keys():
         raise _damaged(file, "it holds something else")
     if file.name != f"rank{dist.get_rank()}.pt":
         loaded.pop("rng", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.runtime import checkpoint
+from infinity.runtime.commits import Commits
 from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.materialize import named_full_tensors
@@ -64,6 +66,7 @@ class Engine:
         config: Config,
         swap: SwapManager | None,
         live: LiveParameters | None,
+        commits: Commits | None,
         compute_dtype: torch.dtype,
         on_close: Callable[[], None],
     ) -> None:
@@ -75,6 +78,10 @@ class Engine:
         self.swap = swap
         self.live = live
         """What stays gathered between uses, and what is gathered ahead; None below stage 3."""
+        self.client_state: dict[str, Any] = {}
+        """Plain values and tensors of your own, such as the position in the data, that go into the commit of each step (with
+        `infinity.durability`) as they are when `step` returns; after a resume, what they were."""
+        self._commits = commits
         self.numel = sum(p.numel() for p in module.parameters())
         """Parameters of the whole model."""
         self.shard_numel = sum(_local(p).numel() for p in module.parameters())
@@ -124,6 +131,8 @@ class Engine:
         if loss.numel() != 1:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
         self._check_none_unfrozen()
+        if self._commits is not None and self._updates_in_backward():
+            self._commits.make()
         if self.live is not None:
             self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
@@ -142,6 +151,8 @@ class Engine:
         """
         if not self.is_gradient_accumulation_boundary():
             return
+        if self._commits is not None:
+            self._commits.make()
         self._release_gathered()
         with measured(self.timeline, "gradients", "norm of the gradients"):
             factor = self._gradient_factor()
@@ -153,7 +164,25 @@ class Engine:
         self.zero_grad()
         self.global_steps += 1
         self._boundary = None
+        if self._commits is not None:
+            self._commits.note(self.global_steps, self._outside())
         self._note_step()
+
+    def commit(self, client_state: dict[str, Any] | None = None) -> None:
+        """Commit now, with all that was done since the last step, instead of when the next step begins. A collective.
+
+        `client_state`: becomes `engine.client_state`. Raises ConfigError without `infinity.durability` "step", CheckpointError
+        between a `backward` and its `step`, and what a failing write raises; the commit before stays then.
+        """
+        if self._commits is None:
+            raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
+        with together():
+            self._check_whole()
+            self._check_between_steps()
+        if client_state is not None:
+            self.client_state = client_state
+        self._commits.note(self.global_steps, self._outside())
+        self._commits.make()
 
     def train(self, mode: bool = True) -> Engine:
         """Training mode."""
@@ -203,7 +232,7 @@ class Engine:
 
         Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
         """
-        if not is_boundary and self.swap is not None and self.swap.update_at == "backward":
+        if not is_boundary and self._updates_in_backward():
             raise ConfigError(
                 'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
                 "gradient_accumulation_steps"
@@ -351,14 +380,9 @@ class Engine:
             self._check_whole()
             self._check_between_steps()
         self._make_optimizer_state()
-        rest = {
-            "global_steps": self.global_steps,
-            "skipped_steps": self.skipped_steps,
-            "loss_scale": self._loss_scale.state_dict(),
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-            "client_state": client_state or {},
-            "rng": torch.get_rng_state(),
-        }
+        if self._commits is not None:
+            self._commits.make()
+        rest = self._rest() | {"client_state": client_state or {}}
         keep = self.config.infinity.checkpoint_keep
         checkpoint.save(save_dir, tag, self.module, self.optimizer, rest, keep=keep)
         return True
@@ -388,17 +412,12 @@ class Engine:
             )
         self._make_optimizer_state()
         self._discard_step()
+        if self._commits is not None:
+            self._commits.forget()
         path, rest = checkpoint.load(load_dir, tag, self.module, self.optimizer, verify=verify)
-        self.global_steps = rest["global_steps"]
-        self.skipped_steps = rest.get("skipped_steps", 0)
-        self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
-        if self.config.fp16.enabled:
-            self._tell_optimizer(overflow=False)
-        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
-        if load_lr_scheduler_states and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
-        if "rng" in rest:
-            torch.set_rng_state(rest["rng"])
+        self._set_rest(rest, schedule=load_lr_scheduler_states)
+        if self._commits is not None:
+            self.commit(rest["client_state"])
         return str(path), rest["client_state"]
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -438,10 +457,20 @@ class Engine:
     save_fp16_model = save_16bit_model
 
     def close(self) -> None:
-        """Wait for what is in flight and give memory and drive space back. Idempotent."""
+        """Wait for what is in flight and give memory and drive space back; commit the last step of a durable run. Idempotent.
+
+        A collective then; but while an error is being handled nothing is committed, as the other ranks may be elsewhere.
+        """
         if self._closed:
             return
         self._closed = True
+        try:
+            if self._commits is not None and sys.exc_info()[0] is None:
+                self._commits.make()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         try:
             if self.swap is not None:
                 self.swap.close()
@@ -455,6 +484,68 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _rest(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank beside the tensors."""
+        rest = {
+            "global_steps": self.global_steps,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self._loss_scale.state_dict(),
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "client_state": self.client_state,
+            "rng": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            rest["rng_device"] = torch.cuda.get_rng_state()
+        return rest
+
+    def _set_rest(self, rest: dict[str, Any], *, schedule: bool = True) -> None:
+        self.global_steps = rest["global_steps"]
+        self.skipped_steps = rest.get("skipped_steps", 0)
+        self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
+        if self.config.fp16.enabled:
+            self._tell_optimizer(overflow=False)
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
+        if schedule and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
+        if "rng" in rest:
+            torch.set_rng_state(rest["rng"])
+        if "rng_device" in rest and torch.cuda.is_available():
+            torch.cuda.set_rng_state(rest["rng_device"])
+
+    def _outside(self) -> dict[str, Any]:
+        """What a commit keeps beside the arena: all that a checkpoint keeps, less masters and moments."""
+        state, names = self.optimizer.state, parameter_names(self.module)
+        buffers = buffer_names(self.module, persistent=True)
+        return self._rest() | {
+            "param_groups": [
+                {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
+            ],
+            "steps": {own[0]: state[p]["step"] for p, own in names.items() if "step" in state.get(p, {})},
+            "buffers": {each[0]: buffer.detach() for buffer, each in buffers.items()},
+        }
+
+    def resume(self, outside: dict[str, Any]) -> None:
+        """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""
+        assert isinstance(self.optimizer, PagedAdam)
+        groups, steps, buffers = outside["param_groups"], outside["steps"], outside["buffers"]
+        ours = {names[0]: buffer for buffer, names in buffer_names(self.module, persistent=True).items()}
+        if len(groups) != len(self.optimizer.param_groups) or ours.keys() != buffers.keys():
+            raise CheckpointError(
+                "what is committed is of a training with other parameter groups or buffers: resume with the model and config "
+                "of that run"
+            )
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(saved)
+        self.optimizer.restore_steps({p: steps[n[0]] for p, n in parameter_names(self.module).items() if n[0] in steps})
+        with torch.no_grad():
+            for name, buffer in ours.items():
+                buffer.copy_(buffers[name])
+        self.client_state = outside["client_state"]
+        self._set_rest(outside)
+
+    def _updates_in_backward(self) -> bool:
+        return self.swap is not None and self.swap.update_at == "backward"
 
     def _traced(self) -> SwapManager:
         if self.swap is None:
@@ -496,12 +587,11 @@ class Engine:
 
     def _applied_in_backward(self) -> bool:
         """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
-        return isinstance(self.optimizer, PagedAdam) and bool(self.optimizer.norms)
+        return isinstance(self.optimizer, PagedAdam) and self.optimizer.applied
 
     def _check_between_steps(self) -> None:
-        if self._applied_in_backward() or any(
-            p.grad is not None for group in self.optimizer.param_groups for p in group["params"]
-        ):
+        taken = isinstance(self.optimizer, PagedAdam) and bool(self.optimizer.norms)
+        if taken or any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             raise CheckpointError(
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
                 f"that ends it, after every {self.gradient_accumulation_steps()} of them"
@@ -555,7 +645,7 @@ class Engine:
 
     def _scaled_norm(self) -> torch.Tensor:
         """Norm of the whole gradient as `backward` left it, scaled."""
-        taken = self.optimizer.norms if isinstance(self.optimizer, PagedAdam) else {}
+        taken = self.optimizer.take_gradients() if isinstance(self.optimizer, PagedAdam) else {}
         norms = []
         for parameter in self.module.parameters():
             if parameter in taken:

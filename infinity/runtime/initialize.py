@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
+from infinity.runtime.commits import Commits, open_run, outside_of, restore_arena
 from infinity.runtime.engine import Engine
 from infinity.runtime.gathered import remember_sharded
 from infinity.runtime.live import LiveParameters, choose_wrap
@@ -32,10 +34,13 @@ from infinity.runtime.materialize import (
 from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.storage import choose_storage
+from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import STATE_BYTES, choose_update
+from infinity.store import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names
+from infinity.swap.plan import Placing
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
@@ -59,6 +64,7 @@ def initialize(
     weights: str | os.PathLike[str] | None = None,
     init_fn: InitFn | None = None,
     auto: Mapping[str, Any] | None = None,
+    resume: bool = False,
 ) -> tuple[Engine, torch.optim.Optimizer, Any, Any]:
     """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
 
@@ -78,6 +84,9 @@ def initialize(
             each rank reading only its rows.
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
         auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
+        resume: go on from the last committed step of a run with `infinity.durability` "step": parameters, optimizer state,
+            schedule and random numbers are what they were (no first values are drawn, `weights` and `init_fn` only fill
+            buffers), and `engine.global_steps` tells where. Starts anew, and says so, where nothing is committed.
         distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).
@@ -103,10 +112,17 @@ def initialize(
                 check_pageable(optimizer)
             groups = trained_names(model, model_parameters, optimizer)
         _report_ignored(settled)
-        swap, live = _shard_and_page(model, settled, undo)
+        run = open_run(settled, resume=resume)
+        if run is not None:
+            undo.callback(run.close)
+        resumed = run.resumed if run is not None else None
+        swap, live = _shard_and_page(model, settled, run, undo)
         remember_sharded(model)
         with together():
-            _give_values(model, swap, weights, init_fn)
+            outside = outside_of(resumed) if resumed is not None else None
+            if resumed is not None and swap is not None:
+                restore_arena(resumed, swap)
+            _give_values(model, swap, weights, init_fn, outside)
             made = make_optimizer(model, settled, optimizer, groups, swap)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
@@ -118,9 +134,13 @@ def initialize(
             config=settled,
             swap=swap,
             live=live,
+            commits=Commits(run, swap) if run is not None and swap is not None else None,
             compute_dtype=_compute_dtype(settled),
             on_close=close_group,
         )
+        if outside is not None:
+            with together():
+                engine.resume(outside)
         undo.pop_all()
     return engine, made, loader, schedule
 
@@ -194,7 +214,7 @@ def _set_but_not_acted_on(config: Config) -> list[str]:
 
 
 def _shard_and_page(
-    model: nn.Module, config: Config, undo: ExitStack
+    model: nn.Module, config: Config, run: DurableRun | None, undo: ExitStack
 ) -> tuple[SwapManager | None, LiveParameters | None]:
     """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
@@ -207,7 +227,7 @@ def _shard_and_page(
         wrap, outline, notes = choose_wrap(model, classes, zero)
     swap = None
     if any(_mixed_residency(config)):
-        swap = _page(model, config, mesh, wrap, notes, undo)
+        swap = _page(model, config, mesh, wrap, run, notes, undo)
     else:
         _shard(model, config, mesh, wrap)
     live = None
@@ -271,6 +291,7 @@ def _page(
     config: Config,
     mesh: DeviceMesh,
     wrap: Sequence[nn.Module],
+    run: DurableRun | None,
     notes: list[str],
     undo: ExitStack,
 ) -> SwapManager:
@@ -278,33 +299,55 @@ def _page(
     zero, own = config.zero_optimization, config.infinity
     nvme_parameters, nvme_state = _mixed_residency(config)
     dtype = _compute_dtype(config)
-    placing: dict[str, Any] = {
-        "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
-        "resident_numel_below": zero.stage3_param_persistence_threshold,
-        "resident_numel_max": zero.offload_param.max_in_cpu,
-        "cache_bytes": _cache_bytes(config, model, mesh),
-        "update": choose_update(
+    placing = Placing(
+        sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
+        resident_numel_below=zero.stage3_param_persistence_threshold,
+        resident_numel_max=zero.offload_param.max_in_cpu,
+        cache_bytes=_cache_bytes(config, model, mesh),
+        update=choose_update(
             own.update,
             clipping=config.gradient_clipping > 0,
             accumulation=config.batch.accumulation,
             loss_scaling=config.fp16.enabled,
         ),
-        "split_master": own.master_weights == "split",
-        "hold_parameters": not nvme_parameters,
-        "hold_state": not nvme_state,
-    }
+        split_master=own.master_weights == "split",
+        hold_parameters=not nvme_parameters,
+        hold_state=not nvme_state,
+        gradient_dtype=_gradient_dtype(config),
+        gradient_bytes_max=None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
+    )
     with together():
         storage = choose_storage(config)
         swap = SwapManager(
-            config.nvme_paths, host_bytes_max=own.pinned_bytes_max, lock_memory=own.lock_memory, **storage.options
+            config.nvme_paths,
+            host_bytes_max=own.pinned_bytes_max,
+            io=storage.io,
+            bandwidths=storage.bandwidths,
+            lock_memory=own.lock_memory,
+            checksums=own.checksums,
+            run=run,
         )
         undo.callback(swap.close)
-        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
+        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, placing=placing)
     _shard(model, config, mesh, wrap)
     prefetch = zero.stage3_prefetch_bucket_size
-    swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
+    swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **asdict(placing))
     notes += [*storage.notes, *swap.notes]
     return swap
+
+
+def _gradient_dtype(config: Config) -> torch.dtype:
+    """How gradients wait for their update: in 16 bits where these hold all of them."""
+    dtype, reduced_in_16_bits = _compute_dtype(config), config.infinity.reduce_dtype == "bf16"
+    itemsize = gradient_itemsize(
+        ranks=dist.get_world_size(),
+        micro_batches=config.batch.accumulation,
+        reduced_in_16_bits=reduced_in_16_bits,
+        computed_in_16_bits=dtype.itemsize == 2,
+    )
+    if itemsize == 4:
+        return torch.float32
+    return torch.bfloat16 if reduced_in_16_bits else dtype
 
 
 def _cache_bytes(config: Config, model: nn.Module, mesh: DeviceMesh) -> int:
@@ -353,8 +396,12 @@ def _give_values(
     swap: SwapManager | None,
     weights: str | os.PathLike[str] | None,
     init_fn: InitFn | None,
+    outside: dict[str, Any] | None,
 ) -> None:
-    """Fill what was built on the meta device; set everything from `weights` where they are given."""
+    """Fill what was built on the meta device; set everything from `weights` where they are given.
+
+    `outside`: what a commit holds that is gone on from; then parameters and buffers that are in it are left to that.
+    """
     if swap is not None:
         paged = swap.paged
         blank = {shard.name for shard in paged.shards if not shard.filled}
@@ -363,7 +410,9 @@ def _give_values(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if swap is None and blank:
         _allocate(model, device)
-    if blank and weights is None:
+    if outside is not None:
+        initialize_values(model, set(), device, init_fn, frozenset(outside["buffers"]))
+    elif blank and weights is None:
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:
         initialize_values(model, set(), device, init_fn, stored_names(weights))  # buffers

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from infinity.aio import probe
+from infinity.aio import IoSettings, probe
 from infinity.config import Config
 from infinity.errors import StoreError
 from infinity.store.drive import default_block_bytes, drive_of
@@ -21,10 +20,11 @@ IN_FLIGHT_BYTES = 32 * MIB
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """Arguments of `SwapManager` that say how storage is driven, and in words where they come from."""
+    """How storage is driven, `bandwidths` as for `SwapManager`, and in words where it comes from."""
 
-    options: dict[str, Any]
-    notes: tuple[str, ...] = field(default=())
+    io: IoSettings
+    bandwidths: tuple[float, ...] | None
+    notes: tuple[str, ...]
 
 
 def choose_storage(config: Config) -> StorageChoice:
@@ -46,22 +46,23 @@ def choose_storage(config: Config) -> StorageChoice:
     rings_set = "rings" in own.model_fields_set or "intra_op_parallelism" in aio.model_fields_set
     backend, refusal = _backend(own.backend, profile, polls=own.iopoll or own.sqpoll)
     notes += refusal
-    options: dict[str, Any] = {
-        "backend": backend,
-        "block_bytes": block_bytes,
-        "queue_depth": queue_depth,
-        "rings": config.io_rings if rings_set or profile is None else profile.rings,
-        "mix": own.mix if own.mix != "auto" else profile.mix if profile else "interleaved",
-        "iopoll": own.iopoll,
-        "sqpoll": own.sqpoll,
-    }
-    if len(profiles) > 1 and all(profiles):
-        options["bandwidths"] = [step_bandwidth(p.read_bytes_per_s, p.write_bytes_per_s) for p in profiles if p]
-    notes.append(
-        f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {options['rings']} ring(s), "
-        f"reads and writes {'in ' if options['mix'] == 'bursts' else ''}{options['mix']}"
+    io = IoSettings(
+        backend=backend,
+        block_bytes=block_bytes,
+        queue_depth=queue_depth,
+        rings=config.io_rings if rings_set or profile is None else profile.rings,
+        mix=own.mix if own.mix != "auto" else profile.mix if profile else "interleaved",
+        iopoll=own.iopoll,
+        sqpoll=own.sqpoll,
     )
-    return StorageChoice(options, tuple(notes))
+    bandwidths = None
+    if len(profiles) > 1 and all(profiles):
+        bandwidths = tuple(step_bandwidth(p.read_bytes_per_s, p.write_bytes_per_s) for p in profiles if p)
+    notes.append(
+        f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} ring(s), "
+        f"reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"
+    )
+    return StorageChoice(io, bandwidths, tuple(notes))
 
 
 def _block_bytes(profile: DriveProfile | None, paths: Sequence[str]) -> int:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 from infinity.schedule import pinned
 from infinity.schedule.floor import Part, candidates_of, step_bytes
+from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
 from infinity.schedule.residency import choose_resident
 from infinity.schedule.scheme import COPY_BYTES, STATE_BYTES, Scheme
 from infinity.schedule.transformer import Transformer
 from infinity.units import GIB
-
-GRADIENT_BYTES = 4
-"""One element of a reduced gradient (fp32)."""
 
 HOST_PROCESS_BYTES = GIB // 2
 """Python, torch and their buffers on a machine that computes on its CPU (0.31 GiB were measured)."""
@@ -98,6 +96,7 @@ class Work:
         groups_per_block: into how many groups of its own the parts of a block are wrapped.
         clipping: whether the norm of all gradients is taken, and they are scaled by it.
         scheme: of state on NVMe.
+        gradient_bytes_max: host memory in which gradients wait for their update; what doesn't fit waits on NVMe. None for all.
     """
 
     model: Transformer
@@ -108,6 +107,7 @@ class Work:
     groups_per_block: int = 1
     clipping: bool = True
     scheme: Scheme = DEFAULT_SCHEME
+    gradient_bytes_max: int | None = None
 
     @property
     def shard_numel(self) -> int:
@@ -131,6 +131,24 @@ class Work:
     def group_shards(self) -> list[int]:
         """This rank's part of each."""
         return [-(-numel // self.ranks) for numel in self.group_numels]
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of a gradient that waits for an update of state on NVMe."""
+        return gradient_itemsize(
+            ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
+        )
+
+    def gradients_that_spill(self, strategy: Strategy) -> list[int]:
+        """By group: bytes of gradients that wait on NVMe."""
+        shards = self.group_shards
+        waits = strategy.optimizer == "nvme" and self.scheme.update != "backward"
+        if not waits:
+            return [0] * len(shards)
+        nbytes = [self.gradient_itemsize * shard for shard in shards]
+        order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
+        spilled = {order[i] for i in groups_that_spill([nbytes[group] for group in order], self.gradient_bytes_max)}
+        return [each if group in spilled else 0 for group, each in enumerate(nbytes)]
 
     @property
     def tokens(self) -> int:
@@ -223,6 +241,11 @@ def memory_of(
     host, nvme = dict(states.host), dict(states.nvme)
     if strategy.optimizer == "nvme" and work.scheme.update == "backward":
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
+    elif strategy.optimizer == "nvme":
+        spilled = sum(work.gradients_that_spill(strategy))
+        host[_GRADIENTS] = work.gradient_itemsize * work.shard_numel - spilled
+        if spilled:
+            nvme[_GRADIENTS] = spilled
     if strategy.uses_nvme:
         host["pinned pool"] = pinned_bytes
     if kept.nbytes:
@@ -238,9 +261,12 @@ def memory_of(
 
 
 _COPIES = "16-bit copies"
+_GRADIENTS = "gradients"
 
 
 def _kept_of(user: str, kept: Kept) -> int:
+    if user == _GRADIENTS:
+        return 0
     return kept.copy_bytes if user == _COPIES else kept.rest_bytes
 
 
@@ -260,7 +286,7 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     what = "remainders" if copy_bytes and scheme.copy_is_state() else "masters"
     home[f"optimizer state: {what} and moments"] = (rest_bytes or STATE_BYTES) * shard
     if not (strategy.optimizer == "nvme" and scheme.update == "backward"):
-        (host if strategy.on_host else device)["gradients"] = GRADIENT_BYTES * shard
+        (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.uses_nvme:
         (nvme if copy_bytes else host)[_COPIES] = COPY_BYTES * shard
     return Memory(device, host, nvme)
@@ -284,11 +310,13 @@ def _working_memory(work: Work, strategy: Strategy) -> dict[str, int]:
 
 def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     """Bytes (read, written) of one rank's drives in a step with nothing cached and nothing gathered for longer than its use
-    (`floor.step_bytes`)."""
+    (`floor.step_bytes`), and of the gradients that spill."""
     if not strategy.uses_nvme:
         return 0, 0
     whole = Part(work.shard_numel, 2 * work.micro_batches, copy_on_nvme=strategy.parameters == "nvme")
-    return step_bytes([whole], work.scheme)
+    moved = step_bytes([whole], work.scheme)
+    spilled = spilled_bytes(sum(work.gradients_that_spill(strategy)), work.micro_batches)
+    return moved[0] + spilled[0], moved[1] + spilled[1]
 
 
 @dataclass(frozen=True)
@@ -314,6 +342,8 @@ def pipeline_of(work: Work, strategy: Strategy, pinned_bytes: int | None = None)
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
     group_bytes = _largest_group_bytes(work, strategy)
     per_element = sum(strategy.stored_bytes(work.scheme))
+    if any(work.gradients_that_spill(strategy)):
+        per_element += work.gradient_itemsize
     numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, max(work.group_shards))
     if pinned_bytes is not None:
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetError
 from infinity.schedule.estimate import (
-    GRADIENT_BYTES,
     NOTHING_KEPT,
     STRATEGIES,
     Kept,
@@ -26,7 +25,8 @@ from infinity.schedule.estimate import (
     pipeline_of,
 )
 from infinity.schedule.floor import DriveSpeed
-from infinity.schedule.scheme import COPY_BYTES, MASTER_BYTES
+from infinity.schedule.gradients import GRADIENT_BYTES
+from infinity.schedule.scheme import COPY_BYTES, MASTER_BYTES, Scheme
 from infinity.schedule.simulator import (
     Pause,
     Program,
@@ -45,10 +45,12 @@ USABLE = 0.95
 """The share of a memory that can be planned with; the rest goes to fragmentation and to what else lives there."""
 
 ADAM_BYTES = 28
-"""Memory traffic of a fused AdamW per element: parameter, gradient and moments read, all but the gradient written."""
+"""Memory traffic of a fused AdamW per element: parameter, gradient and moments read, all but the gradient written. A split
+master's two halves are the parameter."""
 
 CAST_BYTES = 6
-"""The same for the new 16-bit copy: read from fp32 and written."""
+"""The same for a new 16-bit copy that torch makes: read from fp32 and written. The kernel for what rests on NVMe writes it in
+the same pass."""
 
 NORM_BYTES = 4
 """The same for the norm of the gradients."""
@@ -317,7 +319,9 @@ class _Programmer:
         self._rest = [rest * n - there for n, there in zip(self._shards, kept.rest or nothing, strict=True)]
         self.group_bytes = [copy * n if away else 0 for n, away in zip(self._shards, self._copies, strict=True)]
         """The lease of each group: the whole copy, unless all of it stays."""
-        self._lease_bytes = pipeline.sub_group_numel * (copy + rest)
+        self._spilled = work.gradients_that_spill(strategy)
+        """By group: bytes of gradients that wait on NVMe."""
+        self._lease_bytes = pipeline.sub_group_numel * (copy + rest + work.gradient_itemsize * any(self._spilled))
         count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
         self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
@@ -328,7 +332,7 @@ class _Programmer:
         """All of the step."""
         for micro_batch in range(self._work.micro_batches):
             self._forward(updated=self._update == "forward" and micro_batch == 0)
-            self._backward(updated=self._update == "backward")
+            self._backward(updated=self._update == "backward", first=micro_batch == 0)
         if self._update != "backward":
             clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
             self._program.append(Pause((NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s))
@@ -342,17 +346,38 @@ class _Programmer:
                 self._update_group(group, into=group if self.group_bytes[group] else None)
             self._use(group, backward=False, made=updated)
 
-    def _backward(self, *, updated: bool) -> None:
-        """Where the device computes by itself, a group is updated once the next one is under way."""
+    def _backward(self, *, updated: bool, first: bool) -> None:
+        """Where the device computes by itself, what is done with the gradients of a group is done once the next one is under
+        way: it is updated, or they spill, or the `first` ones are read again and those of this micro-batch added."""
         behind = not self._machine.device_is_host
         used: list[tuple[int, int]] = []
+
+        def finish(group: int, place: int) -> None:
+            if updated:
+                self._update_group(group, after=place)
+            elif self._spilled[group]:
+                self._spill(group, place, again=not first)
+
         for group in (*reversed(range(self._root)), self._root):
             self._use(group, backward=True)
             used.append((group, len(self._program) - 1))
-            if updated and len(used) > behind:
-                self._update_group(used[-1 - behind][0], after=used[-1 - behind][1])
-        if updated and behind:
-            self._update_group(used[-1][0], after=used[-1][1])
+            if len(used) > behind:
+                finish(*used[-1 - behind])
+        if behind:
+            finish(*used[-1])
+
+    def _spill(self, group: int, place: int, *, again: bool) -> None:
+        """The gradients that a use gave, written where they wait for the update."""
+        nbytes = self._spilled[group]
+        count = max(1, math.ceil(self._shards[group] / self._sub_group_numel))
+        one = SubGroup(
+            read_bytes=round(nbytes / count) if again else 0,
+            write_bytes=round(nbytes / count),
+            lease_bytes=round(nbytes / count),
+            update_seconds=(nbytes + GRADIENT_BYTES * self._shards[group]) / count / self._update_bytes_per_s,
+            after=place,
+        )
+        self._program += [one] * count
 
     def _use(self, group: int, *, backward: bool, made: bool = False) -> None:
         """One use of a group, in forward or backward; `made`: its copy was just made, or brought along."""
@@ -386,12 +411,13 @@ class _Programmer:
         brought = after is not None and not self._stays_gathered(group, backward=True)
         copies = self._copies[group] if self._work.scheme.copy_is_state() and not brought else 0
         rest = self._rest[group]
-        self._add_sub_groups(self._shards[group], copies + rest, self._copies[group] + rest, into=into, after=after)
+        read = copies + rest + self._spilled[group]
+        self._add_sub_groups(self._shards[group], read, self._copies[group] + rest, into=into, after=after)
 
     def _step(self) -> None:
         """All sub-groups, those that stay in memory evenly between the others."""
         copies, rest = sum(self._copies), sum(self._rest)
-        read = rest + (copies if self._work.scheme.copy_is_state() else 0)
+        read = rest + (copies if self._work.scheme.copy_is_state() else 0) + sum(self._spilled)
         self._add_sub_groups(self._work.shard_numel, read, rest + copies)
 
     def _add_sub_groups(
@@ -400,7 +426,7 @@ class _Programmer:
         """So many elements in sub-groups. Where those of a step are very many, neighbours move as one, in a lease of one."""
         count = max(1, math.ceil(numel / self._sub_group_numel))
         strategy = self._strategy
-        traffic = (ADAM_BYTES + CAST_BYTES * strategy.on_host) * numel / count
+        traffic = update_bytes(strategy, self._work.scheme) * numel / count
         to_device = strategy.optimizer == "cpu" and strategy.parameters == "none" and not self._machine.device_is_host
         one = SubGroup(
             read_bytes=round(read_bytes / count),
@@ -412,6 +438,16 @@ class _Programmer:
             after=after,
         )
         self._program += [one] * count
+
+
+def update_bytes(strategy: Strategy, scheme: Scheme) -> int:
+    """Memory traffic of an update per element, the norm and clipping aside."""
+    if not strategy.on_host:
+        return ADAM_BYTES
+    if strategy.optimizer != "nvme":
+        return ADAM_BYTES + CAST_BYTES
+    split = scheme.master_weights == "split" and strategy.parameters == "nvme"
+    return ADAM_BYTES if split else ADAM_BYTES + COPY_BYTES
 
 
 def plans_for(

@@ -1,16 +1,21 @@
 """Floor 2. Where bytes rest: the run folder and its arena, and the layout of a model in it."""
 
 from infinity.store.arena import Arena, Extent, check_free
+from infinity.store.commit import Place
+from infinity.store.durable import DurableRun
 from infinity.store.layout import Cached, Field, Layout, Piece, Shard, SubGroup, plan_layout
-from infinity.store.run_folder import RunFolder
+from infinity.store.run_folder import Folder, RunFolder
 
 __all__ = [
     "Arena",
     "Cached",
+    "DurableRun",
     "Extent",
     "Field",
+    "Folder",
     "Layout",
     "Piece",
+    "Place",
     "RunFolder",
     "Shard",
     "SubGroup",

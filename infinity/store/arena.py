@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from infinity.aio import File, IoEngine, StripedFile
 from infinity.errors import IoError, StoreError
+from infinity.store.commit import Place
 from infinity.store.placement import file_bytes, stripe_pattern
-from infinity.store.run_folder import RunFolder
+from infinity.store.run_folder import Folder
 from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
 
 STRIPE_BYTES_MAX = MIB
@@ -25,37 +26,44 @@ class Extent:
 
 
 class Arena:
-    """Preallocated files, mode 0600, one in each run folder, that are addressed as one. Bytes never written read as zero.
+    """Preallocated files, mode 0600, one in each folder, that are addressed as one. Bytes never written read as zero.
 
-    The files have no name once they are open: see [Note: Leaving nothing behind].
+    In a run folder the files have no name once they are open: see [Note: Leaving nothing behind].
 
     Args:
         folders: one per drive, in the order of the engine's drives; or the only one.
         engine: serves as many drives.
         name: of the files.
         bandwidths: of the drives (any one unit); extents are striped over them in proportion. All the same where None.
+        kept: how the bytes lie that are in the files already.
+        checksums: sum every page that is written, and fail reads that find another with IntegrityError.
     """
 
     def __init__(
         self,
-        folders: RunFolder | Sequence[RunFolder],
+        folders: Folder | Sequence[Folder],
         engine: IoEngine,
         *,
         name: str,
         bandwidths: Sequence[float] | None = None,
+        kept: Place | None = None,
+        checksums: bool = True,
     ) -> None:
-        given = [folders] if isinstance(folders, RunFolder) else list(folders)
-        pattern = stripe_pattern(bandwidths or [1.0] * len(given))
+        given = [folders] if isinstance(folders, Folder) else list(folders)
+        pattern = kept.pattern if kept is not None else stripe_pattern(bandwidths or [1.0] * len(given))
+        self.pattern = tuple(pattern)
+        """The drive of each stripe, by its number among `folders`."""
+        self._kept_bytes = kept.arena_bytes if kept is not None else 0
         used = sorted(set(pattern))
         self.left_out = tuple(str(folder.root) for i, folder in enumerate(given) if i not in used)
         """Paths so slow beside the others that every byte on them would cost time."""
         self._folders = [given[drive] for drive in used]
         self._pattern = tuple(used.index(drive) for drive in pattern)
-        self._stripe_bytes = min(engine.block_bytes, STRIPE_BYTES_MAX)
-        self._files = [_open(given[drive], engine, name, drive) for drive in used]
+        self.stripe_bytes = kept.stripe_bytes if kept is not None else min(engine.block_bytes, STRIPE_BYTES_MAX)
+        self._files = [given[drive].open_arena(engine, name, drive, checksums=checksums) for drive in used]
         self.file: File | StripedFile = self._files[0]
         if len(self._files) > 1:
-            self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self._stripe_bytes)
+            self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self.stripe_bytes)
         self.nbytes = 0
 
     @property
@@ -98,7 +106,9 @@ class Arena:
         return extents
 
     def _check_growth(self, end: int, what: str) -> None:
-        _check_shares(self._folders, self._pattern, self._stripe_bytes, self.nbytes, end, what)
+        begin = max(self.nbytes, self._kept_bytes)
+        if end > begin:
+            _check_shares(self._folders, self._pattern, self.stripe_bytes, begin, end, what)
 
     def _reserve(self, nbytes: int) -> None:
         self.file.reserve(nbytes)
@@ -112,14 +122,14 @@ class Arena:
         self.file.close()
 
 
-def check_free(folders: Sequence[RunFolder], bandwidths: Sequence[float] | None, nbytes: int, what: str) -> None:
+def check_free(folders: Sequence[Folder], bandwidths: Sequence[float] | None, nbytes: int, what: str) -> None:
     """Raise StoreError where a drive lacks the space for its share of an arena of `nbytes` bytes over `folders`."""
     pattern = stripe_pattern(bandwidths or [1.0] * len(folders))
     _check_shares(folders, pattern, STRIPE_BYTES_MAX, 0, nbytes, what)
 
 
 def _check_shares(
-    folders: Sequence[RunFolder], pattern: Sequence[int], stripe_bytes: int, begin: int, end: int, what: str
+    folders: Sequence[Folder], pattern: Sequence[int], stripe_bytes: int, begin: int, end: int, what: str
 ) -> None:
     """Raise StoreError where a drive lacks the space for its share of an arena that grows from `begin` to `end` bytes."""
     if len(folders) == 1:
@@ -129,13 +139,3 @@ def _check_shares(
     then = file_bytes(pattern, stripe_bytes, end)
     for folder, before, after in zip(folders, now, then, strict=False):  # a drive past the last one used has no share
         folder.check_free(after - before, what)
-
-
-def _open(folder: RunFolder, engine: IoEngine, name: str, drive: int) -> File:
-    file = engine.open(folder.path / name, create=True, drive=drive)
-    try:
-        folder.take_name(name)
-    except BaseException:
-        file.close()
-        raise
-    return file

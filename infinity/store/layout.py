@@ -20,6 +20,9 @@ resident shards, whose copies nobody would ever read.
 
 Fields that stay in host memory, held there or cached, are left out of the extent; the others move up. A sub-group of which no
 field rests on NVMe has an extent of no bytes.
+
+Where gradients don't fit into host memory, those of a sub-group rest in an extent of their own, from the backward that brings
+them to the update, which reads them into the same lease, behind the state.
 """
 
 from __future__ import annotations
@@ -95,6 +98,8 @@ class SubGroup:
     """The fields that stay in ordinary host memory."""
     cached: tuple[Field, ...] = ()
     """The fields that stay in pinned memory."""
+    gradient_itemsize: int = 0
+    """Bytes per element of a gradient that waits for its update on NVMe; 0 where it waits in host memory."""
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -141,6 +146,16 @@ class SubGroup:
         return sum(self.numel * self.itemsize(each) for each in self.resting)
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the extent of its gradient."""
+        return self.numel * self.gradient_itemsize
+
+    @property
+    def lease_bytes(self) -> int:
+        """Bytes that updating it takes: its extent, and its gradient behind that."""
+        return self.nbytes + self.gradient_bytes
+
+    @property
     def cached_bytes(self) -> int:
         """Bytes of pinned memory that its cached fields take."""
         return sum(self.numel * self.itemsize(each) for each in self.cached)
@@ -185,8 +200,13 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all extents."""
+        """Bytes of all extents of state."""
         return sum(each.nbytes for each in self.sub_groups)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all extents of gradients."""
+        return sum(each.gradient_bytes for each in self.sub_groups)
 
     @property
     def cached_bytes(self) -> int:
@@ -195,8 +215,8 @@ class Layout:
 
     @property
     def sub_group_bytes_max(self) -> int:
-        """Bytes of the largest extent that is stepped."""
-        return max((each.nbytes for each in self.sub_groups if each.trained), default=0)
+        """Bytes of the largest lease in which a sub-group is updated."""
+        return max((each.lease_bytes for each in self.sub_groups if each.trained), default=0)
 
 
 def plan_layout(
@@ -208,6 +228,7 @@ def plan_layout(
     split_master: bool = False,
     hold_state: bool = False,
     cached: Mapping[tuple[int, bool], Cached] | None = None,
+    gradient_itemsizes: Mapping[int, int] | None = None,
 ) -> Layout:
     """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
 
@@ -219,6 +240,7 @@ def plan_layout(
         split_master: trained masters are kept as copy and remainder wherever there is a copy; it must be bf16.
         hold_state: masters and moments stay in host memory, and the extents hold copies only.
         cached: by flat space and whether trained: what of this part of the space stays in pinned memory.
+        gradient_itemsizes: bytes per element of the gradients that rest on NVMe, by flat space; the others stay in host memory.
     """
     if sub_group_numel_max < SPACE_ALIGN:
         raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
@@ -248,7 +270,9 @@ def plan_layout(
                     pieces = _pieces(part, shards, place, start, numel)
                     split = split_master and trained and own_copy > 0 and not hold_state
                     sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, split, held)
-                    cuts.append(replace(sub, cached=keep.fields_of(sub, start - part_start)))
+                    gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
+                    kept = keep.fields_of(sub, start - part_start)
+                    cuts.append(replace(sub, cached=kept, gradient_itemsize=gradient))
                     count += 1
         space_numel.append(end)
         by_space.append(tuple(cuts))

@@ -12,15 +12,14 @@ import os
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from infinity.aio import File, IoEngine, PinnedPool, Priority, Request
+from infinity.aio import DriveLimit, File, IoEngine, IoSettings, PinnedPool, Priority, Request
 from infinity.errors import IoError, StoreError
 from infinity.store.run_folder import RunFolder
 from infinity.units import GIB, MIB, format_bytes
@@ -49,22 +48,6 @@ class Workload(str, Enum):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the engine drives storage: arguments of `infinity.aio.IoEngine` by the same names."""
-
-    backend: str = "auto"
-    block_bytes: int = MIB
-    queue_depth: int = 32
-    rings: int = 1
-    mix: str = "interleaved"
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes that the drive is given to work on at one time."""
-        return self.block_bytes * self.queue_depth * self.rings
-
-
-@dataclass(frozen=True)
 class Trial:
     """One measurement, between two moments at which the drive had all that its settings allow in flight.
 
@@ -75,7 +58,7 @@ class Trial:
     """
 
     workload: Workload
-    settings: Settings
+    settings: IoSettings
     nbytes: int
     seconds: float
     cpu_seconds: float
@@ -96,7 +79,7 @@ class DriveTest:
         path: folder on the drive; made if it isn't there.
         nbytes: size of the file, at least 16 MiB; rounded down to whole chunks.
         pool_bytes: pinned memory to take at most; never more than the file holds.
-        engine_options: arguments of every engine beyond those in `Settings`, such as `limits`.
+        limits: as for `infinity.aio.IoEngine`.
 
     `fill` comes before the first trial: space that was only reserved reads as zeros without touching the drive, and its
     first write costs the file system a conversion. The file has no name, so its space comes back however the process
@@ -110,14 +93,14 @@ class DriveTest:
         *,
         nbytes: int,
         pool_bytes: int = POOL_BYTES,
-        engine_options: Mapping[str, Any] | None = None,
+        limits: Sequence[DriveLimit] = (),
     ) -> None:
         if nbytes < FILE_BYTES_MIN:
             raise ValueError(f"the file must have {format_bytes(FILE_BYTES_MIN)} or more, got {format_bytes(nbytes)}")
         self.chunk_bytes = 1 << ((min(pool_bytes, nbytes) // _LEASES).bit_length() - 1)
         self.nbytes = nbytes // self.chunk_bytes * self.chunk_bytes
         self.notes: list[str] = []
-        self._engine_options = dict(engine_options or {})
+        self._limits = limits
         self._offset = 0
         self._filled = False
         with contextlib.ExitStack() as stack:
@@ -126,7 +109,7 @@ class DriveTest:
             self._open_file(folder, stack)
             self.pool_bytes = _LEASES * self.chunk_bytes
             self._pool: PinnedPool | None = PinnedPool(self.pool_bytes)
-            self._pool.bytes.view(torch.int64).random_()
+            self._pool.bytes.view(torch.int64).random_(generator=torch.Generator())
             self.notes += self._pool.notes
             self._leases = [stack.enter_context(self._pool.lease(self.chunk_bytes)) for _ in range(_LEASES)]
             self._stack = stack.pop_all()
@@ -151,21 +134,21 @@ class DriveTest:
         """Whether transfers go past the page cache. If not, it is memory that is measured."""
         return self._file.direct
 
-    def fits(self, settings: Settings) -> bool:
+    def fits(self, settings: IoSettings) -> bool:
         """Whether the pool can keep the drive busy at these settings: half in flight, half next in the queue."""
         in_time = settings.in_flight_bytes <= self.pool_bytes // 2
         return in_time and settings.block_bytes <= self.chunk_bytes
 
     def fill(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
         """Write the whole file once. Calls `on_progress` with the bytes done so far. Raises IoError."""
-        with contextlib.closing(self._make_engine(Settings())) as engine:
+        with contextlib.closing(self._make_engine(IoSettings())) as engine:
             turns = self._turns(engine, Workload.WRITE, self.chunk_bytes, slots=3)
             for done_bytes in range(0, self.nbytes, self.chunk_bytes):
                 on_progress(done_bytes)
                 next(turns)
         self._filled = True
 
-    def run(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         """Move bytes for `seconds` after a warm-up. Each trial goes on in the file where the last one stopped.
 
         The settings of the result name the backend that "auto" stood for. Raises IoError; ValueError for settings that
@@ -201,19 +184,19 @@ class DriveTest:
     ) -> None:
         self.close()
 
-    def _make_engine(self, settings: Settings) -> IoEngine:
+    def _make_engine(self, settings: IoSettings) -> IoEngine:
         assert self._pool is not None, "a trial after the end"
-        engine = IoEngine(self._pool, **asdict(settings), **self._engine_options)
+        engine = IoEngine(self._pool, settings, limits=self._limits)
         self.notes += [note for note in engine.notes if note not in self.notes]
         return engine
 
-    def _transfer_bytes(self, settings: Settings) -> int:
+    def _transfer_bytes(self, settings: IoSettings) -> int:
         """Bytes per transfer: a power of two that divides the file. As much as is in flight, within bounds: whole leases
         where much is, and less where little is, as a trial ends only when what it has queued has moved."""
         wanted = max(_TRANSFER_BYTES_MIN, settings.block_bytes, settings.in_flight_bytes)
         return min(1 << (wanted - 1).bit_length(), self.chunk_bytes)
 
-    def _slots(self, workload: Workload, settings: Settings, transfer_bytes: int) -> int:
+    def _slots(self, workload: Workload, settings: IoSettings, transfer_bytes: int) -> int:
         """Turns to keep in the engine: what is in flight, one that is being cut, and one until Python has woken up; one
         more where reads and writes may take turns in bursts, so that either always waits for its turn."""
         ways = 2 if workload is Workload.MIXED else 1

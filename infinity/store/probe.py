@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from infinity.store.measure import DriveTest, Settings, Workload
+from infinity.aio import DriveLimit, IoSettings
+from infinity.store.measure import DriveTest, Workload
 from infinity.units import MIB
 
 _POOL_BYTES_MIN = 64 * MIB
@@ -28,22 +30,22 @@ def measure_drive(
     nbytes: int = 256 * MIB,
     rounds: int = 5,
     seconds: float = 0.15,
-    **engine_options: Any,
+    io: IoSettings | None = None,
+    limits: Sequence[DriveLimit] = (),
+    **io_options: Any,
 ) -> DriveRates:
     """Read and write random data on the drive of `path` in turn.
 
     Args:
         nbytes: size of the file (bytes).
         rounds: trials of each, at least `seconds` long.
-        engine_options: as for `infinity.aio.IoEngine`.
+        io, limits, io_options: as for `infinity.aio.IoEngine`.
 
     Leaves nothing behind. Raises StoreError or IoError.
     """
-    names = {field.name for field in fields(Settings)}
-    settings = Settings(**{name: value for name, value in engine_options.items() if name in names})
-    rest = {name: value for name, value in engine_options.items() if name not in names}
+    settings = replace(io or IoSettings(), **io_options)
     pool_bytes = max(_POOL_BYTES_MIN, 2 * settings.in_flight_bytes)
-    with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes, engine_options=rest) as test:
+    with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes, limits=limits) as test:
         test.fill()
         trials = [test.run(way, settings, seconds) for way in (Workload.READ, Workload.WRITE) * rounds]
     reads, writes = ([trial.bytes_per_s for trial in trials[way::2]] for way in (0, 1))

@@ -34,7 +34,7 @@ class DriveProfile:
         written: date and time of the measurement, ISO 8601.
         path: the folder that was measured.
         drive: the drive under it, for people to read.
-        backend, block_bytes, queue_depth, rings, mix: arguments of `infinity.aio.IoEngine`.
+        backend, block_bytes, queue_depth, rings, mix: fields of `infinity.aio.IoSettings`.
         read_bytes_per_s, write_bytes_per_s: of one alone.
         mixed_bytes_per_s: bytes read and written, both counted, while reading and writing as much of each.
         cpu_seconds_per_gib: user and system time of the process per GiB of the mixed load.

@@ -22,8 +22,10 @@ import stat
 import sys
 import time
 import weakref
+from abc import ABC, abstractmethod
 from pathlib import Path
 
+from infinity.aio import File, IoEngine
 from infinity.errors import StoreError
 from infinity.store.files import is_own_folder, write_durably
 from infinity.units import format_bytes
@@ -33,15 +35,52 @@ _MAKING_SECONDS_MAX = 600
 """A folder that still has its first, hidden name after this long was left by a run that was killed while making it."""
 
 
-class RunFolder:
+class Folder(ABC):
+    """A folder of ours under the user's path `root`, in which arenas lie."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    @abstractmethod
+    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
+        """The arena file `name`, on the engine's drive of that number; `checksums` as for `Arena`.
+
+        Raises StoreError or IoError.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the folder. Idempotent."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What is unsafe about the place, in words."""
+        return [
+            f"everybody may rename and remove what is in {place}: chmod +t {place}, or take away others' right to write"
+            for place in (self.root.resolve(), *self.root.resolve().parents)
+            if place.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
+        ]
+
+    def check_free(self, nbytes: int, what: str) -> None:
+        """Raise StoreError unless `nbytes` are free here; `what` names them in the message."""
+        free = free_bytes(self.root)
+        if nbytes > free:
+            raise StoreError(
+                errno.ENOSPC,
+                f"{what}: {format_bytes(nbytes)} are needed on {self.root}, where {format_bytes(free)} are free: "
+                f"free {format_bytes(nbytes - free)} more or choose another nvme_path",
+            )
+
+
+class RunFolder(Folder):
     """This process's own folder under `root`.
 
     Raises StoreError when `root` can't be made or written to, naming what to do.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root).absolute()
-        _make_writable(self.root)
+        super().__init__(root)
+        make_writable(self.root)
         remove_stale(self.root)
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         hidden = self.root / f".{name}"  # takes its real name once locked, so that nobody finds it stale before
@@ -60,14 +99,14 @@ class RunFolder:
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, _remove, self.path, (self._lock, self._descriptor), os.getpid())
 
-    @property
-    def notes(self) -> list[str]:
-        """What is unsafe about the place, in words."""
-        return [
-            f"everybody may rename and remove what is in {place}: chmod +t {place}, or take away others' right to write"
-            for place in (self.root.resolve(), *self.root.resolve().parents)
-            if place.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
-        ]
+    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
+        file = engine.open(self.path / name, create=True, drive=drive, checksums=checksums)
+        try:
+            self.take_name(name)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def take_name(self, name: str) -> None:
         """Take a file's name away; who has it open keeps it.
@@ -81,16 +120,6 @@ class RunFolder:
                 errno.ESTALE,
                 f"{self.path} was moved or replaced while {name} was made in it: choose an nvme_path where others can't write",
             ) from None
-
-    def check_free(self, nbytes: int, what: str) -> None:
-        """Raise StoreError unless `nbytes` are free here; `what` names them in the message."""
-        free = free_bytes(self.root)
-        if nbytes > free:
-            raise StoreError(
-                errno.ENOSPC,
-                f"{what}: {format_bytes(nbytes)} are needed on {self.root}, where {format_bytes(free)} are free: "
-                f"free {format_bytes(nbytes - free)} more or choose another nvme_path",
-            )
 
     def close(self) -> None:
         """Remove the folder. Idempotent; also done at interpreter exit."""
@@ -143,7 +172,8 @@ def _fill(folder: Path) -> int:
     return lock
 
 
-def _make_writable(root: Path) -> None:
+def make_writable(root: Path) -> None:
+    """Make the folder where it isn't there. Raises StoreError where nothing can be written to it."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

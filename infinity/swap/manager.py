@@ -1,7 +1,8 @@
-"""Floor 4. The swap manager: one run's pool, engine and arena, and what moves between them.
+"""Floor 4. The swap manager: the floor's public face, over one run's drives and pinned pool.
 
-Two faces. `page(model)` hands a model that FSDP2 sharded over to the arena; `register / prefetch / use / update / flush` do
-the same for plain tensors of any other engine. All calls come from the training thread.
+Two faces, in fact. `page(model)` hands a model that FSDP2 sharded over to the arena; `register / prefetch / use / update /
+flush` do the same for plain tensors of any other engine. What a gather, an update or a step sets off comes together here: what
+to stage when is decided in policy.py and carried out by the stager. All calls come from the training thread.
 
 [Note: When a group has been copied]
 FSDP2 asks for all shards of a group, one after the other, and copies them at once into the buffer it gathers from; only then
@@ -9,45 +10,32 @@ does it turn to another group. So when a shard of another group is asked for, th
 back: not only when FSDP2 reports it gathered, which it does when the group is used. However many groups are prefetched
 (`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
 uses, one group at a time, and reports at once.
-
-[Note: Phases]
-Training and evaluation have a trace each. A gather is training's when it happens in a backward, or in a forward of the whole
-model in training mode with gradients; anything else, generation included, is evaluation's, whatever mode one submodule is in.
-The optimizer step ends a cycle of training, the end of a forward one of evaluation; where parts of the model are called without
-the whole, an evaluation begins anew when a group comes again. Reads are each rank's own affair: no collective depends on a
-trace, so where the traces of two ranks differ, no more than their reads on demand do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoEngine, Lease, PinnedPool
+from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease
 from infinity.device import Device, device_for
-from infinity.errors import BudgetError, InfinityError
-from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
-from infinity.schedule.scheme import Scheme, Update
+from infinity.errors import BudgetError, CheckpointError, InfinityError
+from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
-from infinity.schedule.trace import Trace
-from infinity.store import Arena, Field, Layout, RunFolder, Shard, check_free, plan_layout
-from infinity.store.layout import SPACE_ALIGN
-from infinity.store.placement import step_bandwidth
-from infinity.store.probe import measure_drive
+from infinity.store import DurableRun, Field, Layout, Place
+from infinity.store.commit import describe, differences
 from infinity.swap import budget
-from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.chunk import ChunkState
 from infinity.swap.fsdp2 import (
     GroupOutline,
     ShardedGroup,
@@ -55,22 +43,20 @@ from infinity.swap.fsdp2 import (
     in_backward,
     install,
     outlined_groups,
-    padded_shape,
     sharded_groups,
 )
-from infinity.swap.host_cache import plan_cache
+from infinity.swap.gradients import Gradients
+from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.plain_tensors import PlainTensors
+from infinity.swap.plan import Placing, plan_model
+from infinity.swap.policy import StagingPolicy
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
 from infinity.swap.updates import finish_updates
-from infinity.units import align_up, format_bytes, parse_bytes
-
-log = logging.getLogger("infinity")
-
-_MEASURE_BYTES = 64 << 20
-"""Written and read, twice, to weigh one drive against another."""
+from infinity.units import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -91,19 +77,6 @@ class SwapStats:
     """What each drive moved, in the order of the paths."""
 
 
-@dataclass(eq=False)
-class _Tensor:
-    """A plain tensor that was registered. `lost`: why what was written of it last is not what is stored."""
-
-    chunk: Chunk
-    shape: torch.Size
-    dtype: torch.dtype
-    lost: str | None = None
-
-    def lose(self, why: str) -> None:
-        self.lost = why
-
-
 class SwapManager:
     """Moves a model, or plain tensors, between NVMe and a fixed amount of pinned host memory.
 
@@ -112,11 +85,15 @@ class SwapManager:
             This run makes a folder of its own in each and removes it at the end.
         host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
             (see infinity/swap/budget.py), 512 MiB for plain tensors.
-        backend, block_bytes, queue_depth, rings, mix, iopoll, sqpoll: see `infinity.aio.IoEngine`.
+        io: how the drives are driven.
         bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
         drive_limits: one per drive, to make drives slower than they are; for experiments.
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
+        checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
+            before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
+        run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
+        io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -126,68 +103,43 @@ class SwapManager:
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         host_bytes_max: int | str = "auto",
-        backend: str = "auto",
-        block_bytes: int = 1 << 20,
-        queue_depth: int = 32,
-        rings: int = 1,
-        mix: str = "interleaved",
-        iopoll: bool = False,
-        sqpoll: bool = False,
+        io: IoSettings | None = None,
         lock_memory: bool = False,
+        checksums: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
+        run: DurableRun | None = None,
+        **io_options: Any,
     ) -> None:
+        self.run = run
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
             raise BudgetError(
                 f"host_bytes_max of {format_bytes(self._pinned_bytes)} is below the least that works, "
                 f"{format_bytes(2 * budget.ACCESS_BYTES)}"
             )
-        self._engine_options: dict[str, Any] = {
-            "backend": backend,
-            "block_bytes": block_bytes,
-            "queue_depth": queue_depth,
-            "rings": rings,
-            "mix": mix,
-            "iopoll": iopoll,
-            "sqpoll": sqpoll,
-        }
-        self._lock_memory = lock_memory
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        self._drive_limits = list(drive_limits)
-        self._faults = faults
-        if bandwidths is None and len(paths) > 1:
-            bandwidths = self._measure(paths)
-        self._bandwidths = bandwidths
-        self._folders = _make_folders(paths)
-        self._machinery: _Machinery | None = None
-        self._tensors: dict[str, _Tensor] = {}
+        io = replace(io or IoSettings(), **io_options)
+        self._drives = Drives(
+            paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
+        )
+        self._lock_memory = lock_memory
+        self._machinery: Machinery | None = None
+        self._tensors = PlainTensors(self._open)
         self._paged: PagedModel | None = None
-        self._traces = {True: Trace(), False: Trace()}
-        self._pass_trains: bool | None = None
-        """Whether the forward of the whole model that is going on is training's; None where none is going on."""
-        self._room_bytes = 0
-        """Bytes of the pool that reads ahead may hold ..."""
-        self._look_ahead_bytes = 0
-        """... and as many of them as the user allows."""
-        self._units: list[Chunk | None] = []
-        """What is staged: by number of its group, then by number of its sub-group."""
-        self._unit_bytes: list[int] = []
-        self._gathered_bytes: list[int] = []
-        """The same, but nothing for sub-groups."""
+        self._place: Place | None = None
+        self._policy: StagingPolicy | None = None
+        """Of the paged model."""
+        self._gradients: Gradients | None = None
+        """The same."""
         self.update_at: Update = "step"
         """When the optimizer updates the paged parameters: `update` of `page`."""
-        self._forwards: Counter[int] = Counter()
-        """By group: how often it was called in training since the last step."""
-        self._phase = True
-        """Whether it was training that used a group last."""
         self._device: Device = device_for(torch.device("cpu"))
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
         self._alone = True
         """Whether the model is sharded over one rank: then FSDP2 gathers a group as soon as it has it."""
-        self._told_surprise = False
         self._closed = False
 
     # Plain tensors.
@@ -197,63 +149,22 @@ class SwapManager:
 
         Raises ValueError for a name that is taken, StoreError without space, BudgetError when the pool is smaller than it.
         """
-        if name in self._tensors:
-            raise ValueError(f"a tensor named {name!r} is registered already: use update() to change it")
-        if tensor.numel() == 0:
-            raise ValueError(f"tensor {name!r} has no elements")
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            raise ValueError(
-                f"tensor {name!r} is {tensor.layout} on {tensor.device}: only ordinary dense tensors are stored"
-            )
-        nbytes = tensor.numel() * tensor.itemsize
-        machinery = self._open()
-        if align_up(nbytes) > machinery.pool.nbytes:
-            raise BudgetError(
-                f"tensor {name!r} of {format_bytes(nbytes)} is larger than the pinned pool of "
-                f"{format_bytes(machinery.pool.nbytes)}: host_bytes_max={align_up(nbytes)} would do"
-            )
-        extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
-        span = (Span(extent.offset, 0, extent.nbytes),)
-        entry = _Tensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
-        entry.chunk.on_lost = entry.lose
-        lease = machinery.stager.occupy(entry.chunk)
-        try:
-            lease.view(tensor.dtype, 0, tensor.numel()).view(tensor.shape).copy_(tensor.detach())
-        except BaseException:
-            machinery.stager.release(entry.chunk, keep=False)
-            raise
-        machinery.stager.write_back(entry.chunk)
-        self._tensors[name] = entry
+        self._tensors.register(name, tensor)
 
     def prefetch(self, name: str) -> bool:
         """Start reading `name` if there is room now; whether it is on its way or here."""
-        entry = self._tensor(name)
-        if entry.chunk.state is not ChunkState.RESTING:
-            return entry.chunk.state is not ChunkState.WRITING
-        return self._open().stager.prefetch(entry.chunk)
+        return self._tensors.prefetch(name)
 
-    @contextlib.contextmanager
-    def use(self, name: str) -> Iterator[torch.Tensor]:
+    def use(self, name: str) -> contextlib.AbstractContextManager[torch.Tensor]:
         """The tensor in pinned memory, for reading only, until the end of the block."""
-        entry, tensor = self._acquire(name)
-        try:
-            yield tensor
-        finally:
-            self._open().stager.release(entry.chunk, keep=False)
+        return self._tensors.use(name)
 
-    @contextlib.contextmanager
-    def update(self, name: str) -> Iterator[torch.Tensor]:
+    def update(self, name: str) -> contextlib.AbstractContextManager[torch.Tensor]:
         """The tensor in pinned memory, to be changed in place; written back in the background after the block.
 
         A block that raises leaves the stored bytes as they were.
         """
-        entry, tensor = self._acquire(name)
-        try:
-            yield tensor
-        except BaseException:
-            self._open().stager.release(entry.chunk, keep=False)
-            raise
-        self._open().stager.write_back(entry.chunk)
+        return self._tensors.update(name)
 
     def flush(self) -> None:
         """Wait until everything updated is on the drive (fdatasync). Raises IoError when a write failed."""
@@ -280,6 +191,8 @@ class SwapManager:
         split_master: bool = True,
         hold_parameters: bool = False,
         hold_state: bool = False,
+        gradient_dtype: torch.dtype = torch.float32,
+        gradient_bytes_max: int | None = None,
     ) -> None:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
@@ -306,6 +219,11 @@ class SwapManager:
                 whole master, 12 bytes an element instead of 14: see [Note: Copy and remainder] in infinity/optim/split.py.
             hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
+            gradient_dtype: how gradients wait for their update. One of 16 bits is for where it holds all of a gradient:
+                see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
+            gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
+                wait in memory where None. With either of these the gradients are taken in the backward, and `.grad` is None
+                after it; without a meaning where updates are in the backward.
 
         A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
         BudgetError when the pool is too small for one group or three sub-groups (naming the number that would do), StoreError
@@ -313,23 +231,26 @@ class SwapManager:
         """
         if self._paged is not None:
             raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
+        placing = Placing(
+            sub_group_size=sub_group_size,
+            resident_numel_below=resident_numel_below,
+            resident_numel_max=resident_numel_max,
+            cache_bytes=cache_bytes,
+            update=update,
+            split_master=split_master,
+            hold_parameters=hold_parameters,
+            hold_state=hold_state,
+            gradient_dtype=gradient_dtype,
+            gradient_bytes_max=gradient_bytes_max,
+        )
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
         mesh = groups[0].parameters[0].sharded.device_mesh
         with together(mesh.get_group() if mesh.ndim == 1 else None):
             self._alone = mesh.size(-1) == 1
-            layout, pinned_bytes = self._plan(
-                [group.outline for group in groups],
-                mesh.size(-1),
-                dtype,
-                sub_group_size,
-                math.inf if hold_parameters else resident_numel_below,
-                resident_numel_max,
-                cache_bytes,
-                update,
-                split_master,
-                hold_state,
-            )
+            outlines = [group.outline for group in groups]
+            layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
+            place = self._checked_place(layout, outlines, mesh.size(-1), dtype)
             machinery = self._open(pinned_bytes)
             machinery.adopt(self._device_of(groups))
             paged = PagedModel(
@@ -338,23 +259,21 @@ class SwapManager:
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 copy_dtype=dtype,
                 in_backward=update == "backward",
+                durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
-                what=_what_is_stored(hold_state),
+                what=placing.what_is_stored,
+            )
+            arena = machinery.arena
+            self._place = place and replace(
+                place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
             )
             replacements = self._take_over(groups, paged)
         self._paged, self.update_at = paged, update
-        chunks = [group.chunk for group in paged.groups]
-        self._units = [*chunks, *(sub.chunk if sub.moves else None for sub in paged.sub_groups)]
-        self._unit_bytes = [chunk.lease_bytes if chunk is not None else 0 for chunk in self._units]
-        largest_group = max(self._unit_bytes[: len(chunks)])
-        self._gathered_bytes = [*self._unit_bytes[: len(chunks)], *[0] * len(paged.sub_groups)]
-        self._room_bytes = budget.look_ahead_room(machinery.pool.nbytes - layout.cached_bytes, largest_group)
-        self._look_ahead_bytes = self._room_bytes
-        if look_ahead_bytes is not None:
-            # One is gathered for the backward before another, whose copies wait for its update, is done with them.
-            least = 2 * largest_group if update == "backward" else 0
-            self._look_ahead_bytes = min(self._room_bytes, max(look_ahead_bytes, least))
+        self._gradients = Gradients(paged, lambda: self.stager, gradient_dtype)
+        spilling = max(sub.gradient_bytes for sub in layout.sub_groups)  # a lease in the middle of a backward
+        room = machinery.pool.nbytes - layout.cached_bytes - spilling
+        self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
         install(model, replacements)
         if update == "backward":
             for number, group in enumerate(groups):
@@ -369,14 +288,7 @@ class SwapManager:
         *,
         ranks: int,
         dtype: torch.dtype,
-        sub_group_size: int | None = None,
-        resident_numel_below: int = 100_000,
-        resident_numel_max: int = 0,
-        cache_bytes: int = 0,
-        update: Update = "step",
-        split_master: bool = True,
-        hold_parameters: bool = False,
-        hold_state: bool = False,
+        placing: Placing,
     ) -> None:
         """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
 
@@ -384,21 +296,19 @@ class SwapManager:
             wrap: the modules that will be groups of their own, beside the root.
             ranks: over how many it will be sharded.
             dtype: in which it will be gathered.
-            others: as for `page`.
+            placing: arguments of `page`.
         """
-        layout, _ = self._plan(
-            outlined_groups(model, wrap),
-            ranks,
-            dtype,
-            sub_group_size,
-            math.inf if hold_parameters else resident_numel_below,
-            resident_numel_max,
-            cache_bytes,
-            update,
-            split_master,
-            hold_state,
-        )
-        check_free(self._folders, self._bandwidths, layout.nbytes, _what_is_stored(hold_state))
+        groups = outlined_groups(model, wrap)
+        layout, _ = self._plan(groups, ranks, dtype, placing)
+        self._checked_place(layout, groups, ranks, dtype)
+        nbytes = layout.nbytes * (1 if self.run is None else 2) + layout.gradient_bytes
+        self._drives.check_free(nbytes, placing.what_is_stored)
+
+    @property
+    def place(self) -> Place:
+        """Of a durable run: how its state lies."""
+        assert self._place is not None
+        return self._place
 
     @property
     def paged(self) -> PagedModel:
@@ -406,6 +316,13 @@ class SwapManager:
         if self._paged is None:
             raise InfinityError("no model is paged yet: call page(model) first")
         return self._paged
+
+    @property
+    def gradients(self) -> Gradients:
+        """Where its gradients wait for their update. Raises InfinityError before `page`."""
+        _ = self.paged
+        assert self._gradients is not None
+        return self._gradients
 
     @property
     def stager(self) -> Stager:
@@ -472,32 +389,28 @@ class SwapManager:
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """For the optimizer, in a backward: whether the gradients of a group, once all are there, are all that come."""
-        return self._forwards[group.index] == 1
+        return self._staging.gradients_are_final(group)
 
     def update_in_backward(
         self, group: PagedGroup, updates: Mapping[PagedSubGroup, Callable[[Lease | None], None]]
     ) -> None:
         """For the optimizer: update members of a group now; see [Note: Updates in the backward] in paged_model.py."""
-        self._phase = True
-        self._forwards[group.index] += 1  # whoever brings more gradients is too late
+        policy, left = self._staging, iter(updates)
+        policy.begin_update(group)
 
         def look_ahead() -> None:
-            trace.use(self._unit(next(left)))
+            policy.use_state(next(left))
             self._look_ahead()
 
-        trace, left = self._traces[True], iter(updates)
         self.paged.update_in_backward(group, updates, look_ahead)
 
     def discard_step(self) -> None:
         """For the optimizer: what forward and backward passes did since the last step is void."""
-        self._forwards.clear()
+        self._staging.discard_step()
 
     def end_step(self) -> None:
         """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
-        if self._traces[True].end_cycle():
-            self._tell_surprise()
-        self._phase = True
-        self._forwards.clear()
+        self._staging.end_step()
         if self.timeline is not None:
             self.timeline.steps += 1
         self._look_ahead()
@@ -512,8 +425,7 @@ class SwapManager:
     @property
     def notes(self) -> list[str]:
         """What the machine refused and what was done instead, a line each."""
-        machinery = self._open()
-        return [*machinery.engine.notes, *machinery.pool.notes, *machinery.arena.notes, *machinery.notes]
+        return self._open().notes
 
     def stats(self) -> SwapStats:
         """The counters."""
@@ -523,7 +435,7 @@ class SwapManager:
             written_bytes=machinery.engine.written_bytes,
             stall_seconds=machinery.engine.stall_seconds,
             demand_reads=machinery.stager.demand_reads,
-            surprises=sum(trace.surprises for trace in self._traces.values()),
+            surprises=self._policy.surprises if self._policy is not None else 0,
             pinned_bytes=machinery.pool.nbytes,
             pinned_peak_bytes=machinery.pool.peak_bytes,
             cached_bytes=self._paged.layout.cached_bytes if self._paged is not None else 0,
@@ -537,45 +449,9 @@ class SwapManager:
         Once a step was taken: what the next one like it moves, to the byte. Before: the sum for `micro_batches` that gather
         every group for forward and for backward, or as often in a step as `gathers` says, by name.
         """
-        paged = self.paged
-        stepped = [sub for sub in paged.sub_groups if sub.layout.trained]
-        read = sum(span.nbytes for sub in stepped for span in sub.chunk.reads)
-        written = sum(span.nbytes for sub in stepped for span in sub.chunk.writes)
-        cycle = self._traces[True].cycle
-        if cycle:
-            return read + self._gathers_of(cycle), written
-        for group in paged.groups:
-            times = 2 * micro_batches if gathers is None else gathers[group.name]
-            spared = self.update_at == "forward"  # the first gather after a step takes what was just updated
-            if self.update_at == "backward" and group.completes is not None:
-                times = max(times, 2)  # its update in the backward takes the copies that were read for it
-            frozen = _copy_bytes(group, stepped=False)
-            read += frozen * times + (_copy_bytes(group) - frozen) * (times - spared)
-        return read, written
-
-    def _gathers_of(self, cycle: Sequence[int]) -> int:
-        """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
-        groups = self.paged.groups
-        waiting = {sub for sub in self.paged.sub_groups if sub.layout.trained} if self.update_at == "forward" else set()
-        uses, reads = [], []
-        updating: list[int] = []
-        for index in cycle:
-            if index >= len(groups):
-                *copies, unit = self._with_copies(index)
-                if copies != updating:  # in use from the first member's update to the last one's
-                    uses += copies
-                    reads += [_copy_bytes(groups[each]) for each in copies]
-                updating = copies
-                uses.append(unit)
-                reads.append(0)
-                continue
-            group = groups[index]
-            beside = [sub for sub in group.beside if sub in waiting]
-            updated = [sub for sub in group.members if sub in waiting]
-            waiting -= {*beside, *updated}
-            uses += [*map(self._unit, beside), *map(self._unit, updated), index]
-            reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
-        return cycle_read_bytes(uses, reads, self._choose)
+        moved = self._staging.step_bytes(micro_batches, gathers)
+        spilled = self.gradients.step_bytes(micro_batches)
+        return moved[0] + spilled[0], moved[1] + spilled[1]
 
     # What it does when.
 
@@ -615,13 +491,14 @@ class SwapManager:
         self._closed = True
         machinery, self._machinery = self._machinery, None
         try:
+            if self._gradients is not None:
+                self._gradients.forget()
             if self._paged is not None:
                 self._paged.close()  # the model outlives this, and must not keep the pool
             if machinery is not None:
                 machinery.close()
         finally:
-            for folder in self._folders:
-                folder.close()
+            self._drives.close()
 
     def __enter__(self) -> SwapManager:
         return self
@@ -633,106 +510,43 @@ class SwapManager:
 
     # How.
 
-    def _open(self, pinned_bytes: int | None = None) -> _Machinery:
+    def _open(self, pinned_bytes: int | None = None) -> Machinery:
         if self._machinery is None:
             if self._closed:
                 raise InfinityError("this SwapManager is closed")
             size = self._pinned_bytes or pinned_bytes or budget.PINNED_BYTES_DEFAULT
-            self._machinery = self._make_machinery(size)
+            self._machinery = Machinery(size, self._drives, self._device, lock_memory=self._lock_memory)
         return self._machinery
 
-    def _make_machinery(self, pinned_bytes: int) -> _Machinery:
-        pool = PinnedPool(pinned_bytes, lock=self._lock_memory)
-        engine = IoEngine(
-            pool,
-            drives=len(self._folders),
-            limits=self._drive_limits,
-            faults=self._faults,
-            **self._engine_options,
-        )
-        rank = os.environ.get("RANK", "0")
-        arena = Arena(self._folders, engine, name=f"rank{rank}.arena", bandwidths=self._bandwidths)
-        machinery = _Machinery(pool, engine, arena, self._device)
-        if len(self._folders) > 1:
-            parts = ", ".join(f"{share:.0%} on {path}" for path, share in arena.shares)
-            machinery.notes.append(f"striping over {len(arena.shares)} drives by their bandwidth: {parts}")
-        return machinery
-
-    def _measure(self, paths: Sequence[str | os.PathLike[str]]) -> list[float]:
-        """Bandwidth of the drive of each path for the reads and writes of a step (bytes per second)."""
-        found = []
-        for number, path in enumerate(paths):
-            limits = self._drive_limits[number : number + 1]
-            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, limits=limits, **self._engine_options)
-            found.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
-        return found
-
-    def _tensor(self, name: str) -> _Tensor:
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise KeyError(f"no tensor named {name!r} is registered") from None
-
-    def _acquire(self, name: str) -> tuple[_Tensor, torch.Tensor]:
-        entry = self._tensor(name)
-        if entry.chunk.state is ChunkState.IN_USE:
-            raise InfinityError(f"tensor {name!r} is in use already")
-        self._open().stager.settle(entry.chunk)
-        if entry.lost is not None:
-            raise InfinityError(
-                f"tensor {name!r} is lost, part of it old and part new, since a write of it failed: {entry.lost}; register it "
-                "anew under another name"
-            )
-        lease = self._open().stager.acquire(entry.chunk)
-        return entry, lease.view(entry.dtype, 0, entry.shape.numel()).view(entry.shape)
+    @property
+    def _staging(self) -> StagingPolicy:
+        if self._policy is None:
+            raise InfinityError("no model is paged yet: call page(model) first")
+        return self._policy
 
     def _plan(
-        self,
-        groups: Sequence[GroupOutline],
-        ranks: int,
-        dtype: torch.dtype,
-        sub_group_size: int | None,
-        resident_below: float,
-        resident_numel_max: int,
-        cache_bytes: int,
-        update: Update,
-        split_master: bool,
-        hold_state: bool,
+        self, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing
     ) -> tuple[Layout, int]:
-        """The model's layout and the size of the pool (bytes): what the pinned budget allows."""
-        copy_itemsize = dtype.itemsize if dtype.itemsize < 4 or hold_state else 0
-        shards = _shards(groups, ranks, resident_below, resident_numel_max)
-        numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, budget.SUB_GROUP_NUMEL_DEFAULT)
-        lay_out = partial(
-            plan_layout,
-            shards,
-            groups=len(groups),
-            copy_itemsize=copy_itemsize,
-            split_master=split_master and dtype is torch.bfloat16,
-            hold_state=hold_state,
-        )
-        scheme = Scheme("split" if split_master else "full", update)
-        cached = plan_cache(
-            lay_out(sub_group_numel_max=numel), scheme, [group.gathers for group in groups], cache_bytes
-        )
-        layout = lay_out(sub_group_numel_max=numel, cached=cached)
-        group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
-        largest = max(range(len(groups)), key=group_bytes.__getitem__)
-        largest_bytes = group_bytes[largest]
-        explicit = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        if explicit is not None:
-            room = explicit - layout.cached_bytes - budget.GATHERS_IN_USE * largest_bytes
-            bytes_per_element = max((sub.nbytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
-            fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
-            numel = min(sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
-            layout = lay_out(sub_group_numel_max=numel, cached=cached)
-        gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
-        pinned = explicit or budget.comfortable_bytes(gather, stepped) + layout.cached_bytes
-        budget.check_available(pinned)
-        pipeline = budget.pipeline_bytes(largest_bytes, stepped)
-        need = budget.PinnedBudget(gather, pipeline, cache_bytes=layout.cached_bytes)
-        budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
-        return layout, pinned
+        pinned_bytes = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
+        return plan_model(groups, ranks, dtype, placing, pinned_bytes)
+
+    def _checked_place(
+        self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype
+    ) -> Place | None:
+        """How the state of a durable run lies, the drives aside. Raises CheckpointError where what it goes on from lies in
+        another way."""
+        if self.run is None:
+            return None
+        shapes = [parameter.shape for group in groups for parameter in group.parameters]
+        kind = str(dtype).removeprefix("torch.")
+        world = dist.get_world_size()
+        place = describe(layout, shapes, rank=self.run.rank, ranks=world, shards=ranks, copy_dtype=kind)
+        if self.run.resumed is not None and (why := list(differences(self.run.resumed.place, place))):
+            raise CheckpointError(
+                f"what {self.run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of "
+                "that run, or start without resume under another infinity.run_name"
+            )
+        return place
 
     def _take_over(self, groups: list[ShardedGroup], paged: PagedModel) -> dict[nn.Parameter, nn.Parameter]:
         """Move the values into the arena; the paged tensors that take the parameters' place."""
@@ -742,7 +556,7 @@ class SwapManager:
         for shard, source in zip(paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self, torch_device)
             shard.filled = shard.shape.numel() == 0
-            if not source.local.is_meta:
+            if not source.local.is_meta and (self.run is None or self.run.resumed is None):
                 local.store(source.local.detach())
             sharded = source.sharded
             tensor = DTensor.from_local(
@@ -766,37 +580,20 @@ class SwapManager:
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not in_backward():
-            self._pass_trains = module.training and torch.is_grad_enabled()
+            self._staging.begin_pass(trains=module.training and torch.is_grad_enabled())
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled() and not in_backward():
-            self._forwards[group] += 1
+            self._staging.count_forward(group)
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not in_backward():
-            self._end_evaluation()
-            self._pass_trains = None
-
-    def _end_evaluation(self) -> None:
-        if self._traces[False].end_cycle():
-            self._tell_surprise()
-
-    def _is_training(self, module_trains: bool) -> bool:
-        """Whose gather it is: see [Note: Phases]."""
-        if in_backward():
-            return True
-        return module_trains if self._pass_trains is None else self._pass_trains
+            self._staging.end_pass()
 
     def _use(self, group: PagedGroup, training: bool) -> None:
-        self._phase = training = self._is_training(training)
-        trace = self._traces[training]
-        # What one phase leaves gathered, the other doesn't ask for: no other path.
-        self._traces[not training].interrupt()
-        if not training and self._pass_trains is None and trace.used(group.index):
-            self._end_evaluation()
         for sub in group.beside:
             self.paged.catch_up(sub)
-        trace.use(group.index)
+        self._staging.use(group, module_trains=training)
         self.paged.acquire(group, partial(self._look_ahead, group))
         self._look_ahead()
 
@@ -816,118 +613,4 @@ class SwapManager:
 
     def _look_ahead(self, using: PagedGroup | None = None) -> None:
         """Start the reads for what comes next; `using`: the group whose members are being updated now."""
-        stager = self._open().stager
-        chosen = self._choose(self._upcoming(using))
-        stager.wanted = [chunk for index in chosen if (chunk := self._units[index]) is not None]
-        for chunk in stager.wanted:
-            if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
-                break
-
-    def _choose(self, upcoming: Iterable[int]) -> list[int]:
-        """What should be staged now of what comes next: as much as the pool has room for, and gathers as far as they may run
-        ahead; what the updates of a group need counts with the group."""
-        fitting = groups_to_stage(upcoming, self._unit_bytes, self._room_bytes)
-        return groups_to_stage(fitting, self._gathered_bytes, self._look_ahead_bytes)
-
-    def _unit(self, sub: PagedSubGroup) -> int:
-        return len(self.paged.groups) + sub.layout.index
-
-    def _upcoming(self, using: PagedGroup | None) -> Iterator[int]:
-        """What is to be staged, soonest first, as numbers in `_units`: each group and what its updates need."""
-        paged = self.paged
-        groups = paged.groups
-        if using is not None:
-            yield from map(self._unit, paged.waiting(using))
-            yield using.index
-        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
-            if index >= len(groups):  # an update in the backward, which needs the copies too
-                yield from self._with_copies(index)
-                continue
-            group = groups[index]
-            yield from (self._unit(sub) for sub in group.beside if sub in paged.updates)
-            yield index
-            yield from map(self._unit, paged.waiting(group))
-        yield from map(self._unit, paged.updates)
-
-    def _with_copies(self, unit: int) -> Iterator[int]:
-        """A sub-group that is updated in the backward, and before it the group whose copies that needs."""
-        sub = self.paged.sub_groups[unit - len(self.paged.groups)]
-        if self.paged.groups[sub.layout.space].completes is not None:
-            yield sub.layout.space
-        yield unit
-
-    def _tell_surprise(self) -> None:
-        if not self._told_surprise:
-            self._told_surprise = True
-            log.info("the model took another path than in the pass before; reads follow the new one from now on")
-
-
-class _Machinery:
-    """Pool, engine, arena and stager: made together when the size of the pool is known, closed together."""
-
-    def __init__(self, pool: PinnedPool, engine: IoEngine, arena: Arena, device: Device) -> None:
-        self.notes: list[str] = []
-        self.pool = pool
-        self.engine = engine
-        self.arena = arena
-        self.stager = Stager(engine, pool, arena, device)
-
-    def adopt(self, device: Device) -> None:
-        """Compute happens on `device` from now on."""
-        self.stager.device = device
-        refused = device.register(self.pool.slab)
-        if refused:
-            self.notes.append(refused)
-
-    def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
-            closing.callback(self.arena.close)
-            closing.callback(self.stager.device.unregister, self.pool.slab)
-            closing.callback(self.engine.close)
-            closing.callback(self.stager.drop_all)
-            self.stager.settle_all()
-
-
-def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
-    """A run folder under each path, or none."""
-    folders: list[RunFolder] = []
-    try:
-        for path in paths:
-            folders.append(RunFolder(path))
-    except BaseException:
-        for folder in folders:
-            folder.close()
-        raise
-    return folders
-
-
-def _shards(groups: Sequence[GroupOutline], ranks: int, resident_below: float, resident_numel_max: int) -> list[Shard]:
-    """What the layout needs to know of each parameter, and which copies stay resident."""
-    shards = []
-    left = resident_numel_max
-    for index, group in enumerate(groups):
-        for parameter in group.parameters:
-            numel = padded_shape(parameter.shape, ranks).numel()
-            resident = parameter.shape.numel() < resident_below
-            if not resident and numel <= left:
-                resident = True
-                left -= numel
-            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
-    return shards
-
-
-def _copy_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
-    """What gathering a group reads where nothing of it is staged; `stepped`: the copies of what is trained too."""
-    members = [sub for sub in group.members if stepped or not sub.layout.trained]
-    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.rests)
-
-
-def _staged_bytes(layout: Layout, group: int) -> int:
-    """What the group's lease takes: all of what is gathered, unless all of it is cached."""
-    members = layout.by_space[group]
-    away = any(sub.gathered not in sub.cached for sub in members)
-    return sum(sub.numel * sub.itemsize(sub.gathered) for sub in members) if away else 0
-
-
-def _what_is_stored(hold_state: bool) -> str:
-    return "parameters" if hold_state else "parameters and optimizer state"
+        self._open().stager.want(self._staging.wanted(using))

@@ -14,6 +14,12 @@ Where nothing has to be known of all gradients before one is applied (no clippin
 be updated as soon as its gradients are reduced, and they need no memory beyond that. The copies were read for its backward and
 are staged still, as the trace knows that they are needed again; so the update reads the state beside them. A group of which a
 gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
+
+[Note: Two halves]
+In a durable run a sub-group has two extents, its halves, and a commit says in which of them its state is. An update reads that
+one and writes the other, which is current from then on; more writes before the next commit go to the same one again. A range
+that is written outside of an update takes the rest of the sub-group along first. So the committed bytes stay as they are until
+another commit has taken their place (infinity/store/durable.py, [Note: What a record promises]).
 """
 
 from __future__ import annotations
@@ -45,29 +51,48 @@ Update = Callable[[Lease | None], None]
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
+    `halves`: where it lies; two in a durable run: see [Note: Two halves]. `current` is the number of the one that holds its
+    values, `committed` of the one that must stay as it is.
     `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
+    `gradient`: where its gradient waits for the update, unless that is in host memory.
     `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy and remainder].
     """
 
     layout: SubGroup
-    extent: Extent
+    halves: tuple[Extent, ...]
     chunk: Chunk
     held: dict[Field, torch.Tensor]
     copy_dtype: torch.dtype
+    gradient: Extent | None = None
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
+    current: int = 0
+    committed: int | None = None
+
+    @property
+    def extent(self) -> Extent:
+        """Where its values are."""
+        return self.halves[self.current]
+
+    @property
+    def written_half(self) -> int:
+        """The number of the half that may be written to."""
+        return self.current if self.current != self.committed else 1 - self.current
 
     @property
     def moves(self) -> bool:
         """Whether stepping it takes bytes from the arena."""
-        return self.layout.nbytes > 0
+        return self.layout.lease_bytes > 0
 
     def reads(self, *, copy: bool) -> tuple[Span, ...]:
-        """What fetches its state, with the copy where that is a part of the master (or without it)."""
+        """What fetches its state, with the copy where that is a part of the master (or without it), and its gradient."""
         fields = [each for each in self.layout.state if copy or each is not Field.COPY]
-        if not fields:
-            return ()
-        first = self.layout.field_offset(fields[0])
-        return (Span(self.extent.offset + first, first, self.layout.nbytes - first),)
+        spans = []
+        if fields:
+            first = self.layout.field_offset(fields[0])
+            spans.append(Span(self.extent.offset + first, first, self.layout.nbytes - first))
+        if self.gradient is not None:
+            spans.append(Span(self.gradient.offset, self.layout.nbytes, self.layout.gradient_bytes))
+        return tuple(spans)
 
     @property
     def rests(self) -> bool:
@@ -162,6 +187,13 @@ class PagedShard:
             self._write(Field.COPY, start, values)
         self.filled = True
 
+    def refresh_resident(self) -> None:
+        """Set the copy that stays in host memory from the master."""
+        assert self.resident is not None
+        for start in range(0, self.shape.numel(), _RANGE_NUMEL):
+            numel = min(_RANGE_NUMEL, self.shape.numel() - start)
+            self.resident[start : start + numel].copy_(self.read(Field.MASTER, start, numel))
+
     @property
     def _split(self) -> bool:
         return any(sub.layout.split for sub in self.sub_groups)
@@ -229,6 +261,7 @@ class PagedModel:
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
         in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
+        durable: leave what is committed as it is, in twice the space: see [Note: Two halves]. Nothing is held or cached then.
         what: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
@@ -243,6 +276,7 @@ class PagedModel:
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         copy_dtype: torch.dtype,
         in_backward: bool = False,
+        durable: bool = False,
         stager: Stager,
         arena: Arena,
         what: str,
@@ -255,11 +289,10 @@ class PagedModel:
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
-        extents = arena.reserve([s.nbytes for s in layout.sub_groups], what) if layout.nbytes else []
-        nowhere = [Extent(0, 0)] * len(layout.sub_groups)
-        self.sub_groups = [
-            self._sub_group(s, extent) for s, extent in zip(layout.sub_groups, extents or nowhere, strict=True)
-        ]
+        self.way_back = ""
+        """In words, what else than loading makes torn values whole again."""
+        assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
+        self.sub_groups = self._reserve(arena, what, halves=2 if durable else 1)
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         for space, group in enumerate(self.groups):
@@ -330,7 +363,8 @@ class PagedModel:
         if self._torn is not None:
             raise InfinityError(
                 f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
-                f"{self._torn}; load a checkpoint (or a state dict of the model, then one of the optimizer) before going on"
+                f"{self._torn}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) "
+                "before going on"
             )
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
@@ -385,8 +419,7 @@ class PagedModel:
         """From now on, staging the group's chunk fetches the copies of those members that don't wait for an update, and staging
         a member's chunk what its update will need."""
         for sub in group.members:
-            beside = self._in_backward and group.chunk is not None and sub not in self.updates
-            sub.chunk.reads = sub.reads(copy=not beside)
+            self._point(sub)
         if group.chunk is None:
             return
         reads, fills = [], []
@@ -441,6 +474,7 @@ class PagedModel:
                 if chunk is not None:
                     self._stager.release(chunk, keep=False)
                 self.forget(group)  # its copies are old
+                self.expect(group)
         except BaseException as error:
             self.tear(f"an update in the backward ({error or type(error).__name__})")
             raise
@@ -463,7 +497,7 @@ class PagedModel:
         except BaseException:
             self._stager.release(sub.chunk, keep=False)
             raise
-        self._stager.write_back(sub.chunk)
+        self._write_back(sub)
 
     def catch_up(self, sub: PagedSubGroup) -> None:
         """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
@@ -496,12 +530,85 @@ class PagedModel:
             self.tear(f"an optimizer step ({error or type(error).__name__})")
             raise
         if lease is not None:
-            self._stager.write_back(sub.chunk)
+            self._write_back(sub)
 
-    def _sub_group(self, layout: SubGroup, extent: Extent) -> PagedSubGroup:
-        writes = (Span(extent.offset, 0, layout.nbytes),) if layout.nbytes else ()
-        chunk = Chunk(f"sub-group {layout.index}", layout.nbytes, (), writes, on_lost=self.tear)
-        sub = PagedSubGroup(layout, extent, chunk, {}, self.copy_dtype)
+    def _write_back(self, sub: PagedSubGroup) -> None:
+        """Start writing the sub-group's lease to the half that may be written to, where its values are from now on.
+
+        What gathers its copies is to be told of it (`expect`) before the group is read again. Where no more than its gradient
+        was read, all of it is in host memory.
+        """
+        if not sub.layout.nbytes:
+            self._stager.release(sub.chunk, keep=False)
+            return
+        half = sub.written_half
+        sub.chunk.writes = _whole(sub, half)
+        self._stager.write_back(sub.chunk)
+        sub.current = half
+        self._point(sub)
+
+    def _point(self, sub: PagedSubGroup) -> None:
+        """What staging its chunk reads."""
+        in_space = sub.layout.space < len(self.groups)
+        beside = self._in_backward and in_space and self.groups[sub.layout.space].chunk is not None
+        sub.chunk.reads = sub.reads(copy=not (beside and sub not in self.updates))
+
+    def _leave_committed(self, sub: PagedSubGroup) -> None:
+        """Before a range of a sub-group is written: where its values are committed, copy them to the other half."""
+        if sub.current != sub.committed:
+            return
+        half = sub.written_half
+        name = f"committed state of sub-group {sub.layout.index}"
+        chunk = Chunk(name, sub.layout.nbytes, _whole(sub, sub.current), _whole(sub, half), after=(sub.chunk,))
+        self._stager.acquire(chunk)
+        self._stager.write_back(chunk)
+        self._stager.settle(chunk)
+        sub.current = half
+        if sub.layout.space < len(self.groups):
+            self.forget(self.groups[sub.layout.space])
+            self.expect(self.groups[sub.layout.space])
+        else:
+            self._point(sub)
+
+    def mark_committed(self) -> None:
+        """All values are as a commit says, and all of them are written. They stay where they are until the next one."""
+        assert not self.updates
+        for sub in self.sub_groups:
+            sub.committed = sub.current
+
+    def restore(
+        self, halves: Sequence[int], ties: Sequence[torch.Tensor], filled: Sequence[bool], stepped: Sequence[bool]
+    ) -> None:
+        """The values are those of a commit that an earlier process made: by sub-group, its half and its ties; by shard, whether
+        it was given values and moments."""
+        for sub, half, found in zip(self.sub_groups, halves, ties, strict=True):
+            sub.current = sub.committed = half
+            sub.ties = found
+            self._point(sub)
+        for group in self.groups:
+            self.expect(group)
+        for shard, has_values, has_moments in zip(self.shards, filled, stepped, strict=True):
+            shard.filled, shard.stepped = has_values, has_moments
+            if shard.resident is not None and has_values:
+                shard.refresh_resident()
+
+    def _reserve(self, arena: Arena, what: str, *, halves: int) -> list[PagedSubGroup]:
+        """All sub-groups with their extents: first halves one behind the other, then the second ones, then gradients."""
+        layouts = self.layout.sub_groups
+        spilled = [sub for sub in layouts if sub.gradient_bytes]
+        sizes = [sub.nbytes for sub in layouts] * halves + [sub.gradient_bytes for sub in spilled]
+        extents = arena.reserve(sizes, what) if any(sizes) else [Extent(0, 0)] * len(sizes)
+        state, gradients = extents[: halves * len(layouts)], extents[halves * len(layouts) :]
+        of_gradient = dict(zip([sub.index for sub in spilled], gradients, strict=True))
+        return [
+            self._sub_group(sub, tuple(state[number :: len(layouts)]), of_gradient.get(sub.index))
+            for number, sub in enumerate(layouts)
+        ]
+
+    def _sub_group(self, layout: SubGroup, halves: tuple[Extent, ...], gradient: Extent | None) -> PagedSubGroup:
+        chunk = Chunk(f"sub-group {layout.index}", layout.lease_bytes, (), (), on_lost=self.tear)
+        sub = PagedSubGroup(layout, halves, chunk, {}, self.copy_dtype, gradient)
+        chunk.writes = _whole(sub, 0)
         chunk.reads = sub.reads(copy=True)
         for which in layout.held:
             if which in layout.fields:
@@ -553,6 +660,7 @@ class PagedModel:
             self.catch_up(sub)
             if write:
                 self._stager.drop(sub.chunk)  # read ahead for its update
+                self._leave_committed(sub)
             if which in sub.held:
                 move(sub.held[which][low : low + count], at)
                 continue
@@ -586,6 +694,11 @@ class PagedModel:
                 low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
                 for at in range(low, high, _RANGE_NUMEL):
                     yield sub, at, piece.offset + at - piece.start, min(_RANGE_NUMEL, high - at)
+
+
+def _whole(sub: PagedSubGroup, half: int) -> tuple[Span, ...]:
+    """All of one of its halves."""
+    return (Span(sub.halves[half].offset, 0, sub.layout.nbytes),) if sub.layout.nbytes else ()
 
 
 def _hand_over(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -75,11 +75,17 @@ class PagedAdam(torch.optim.Adam):
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
         self._used: dict[nn.Parameter, AdamSettings] = {}
         """With what was updated in the backward since the last step."""
-        if swap.update_at == "backward":
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if _trained_shard(parameter).resident is None:
-                        parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                shard = _trained_shard(parameter)
+                takes = swap.update_at == "backward" or swap.gradients.takes(shard.group)
+                if takes and shard.resident is None:
+                    parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+
+    @property
+    def applied(self) -> bool:
+        """Whether the backward since the last step applied gradients."""
+        return bool(self._used)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -99,12 +105,13 @@ class PagedAdam(torch.optim.Adam):
                 loss = closure()
         self._check_used(grad_scale)
         self._swap.finish_updates()
+        self.take_gradients()
         stepping = self._stepping(grad_scale)
         updates = {}
         for sub in self._swap.paged.sub_groups:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
-                updates[sub] = partial(self._update, sub, own)
+                updates[sub] = partial(self._update, sub, own, self._swap.gradients.claim(sub))
         self._swap.paged.defer(updates)
         for each in stepping.values():
             self.state[each.parameter]["step"] += 1
@@ -124,28 +131,63 @@ class PagedAdam(torch.optim.Adam):
         self._swap.discard_step()
         self.zero_grad()
 
+    def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
+        if self._swap.update_at != "backward":
+            for group in list(self._arrived):
+                self._take(group)
+        return self.norms
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
+        super().zero_grad(set_to_none)
+        if not self.applied:
+            self._end_backward()
+
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """In the backward: the gradient of a parameter is reduced. With the last one of its group, the group is updated."""
+        """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken."""
         group = _trained_shard(parameter).group
+        in_backward = self._swap.update_at == "backward"
         if parameter in self._used:
             self._swap.paged.tear(f"an update in the backward (more than one gradient for {group.name})")
             raise InfinityError(
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
                 '(update= of SwapManager.page) to "forward" for a model that is used more than once per step'
             )
-        if not self._swap.gradients_are_final(group):
+        if in_backward and not self._swap.gradients_are_final(group):
             return
         arrived = self._arrived.setdefault(group, [])
-        arrived.append(parameter)
+        if all(each is not parameter for each in arrived):
+            arrived.append(parameter)
         if len(arrived) < sum(shard.trained and shard.resident is None for shard in group.shards):
             return
+        if in_backward:
+            self._apply(group)
+        else:
+            self._take(group)
+
+    def _take(self, group: PagedGroup) -> None:
+        """Keep the gradients that arrived of a group until the update, and note their norms."""
+        arrived = [parameter for parameter in self._arrived.pop(group) if parameter.grad is not None]
+        grads = {}
+        for parameter in arrived:
+            assert parameter.grad is not None
+            grads[_trained_shard(parameter).index] = _local_of(parameter.grad).view(-1)
+        self._swap.gradients.take(group, grads)
+        for parameter in arrived:
+            assert parameter.grad is not None
+            self.norms[parameter] = torch._foreach_norm([parameter.grad])[0]
+            parameter.grad = None
+
+    def _apply(self, group: PagedGroup) -> None:
+        """Update a group with the gradients that arrived."""
         stepping = self._stepping(1.0, set(self._arrived.pop(group)))
         updates = {}
         for sub in group.members:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
-                updates[sub] = partial(self._update, sub, own)
+                updates[sub] = partial(self._update, sub, own, None)
         for each in stepping.values():
             assert each.parameter.grad is not None
             self.norms[each.parameter] = torch._foreach_norm([each.parameter.grad])[0]
@@ -166,6 +208,7 @@ class PagedAdam(torch.optim.Adam):
             )
 
     def _end_backward(self) -> None:
+        self._swap.gradients.forget()
         self.norms.clear()
         self._arrived.clear()
         self._used.clear()
@@ -184,6 +227,12 @@ class PagedAdam(torch.optim.Adam):
                 if parameter.requires_grad:
                     self._init_state_of(parameter)
 
+    def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """These parameters were stepped so often, and their moments are in the arena. For an optimizer without state."""
+        for parameter, step in steps.items():
+            self._init_state_of(parameter, zero=False)
+            self.state[parameter]["step"].copy_(step)
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around setting all parameters and their state in place: they are torn until the end of the block, and whole after."""
@@ -200,8 +249,7 @@ class PagedAdam(torch.optim.Adam):
             del self.state[parameter]
             self._init_state_of(parameter, zero=False)
             for name, moment in moments.items():
-                local = moment._local_tensor if isinstance(moment, DTensor) else moment
-                self.state[parameter][name]._local_tensor.copy_(local)
+                self.state[parameter][name]._local_tensor.copy_(_local_of(moment))
             self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._swap.paged.mend()
 
@@ -211,25 +259,34 @@ class PagedAdam(torch.optim.Adam):
         for group in self.param_groups:
             settings = _settings(group)
             for parameter in group["params"]:
-                if parameter.grad is None or (only is not None and parameter not in only):
+                shard = _trained_shard(parameter)
+                kept = self._swap.gradients.has(shard)
+                if (parameter.grad is None and not kept) or (only is not None and parameter not in only):
                     continue
                 self._init_state_of(parameter)
-                grad = parameter.grad
-                local = grad._local_tensor if isinstance(grad, DTensor) else grad
-                shard = _trained_shard(parameter)
+                grad = None if parameter.grad is None else _local_of(parameter.grad).reshape(-1)
                 step = self.state[parameter]["step"].clone()
-                found[shard.index] = _Stepping(shard, parameter, settings, step, local.reshape(-1), grad_scale)
+                found[shard.index] = _Stepping(shard, parameter, settings, step, grad, grad_scale)
         return found
 
     @torch.no_grad()
-    def _update(self, sub: PagedSubGroup, stepping: dict[int, _Stepping], lease: Lease | None) -> None:
-        """Step the pieces of one sub-group in place and refresh its copies."""
+    def _update(
+        self, sub: PagedSubGroup, stepping: dict[int, _Stepping], kept: torch.Tensor | None, lease: Lease | None
+    ) -> None:
+        """Step the pieces of one sub-group in place and refresh its copies. `kept`: its gradients where they were taken."""
+        if kept is None and any(each.grad is None for each in stepping.values()):
+            assert lease is not None
+            kept = self._swap.gradients.staged(sub, lease)
         batches: dict[AdamSettings, list[_Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
-            numel = min(piece.numel, each.grad.numel() - piece.start) if each else 0  # padding is never stepped
+            numel = min(piece.numel, each.numel - piece.start) if each else 0  # padding is never stepped
             if each is not None and numel > 0:
-                batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel))
+                grad = _piece_of(each.grad, piece.start, numel) if each.grad is not None else None
+                if grad is None:
+                    assert kept is not None
+                    grad = _piece_of(kept, piece.offset, numel)
+                batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel, grad))
         for settings, batch in batches.items():
             if kernel.matches_torch(settings):
                 _step_in_one_pass(sub, settings, batch, lease)
@@ -277,33 +334,36 @@ def _tell(optimizer: weakref.ref[PagedAdam], parameter: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class _Stepping:
-    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient (1-D)."""
+    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient (1-D; None
+    where it was taken)."""
 
     shard: PagedShard
     parameter: nn.Parameter
     settings: AdamSettings
     step: torch.Tensor
-    grad: torch.Tensor
+    grad: torch.Tensor | None
     grad_scale: float
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return self.shard.shape.numel()
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated."""
+    """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated, and their
+    gradient (1-D, on the CPU)."""
 
     stepping: _Stepping
     offset: int
     start: int
     numel: int
+    grad: torch.Tensor
 
     @property
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.numel)
-
-    @property
-    def grad(self) -> torch.Tensor:
-        """On the CPU."""
-        return self.stepping.grad[self.start : self.start + self.numel].to("cpu")
 
 
 def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
@@ -312,8 +372,8 @@ def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_P
     alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
         each = piece.stepping
-        key = (float(each.step), each.grad_scale, each.grad.dtype)
-        grad = GradPiece(piece.offset, piece.grad, piece.start, each.grad.numel())
+        key = (float(each.step), each.grad_scale, piece.grad.dtype)
+        grad = GradPiece(piece.offset, piece.grad, piece.start, each.numel)
         alike.setdefault(key, []).append(grad)
     for (step, grad_scale, _), pieces in alike.items():
         common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
@@ -325,6 +385,21 @@ def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_P
             kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
     if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
         sub.set_master(sub.view(Field.MASTER, lease), lease)
+    elif not sub.layout.split and (narrow := _narrow_copy(sub, lease)) is not None:
+        master = sub.view(Field.MASTER, lease)
+        for start, end in _between(batch, sub.layout.numel):  # the copy was not read: see SubGroup.state
+            narrow[start:end].copy_(master[start:end])
+
+
+def _between(batch: list[_Piece], numel: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
+    at = 0
+    for piece in sorted(batch, key=lambda each: each.offset):
+        if piece.offset > at:
+            yield at, piece.offset
+        at = piece.offset + piece.numel
+    if at < numel:
+        yield at, numel
 
 
 def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
@@ -369,9 +444,18 @@ def _settings(group: dict[str, Any]) -> AdamSettings:
     )
 
 
+def _piece_of(grad: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    """Elements of a gradient, on the CPU."""
+    return grad[start : start + numel].to("cpu")
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _trained_shard(parameter: nn.Parameter) -> PagedShard:
     data = parameter.data
-    local = data._local_tensor if isinstance(data, DTensor) else data
+    local = _local_of(data)
     if not isinstance(local, PagedTensor):
         raise ConfigError("a parameter given to the optimizer is not paged: call swap.page(model) first, then make it")
     if parameter.requires_grad and not local._shard.trained:

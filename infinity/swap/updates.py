@@ -5,7 +5,6 @@ Sub-group k+1 is being read while k is updated and k-1 is being written; the poo
 
 from __future__ import annotations
 
-from infinity.swap.chunk import ChunkState
 from infinity.swap.paged_model import PagedModel, PagedSubGroup
 from infinity.swap.stager import Stager
 
@@ -30,10 +29,7 @@ def _run(paged: PagedModel, stager: Stager, waiting: list[PagedSubGroup], sub_gr
     moving = [sub.chunk for sub in waiting if sub.moves]
     done = 0
     for sub in _in_turn([sub for sub in waiting if sub.moves], [sub for sub in waiting if not sub.moves]):
-        stager.wanted = moving[done : done + 1 + sub_groups_ahead]
-        for chunk in stager.wanted:
-            if chunk.state is ChunkState.RESTING and not stager.prefetch(chunk):
-                break
+        stager.want(moving[done : done + 1 + sub_groups_ahead])
         done += sub.moves
         paged.run_update(sub)
 

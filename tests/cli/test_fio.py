@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from infinity.aio import IoSettings
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.fio import Fio, find_fio, parse_output
 from infinity.errors import IoError, StoreError
-from infinity.store.measure import DriveTest, Settings, Workload
+from infinity.store.measure import DriveTest, Workload
 from infinity.units import KIB, MIB
 
 # fio-3.33, two jobs of rw=rw in one group, for half a second; latencies and percentiles left out.
@@ -105,7 +106,7 @@ def test_fio_runs_on_our_file_and_leaves_nothing(
     drive_test: DriveTest, program: str, nvme_path: Path, workload: Workload, io_engine: str
 ) -> None:
     before = list(nvme_path.iterdir())
-    settings = Settings(fio.NAME, 256 * KIB, 4, 2)
+    settings = IoSettings(fio.NAME, 256 * KIB, 4, 2)
     trial = Fio(program, drive_test, io_engine).run(workload, settings, 0.05)
     assert trial.nbytes >= 256 * KIB
     assert trial.seconds > 0
@@ -117,10 +118,10 @@ def test_each_trial_goes_on_where_the_last_one_stopped(drive_test: DriveTest, pr
     runner = Fio(program, drive_test, "libaio")
     offsets = set()
     for _ in range(3):
-        (offset,) = [each for each in runner.command(Workload.READ, Settings(), 0.05) if each.startswith("--offset=")]
+        (offset,) = [each for each in runner.command(Workload.READ, IoSettings(), 0.05) if each.startswith("--offset=")]
         offsets.add(int(offset.partition("=")[2]))
         assert offsets <= set(range(0, drive_test.nbytes // 2, 4 * KIB))
-        runner.run(Workload.READ, Settings(fio.NAME, 256 * KIB, 4), 0.05)
+        runner.run(Workload.READ, IoSettings(fio.NAME, 256 * KIB, 4), 0.05)
         runner._cursor += 4 * KIB  # however much it was, it is somewhere else now
     assert len(offsets) == 3
 
@@ -128,12 +129,12 @@ def test_each_trial_goes_on_where_the_last_one_stopped(drive_test: DriveTest, pr
 def test_jobs_start_together(drive_test: DriveTest, program: str) -> None:
     """Otherwise each has the drive to itself for a while, and their sum is more than the drive gives."""
     runner = Fio(program, drive_test, "libaio")
-    assert not any("prerun" in option for option in runner.command(Workload.READ, Settings(fio.NAME, rings=1), 0.1))
+    assert not any("prerun" in option for option in runner.command(Workload.READ, IoSettings(fio.NAME, rings=1), 0.1))
     (barrier,) = [
-        option for option in runner.command(Workload.READ, Settings(fio.NAME, rings=3), 0.1) if "prerun" in option
+        option for option in runner.command(Workload.READ, IoSettings(fio.NAME, rings=3), 0.1) if "prerun" in option
     ]
     assert "-ge 3" in barrier
-    assert runner.run(Workload.READ, Settings(fio.NAME, 256 * KIB, 4, 3), 0.05).nbytes > 0  # none waits for ever
+    assert runner.run(Workload.READ, IoSettings(fio.NAME, 256 * KIB, 4, 3), 0.05).nbytes > 0  # none waits for ever
 
 
 def test_goes_on_without_registered_buffers_where_the_limit_forbids_them(
@@ -141,7 +142,7 @@ def test_goes_on_without_registered_buffers_where_the_limit_forbids_them(
 ) -> None:
     commands: list[list[str]] = []
 
-    def call(self: Fio, workload: Workload, settings: Settings, seconds: float) -> subprocess.CompletedProcess[str]:
+    def call(self: Fio, workload: Workload, settings: IoSettings, seconds: float) -> subprocess.CompletedProcess[str]:
         commands.append(self.command(workload, settings, seconds))
         if "--fixedbufs=1" in commands[-1]:
             return subprocess.CompletedProcess([], 1, SAMPLE, "fio: func=io_queue_init, error=Cannot allocate memory")
@@ -149,14 +150,14 @@ def test_goes_on_without_registered_buffers_where_the_limit_forbids_them(
 
     monkeypatch.setattr(Fio, "_call", call)
     runner = Fio("fio", drive_test, "io_uring")
-    runner.run(Workload.READ, Settings(), 0.1)
-    runner.run(Workload.READ, Settings(), 0.1)
+    runner.run(Workload.READ, IoSettings(), 0.1)
+    runner.run(Workload.READ, IoSettings(), 0.1)
     assert ["--fixedbufs=1" in command for command in commands] == [True, False, False]
 
 
 def test_failure_says_what_fio_said(drive_test: DriveTest, program: str) -> None:
     with pytest.raises(IoError, match="fio ended with status"):
-        Fio(program, drive_test, "no-such-engine").run(Workload.READ, Settings(), 0.05)
+        Fio(program, drive_test, "no-such-engine").run(Workload.READ, IoSettings(), 0.05)
 
 
 def test_interrupted_fio_is_ended(drive_test: DriveTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,5 +173,5 @@ def test_interrupted_fio_is_ended(drive_test: DriveTest, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        Fio(str(program), drive_test, "io_uring").run(Workload.READ, Settings(), 0.1)
+        Fio(str(program), drive_test, "io_uring").run(Workload.READ, IoSettings(), 0.1)
     assert not Path(f"/proc/{pid_file.read_text().strip()}").exists()

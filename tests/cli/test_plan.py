@@ -179,7 +179,10 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
         (["--params", "1B", *FIGURES, "--gpus", "2"], "say --node-link"),
         (["--params", "1B", *FIGURES, "--nodes", "2"], "say --network"),
         (["--hf-config", "not-there.json", "--preset", "laptop"], "can't be read"),
-        (["--params", "1B", "--preset", "laptop", "--update", "backward"], "does not go with gradient_clipping"),
+        (
+            ["--params", "1B", "--preset", "laptop", "--update", "backward"],
+            "add --no-clipping, or use --update forward",
+        ),
     ],
 )
 def test_what_can_not_be_planned_is_refused_in_words(

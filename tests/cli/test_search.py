@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinity.aio import IoSettings
 from infinity.cli.sweep.search import (
     BLOCKS,
     DEPTHS,
@@ -26,7 +27,7 @@ from infinity.cli.sweep.search import (
     prefer,
     step_bytes_per_s,
 )
-from infinity.store.measure import Settings, Trial, Workload
+from infinity.store.measure import Trial, Workload
 from infinity.units import KIB, MIB
 
 POOL_BYTES = 512 * MIB
@@ -52,9 +53,9 @@ class ModelDrive:
         self.backends = backends or {"io_uring": 1.0, "threads": 0.7}
         self.random = random.Random(7)
         self.seconds = 0.0
-        self.asked: list[tuple[Workload, Settings]] = []
+        self.asked: list[tuple[Workload, IoSettings]] = []
 
-    def rate(self, workload: Workload, settings: Settings) -> float:
+    def rate(self, workload: Workload, settings: IoSettings) -> float:
         peak = self.peak * {"read": 1.0, "write": 0.8, "mixed": 0.85}[workload.value] * self.backends[settings.backend]
         if workload is Workload.MIXED and settings.mix == "bursts":
             peak *= self.bursts_gain
@@ -62,22 +63,22 @@ class ModelDrive:
         by_latency = settings.in_flight_bytes / (self.latency_seconds + settings.block_bytes / peak)
         return min(peak, settings.rings * of_ring, by_latency)
 
-    def measure(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def measure(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         assert fits(settings)
         self.seconds += seconds
         self.asked.append((workload, settings))
         rate = self.rate(workload, settings) * (1 + self.random.uniform(-self.noise, self.noise))
         return Trial(workload, settings, int(rate * seconds), seconds, cpu_seconds=0.01 * rate * seconds / (1 << 30))
 
-    def step_rate(self, settings: Settings) -> float:
+    def step_rate(self, settings: IoSettings) -> float:
         return step_bytes_per_s(self.rate(Workload.READ, settings), self.rate(Workload.MIXED, settings))
 
     def best_step_rate(self) -> float:
         everything = itertools.product(self.backends, BLOCKS, DEPTHS, RINGS, MIXES)
-        return max(self.step_rate(settings) for each in everything if fits(settings := Settings(*each)))
+        return max(self.step_rate(settings) for each in everything if fits(settings := IoSettings(*each)))
 
 
-def fits(settings: Settings) -> bool:
+def fits(settings: IoSettings) -> bool:
     return settings.in_flight_bytes <= POOL_BYTES // 2
 
 
@@ -191,7 +192,7 @@ def test_one_way_loads_are_not_measured_once_per_mix() -> None:
 def test_ended_early_it_knows_what_it_has_seen() -> None:
     drive = ModelDrive()
 
-    def measure(workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def measure(workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         if len(drive.asked) == 5:
             raise KeyboardInterrupt
         return drive.measure(workload, settings, seconds)
@@ -212,7 +213,7 @@ def test_time_left_falls_to_nothing_and_was_never_too_little(effort: Effort) -> 
     drive = ModelDrive()
     left: list[tuple[float, float]] = []
 
-    def measure(workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def measure(workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         left.append((drive.seconds, search.remaining_seconds))
         return drive.measure(workload, settings, seconds)
 
@@ -254,7 +255,7 @@ def test_step_rate_counts_fourteen_read_and_twelve_written() -> None:
 
 
 def choice(rate: float, *, depth: int = 32, rings: int = 1, cpu: float = 0.01) -> Choice:
-    settings = Settings("io_uring", MIB, depth, rings)
+    settings = IoSettings("io_uring", MIB, depth, rings)
     standing = Standing(settings, rate, rate, rate, cpu, 1)
     return Choice(settings, rate, dict.fromkeys(Workload, standing))
 

@@ -66,7 +66,7 @@ def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_
         (("--params", "ten"), "ten"),
         (("--params", "5"), "at least 10000"),
         (("--steps", "0"), "at least 1"),
-        (("--update", "backward"), "does not go with gradient_clipping"),
+        (("--update", "backward"), "add --no-clipping, or use --update forward"),
         (("--master-weights", "lost"), "invalid choice"),
         (("--pinned-bytes-max", "banana"), "banana"),
         (("--json", "/no/such/folder/x.json"), "be written"),

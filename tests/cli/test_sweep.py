@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from infinity.aio import IoSettings
 from infinity.cli.bench import main
 from infinity.cli.sweep import report as sweep_report
 from infinity.cli.sweep.report import Swept, config_block, endurance, share_a_disk, wear_of
@@ -28,7 +29,7 @@ from infinity.cli.sweep.run import Sweep
 from infinity.cli.sweep.search import Choice, Effort, Standing
 from infinity.config import load_config
 from infinity.store.drive import Disk, Drive, Queue
-from infinity.store.measure import Settings, Workload
+from infinity.store.measure import Workload
 from infinity.store.profile import FILE_NAME, load_profile
 from infinity.units import GIB, KIB, MIB
 
@@ -307,7 +308,7 @@ def drive(name: str = "nvme0n1") -> Drive:
 
 
 def choice(rate: float = 3e9) -> Choice:
-    settings = Settings("io_uring", 4 * MIB, 16, 2, "bursts")
+    settings = IoSettings("io_uring", 4 * MIB, 16, 2, "bursts")
     standing = Standing(settings, rate, rate, rate, 0.01, 3)
     return Choice(settings, rate, dict.fromkeys(Workload, standing))
 

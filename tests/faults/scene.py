@@ -22,11 +22,11 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 IO_URING_SETUP = 425
 
 
-def config(path: Path | None) -> dict[str, Any]:
+def config(path: Path | None, update: str = "auto") -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
     return {
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0 if update == "backward" else 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "aio": {"block_size": 16384, "queue_depth": 4},
         "zero_optimization": {
@@ -36,7 +36,7 @@ def config(path: Path | None) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 100,
             "sub_group_size": 8192,
         },
-        "infinity": {"pinned_bytes_max": "12MiB"},
+        "infinity": {"pinned_bytes_max": "12MiB", "update": update},
     }
 
 
@@ -56,9 +56,9 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def make(path: Path | None) -> infinity.Engine:
+def make(path: Path | None, update: str = "auto") -> infinity.Engine:
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=Model(), config=config(path))
+    engine, *_ = infinity.initialize(model=Model(), config=config(path, update))
     return engine
 
 

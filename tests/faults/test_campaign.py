@@ -69,7 +69,7 @@ def use_tensors(swap: infinity.SwapManager, draw: random.Random) -> str:
         except infinity.InfinityError as error:
             outcome = told(error)
     assert swap._open().pool.leased_bytes == sum(
-        entry.chunk.lease.nbytes for entry in swap._tensors.values() if entry.chunk.lease is not None
+        entry.chunk.lease.nbytes for entry in swap._tensors.by_name.values() if entry.chunk.lease is not None
     )
     return outcome
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
+from torch import nn
 
 import infinity
 import infinity.aio
@@ -46,6 +47,49 @@ def test_nvme_equals_memory_with_each_backend(name: str, nvme_path: Path, backen
     )
 
 
+class Either(nn.Module):
+    """One of two parts is used, so that the other has no gradient in that step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.other = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.first(x) + (self.other(x) if which else self.one(x))
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+@pytest.mark.parametrize("master", ["split", "full"])
+def test_a_parameter_that_misses_steps_keeps_its_value(master: str, update: str, nvme_path: Path) -> None:
+    def losses(place: dict[str, str]) -> list[float]:
+        torch.manual_seed(0)
+        engine, *_ = infinity.initialize(
+            model=Either(),
+            config={
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": place,
+                    "offload_optimizer": place,
+                    "stage3_param_persistence_threshold": 0,
+                },
+                "infinity": {"pinned_bytes_max": "16MiB", "master_weights": master, "update": update},
+            },
+        )
+        found = []
+        with engine:
+            for which in (0, 0, 0, 1, 0, 1):
+                x = torch.randn(4, 64, generator=torch.Generator().manual_seed(which))
+                loss = engine(x, which).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+        return found
+
+    assert losses({"device": "nvme", "nvme_path": str(nvme_path)}) == losses({"device": "none"})
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", ["plain", "accumulation and clipping", "frozen parameters", "fp32"])
 def test_own_loop_equals_stock_fsdp2_and_adamw(name: str, fused: bool, nvme_path: Path) -> None:
@@ -62,8 +106,8 @@ def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPa
     update = infinity.PagedAdam._update
     spoiled = []
 
-    def spoil(self, sub, stepping, lease):  # type: ignore[no-untyped-def]
-        update(self, sub, stepping, lease)
+    def spoil(self, sub, stepping, kept, lease):  # type: ignore[no-untyped-def]
+        update(self, sub, stepping, kept, lease)
         if not spoiled:
             spoiled.append(True)
             bits = lease.view(torch.int32, sub.layout.numel * sub.layout.copy_itemsize, 1)

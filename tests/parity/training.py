@@ -56,6 +56,7 @@ class Case:
     update: str = "auto"
     master: str = "split"
     cached: float = 0.0  # this part of the state stays in host memory
+    gradients_in_memory: int | str = "auto"  # bytes
 
 
 CASES = {
@@ -108,6 +109,20 @@ CASES = {
     "a quarter cached, fp32": Case(cached=0.25, bf16=False, sub_group_size=4096, persistence_threshold=0),
     "a tenth cached, only parameters on NVMe": Case(cached=0.1, state_on="none", persistence_threshold=0),
     "half cached, only the optimizer on NVMe": Case(cached=0.5, parameters_on="none", sub_group_size=8192),
+    "gradients on NVMe": Case(gradients_in_memory=0, clipping=0.5, persistence_threshold=0),
+    "some gradients on NVMe, accumulated": Case(
+        gradients_in_memory=300_000, accumulation=3, clipping=0.5, sub_group_size=4096, evaluate=True
+    ),
+    "gradients on NVMe, updated in the step": Case(gradients_in_memory=0, update="step", sub_group_size=4096),
+    "gradients on NVMe, bf16 reduction": Case(gradients_in_memory=0, update="forward", reduce_dtype="bf16"),
+    "gradients on NVMe, fp32": Case(gradients_in_memory=0, bf16=False, update="forward", sub_group_size=4096),
+    "gradients on NVMe, fp16": Case(gradients_in_memory=0, bf16=False, loss_scale=0, clipping=0.5),
+    "gradients on NVMe, frozen parameters": Case(gradients_in_memory=100_000, frozen=True, clipping=1.0),
+    "gradients and parameters on NVMe": Case(gradients_in_memory=0, state_on="none", clipping=1.0, sub_group_size=8192),
+    "gradients and the optimizer on NVMe": Case(gradients_in_memory=0, parameters_on="none", sub_group_size=8192),
+    "gradients on NVMe, everything else cached": Case(
+        gradients_in_memory=0, cached=1.1, clipping=1.0, persistence_threshold=0
+    ),
 }
 
 
@@ -208,6 +223,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         "infinity": {
             "pinned_bytes_max": case.pinned_bytes_max,
             "host_cache_bytes": int(case.cached * state_bytes),
+            "gradient_bytes_max": case.gradients_in_memory,
             "backend": case.backend,
             "update": case.update,
             "master_weights": case.master,

@@ -10,10 +10,10 @@ import pytest
 from torch import nn
 
 import infinity
-from infinity.aio import probe
+from infinity.aio import IoSettings, probe
 from infinity.config import load_config
 from infinity.runtime import storage
-from infinity.runtime.storage import choose_storage
+from infinity.runtime.storage import StorageChoice, choose_storage
 from infinity.store.drive import default_block_bytes, drive_of
 from infinity.store.profile import DriveProfile, save_profile
 from infinity.units import KIB, MIB
@@ -34,39 +34,42 @@ PROFILE = DriveProfile(
 )
 
 
-def settled(*paths: Path, aio: Any = None, **own: Any) -> dict[str, Any]:
+def chosen(*paths: Path, aio: Any = None, **own: Any) -> StorageChoice:
     drive = {"device": "nvme", "nvme_path": [str(path) for path in paths]}
     source = {"zero_optimization": {"stage": 3, "offload_param": drive}, "infinity": own}
-    return choose_storage(load_config(source if aio is None else source | {"aio": aio})).options
+    return choose_storage(load_config(source if aio is None else source | {"aio": aio}))
+
+
+def settled(*paths: Path, aio: Any = None, **own: Any) -> IoSettings:
+    return chosen(*paths, aio=aio, **own).io
 
 
 @pytest.mark.parametrize("aio", [None, "auto", {}, {"block_size": "auto"}])
 def test_profile_serves_where_aio_is_absent_or_auto(nvme_path: Path, aio: Any) -> None:
     save_profile(PROFILE, nvme_path)
-    options = settled(nvme_path / "run" / "7", aio=aio)
-    wanted = {"backend": "threads", "block_bytes": 256 * KIB, "queue_depth": 7, "rings": 2, "mix": "bursts"}
-    assert wanted.items() <= options.items()
+    assert settled(nvme_path / "run" / "7", aio=aio) == IoSettings("threads", 256 * KIB, 7, 2, "bursts")
 
 
 def test_config_counts_key_by_key(nvme_path: Path) -> None:
     save_profile(PROFILE, nvme_path)
-    options = settled(nvme_path, aio={"queue_depth": 5}, mix="interleaved", backend="auto")
-    assert (options["queue_depth"], options["block_bytes"], options["mix"]) == (5, 256 * KIB, "interleaved")
-    assert settled(nvme_path, rings=3)["rings"] == 3
-    assert settled(nvme_path, aio={"thread_count": 4})["rings"] == 4
-    assert settled(nvme_path, sqpoll=True)["backend"] == "auto"
+    io = settled(nvme_path, aio={"queue_depth": 5}, mix="interleaved", backend="auto")
+    assert (io.queue_depth, io.block_bytes, io.mix) == (5, 256 * KIB, "interleaved")
+    assert settled(nvme_path, rings=3).rings == 3
+    assert settled(nvme_path, aio={"thread_count": 4}).rings == 4
+    polling = settled(nvme_path, sqpoll=True)
+    assert (polling.backend, polling.sqpoll, polling.iopoll) == ("auto", True, False)
 
 
 def test_a_depth_belongs_to_its_block(nvme_path: Path) -> None:
     save_profile(PROFILE, nvme_path)
-    assert settled(nvme_path, aio={"block_size": "8MiB"})["queue_depth"] == 4
+    assert settled(nvme_path, aio={"block_size": "8MiB"}).queue_depth == 4
 
 
 def test_without_a_profile_the_drive_is_asked(nvme_path: Path) -> None:
-    options = settled(nvme_path / "not" / "there" / "yet")
-    assert options["block_bytes"] == default_block_bytes(drive_of(nvme_path))
-    assert options["queue_depth"] * options["block_bytes"] >= 16 * MIB
-    assert (options["backend"], options["rings"], options["mix"]) == ("auto", 1, "interleaved")
+    io = settled(nvme_path / "not" / "there" / "yet")
+    assert io.block_bytes == default_block_bytes(drive_of(nvme_path))
+    assert io.in_flight_bytes >= 16 * MIB
+    assert (io.backend, io.rings, io.mix) == ("auto", 1, "interleaved")
 
 
 def test_a_backend_that_is_refused_here_is_not_taken_from_the_profile(
@@ -77,7 +80,7 @@ def test_a_backend_that_is_refused_here_is_not_taken_from_the_profile(
     monkeypatch.setattr(storage, "probe", lambda: refused)
     drive = {"device": "nvme", "nvme_path": str(nvme_path)}
     choice = choose_storage(load_config({"zero_optimization": {"stage": 3, "offload_param": drive}}))
-    assert choice.options["backend"] == "auto"
+    assert choice.io.backend == "auto"
     assert any("seccomp says no" in note for note in choice.notes)
 
 
@@ -86,10 +89,11 @@ def test_drives_are_weighed_by_their_profiles_where_all_have_one(nvme_path: Path
         (nvme_path / name).mkdir()
         fast = dataclasses.replace(PROFILE, read_bytes_per_s=factor * 1e9, write_bytes_per_s=factor * 1e9)
         save_profile(fast, nvme_path / name)
-    first, second = settled(nvme_path / "a", nvme_path / "b")["bandwidths"]
-    assert first / second == pytest.approx(3.0)
+    bandwidths = chosen(nvme_path / "a", nvme_path / "b").bandwidths
+    assert bandwidths is not None
+    assert bandwidths[0] / bandwidths[1] == pytest.approx(3.0)
     (nvme_path / "b" / ".infinity-drive.json").unlink()
-    assert "bandwidths" not in settled(nvme_path / "a", nvme_path / "b")
+    assert chosen(nvme_path / "a", nvme_path / "b").bandwidths is None
 
 
 def test_initialize_follows_the_profile(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from infinity.schedule.estimate import (
     pipeline_of,
 )
 from infinity.schedule.floor import DriveSpeed
-from infinity.schedule.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for
+from infinity.schedule.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for, update_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.simulator import Interval
 from infinity.schedule.transformer import transformer_of
@@ -148,6 +148,21 @@ def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
     assert beside.floor_seconds <= after.floor_seconds
 
 
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "scheme", "nbytes"),
+    [
+        ("nvme", "nvme", Scheme("split"), 4 + 2 * (2 + 2) + 2 * 8),  # gradient, both halves of the master, moments
+        ("nvme", "nvme", Scheme("full"), 4 + 2 * 4 + 2 * 8 + 2),  # ... and a copy beside the master
+        ("none", "nvme", Scheme("split"), 4 + 2 * 4 + 2 * 8 + 2),  # copies stay: masters rest in full
+        ("cpu", "cpu", Scheme("split"), 4 + 2 * 4 + 2 * 8 + (4 + 2)),  # torch reads the new master again
+        ("none", "none", Scheme("split"), 4 + 2 * 4 + 2 * 8),
+    ],
+)
+def test_memory_traffic_of_an_update(parameters: str, optimizer: str, scheme: Scheme, nbytes: int) -> None:
+    (strategy,) = [s for s in STRATEGIES if (s.stage, s.parameters, s.optimizer) == (3, parameters, optimizer)]
+    assert update_bytes(strategy, scheme) == nbytes
+
+
 def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
     work = work_of(70 * B, ranks=8, clipping=False, scheme=Scheme("split", "backward"))
     memory = memory_of(work, ALL_NVME, pinned_bytes=0, device_is_host=False)
@@ -155,6 +170,39 @@ def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
     assert memory.host["gradients being applied"] == 2 * 4 * max(work.group_shards)
     on_cpu = next(each for each in STRATEGIES if each.optimizer == "cpu")
     assert "gradients" in memory_of(work, on_cpu, pinned_bytes=0, device_is_host=False).host
+
+
+@given(
+    update=st.sampled_from(["step", "forward"]),
+    ranks=st.sampled_from([1, 8]),
+    micro_batches=st.integers(1, 3),
+    share=st.floats(0, 1.2),
+    machine=st.sampled_from([NODE, CPU]),
+)
+def test_gradients_that_do_not_fit_are_written_and_read_once_a_pass(
+    update: Any, ranks: int, micro_batches: int, share: float, machine: Machine
+) -> None:
+    """They leave host memory for NVMe, whole groups, and the step moves just their bytes more."""
+    settings: dict[str, Any] = {"ranks": ranks, "micro_batches": micro_batches, "scheme": Scheme("split", update)}
+    free = work_of(B, **settings)
+    whole = free.gradient_itemsize * sum(free.group_shards)
+    assert free.gradient_itemsize == (2 if ranks == micro_batches == 1 else 4)
+    bound = work_of(B, gradient_bytes_max=int(share * whole), **settings)
+    node = replace(machine, ranks_per_node=ranks)
+    kept, tight = (plan_step(work, node, ALL_NVME, cache_bytes=0) for work in (free, bound))
+    spilled = sum(bound.gradients_that_spill(ALL_NVME))
+    assert tight.memory.host["gradients"] == pytest.approx(whole - spilled, abs=4 * ranks)
+    assert whole - spilled <= share * whole
+    assert tight.memory.nvme.get("gradients", 0) == spilled
+    assert [b - a for a, b in zip(kept.plain_bytes, tight.plain_bytes, strict=True)] == [spilled * micro_batches] * 2
+    assert kept.simulated is not None and tight.simulated is not None
+    more = tight.simulated.written_bytes - kept.simulated.written_bytes
+    assert more == pytest.approx(spilled * micro_batches, rel=1e-6, abs=1e4)
+
+
+def test_gradients_are_not_kept_where_updates_are_in_the_backward() -> None:
+    work = work_of(B, clipping=False, scheme=Scheme("split", "backward"), gradient_bytes_max=0)
+    assert sum(work.gradients_that_spill(ALL_NVME)) == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each.name)

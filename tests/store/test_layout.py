@@ -225,3 +225,22 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
                 end = first + (asked.gathered_numel if which is sub.gathered else asked.state_numel)
                 assert (which in sub.cached) == (sub.start < end)
                 assert sub.start >= end or sub.start + sub.numel <= end  # never in part
+
+
+@given(plans(), st.sampled_from([2, 4]))
+def test_gradients_have_whole_pages_of_their_own_behind_the_state(plan: Plan, itemsize: int) -> None:
+    spilled = dict.fromkeys(range(0, plan.groups, 2), itemsize)
+    layout = plan_layout(
+        plan.layout.shards,
+        groups=plan.groups,
+        sub_group_numel_max=plan.numel_max,
+        copy_itemsize=plan.copy_itemsize,
+        gradient_itemsizes=spilled,
+    )
+    for before, sub in zip(plan.layout.sub_groups, layout.sub_groups, strict=True):
+        expected = spilled.get(sub.space, 0) if sub.trained else 0
+        assert sub.gradient_bytes == sub.numel * expected
+        assert sub.gradient_bytes % PAGE == sub.nbytes % PAGE == 0
+        assert sub.nbytes == before.nbytes and sub.lease_bytes == sub.nbytes + sub.gradient_bytes
+    assert layout.nbytes == plan.layout.nbytes
+    assert layout.sub_group_bytes_max == max((sub.lease_bytes for sub in layout.sub_groups if sub.trained), default=0)

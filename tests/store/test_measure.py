@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.aio import IoEngine
+from infinity.aio import IoEngine, IoSettings
 from infinity.errors import IoError, StoreError
 from infinity.store import measure
-from infinity.store.measure import MIX_MODES, DriveTest, Settings, Trial, Workload
+from infinity.store.measure import MIX_MODES, DriveTest, Trial, Workload
 from infinity.units import KIB, MIB
 
 NBYTES = 32 * MIB
 SHORT_SECONDS = 0.02
-SMALL = Settings(block_bytes=256 * KIB, queue_depth=4)
+SMALL = IoSettings(block_bytes=256 * KIB, queue_depth=4)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[IoEngine]:
 def test_trial_moves_what_it_counts(
     drive_test: DriveTest, engines: list[IoEngine], backend: str, workload: Workload
 ) -> None:
-    trial = drive_test.run(workload, Settings(backend, 256 * KIB, 4, 2), SHORT_SECONDS)
+    trial = drive_test.run(workload, IoSettings(backend, 256 * KIB, 4, 2), SHORT_SECONDS)
     (engine,) = engines
     moved = engine.read_bytes + engine.written_bytes
     assert 0 < trial.nbytes < moved  # the warm-up and what was under way at the end are not counted
@@ -57,7 +57,7 @@ def test_trial_moves_what_it_counts(
         assert engine.read_bytes == engine.written_bytes
     assert trial.seconds >= SHORT_SECONDS
     assert trial.cpu_seconds >= 0
-    assert trial.settings == Settings(backend, 256 * KIB, 4, 2)
+    assert trial.settings == IoSettings(backend, 256 * KIB, 4, 2)
 
 
 def test_trial_names_the_backend_behind_auto(drive_test: DriveTest) -> None:
@@ -81,6 +81,13 @@ def test_fill_writes_every_byte_with_data_that_does_not_compress(nvme_path: Path
         for chunk in data.split(test.chunk_bytes):
             counts = torch.bincount(chunk.long(), minlength=256).float() / chunk.numel()
             assert counts.max() < 2 / 256  # near 8 bits of entropy per byte
+
+
+def test_measuring_draws_none_of_the_trainings_random_numbers(nvme_path: Path) -> None:
+    before = torch.get_rng_state()
+    with DriveTest(nvme_path, nbytes=NBYTES) as test:
+        test.fill()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_trials_leave_the_data_random(drive_test: DriveTest) -> None:
@@ -115,10 +122,10 @@ def test_turns_of_another_size_go_on_at_their_own_boundary(drive_test: DriveTest
 
 
 def test_settings_fit_while_half_of_the_pool_holds_them(drive_test: DriveTest) -> None:
-    assert drive_test.fits(Settings(block_bytes=MIB, queue_depth=16))
-    assert not drive_test.fits(Settings(block_bytes=MIB, queue_depth=17))
-    assert drive_test.fits(Settings(block_bytes=drive_test.chunk_bytes, queue_depth=1))
-    assert not drive_test.fits(Settings(block_bytes=2 * drive_test.chunk_bytes, queue_depth=1))
+    assert drive_test.fits(IoSettings(block_bytes=MIB, queue_depth=16))
+    assert not drive_test.fits(IoSettings(block_bytes=MIB, queue_depth=17))
+    assert drive_test.fits(IoSettings(block_bytes=drive_test.chunk_bytes, queue_depth=1))
+    assert not drive_test.fits(IoSettings(block_bytes=2 * drive_test.chunk_bytes, queue_depth=1))
 
 
 @pytest.mark.parametrize("workload", list(Workload))
@@ -127,7 +134,7 @@ def test_settings_fit_while_half_of_the_pool_holds_them(drive_test: DriveTest) -
 def test_what_is_queued_covers_what_is_in_flight_as_far_as_there_are_leases(
     drive_test: DriveTest, workload: Workload, depth: int, block_bytes: int
 ) -> None:
-    settings = Settings(block_bytes=block_bytes, queue_depth=depth)
+    settings = IoSettings(block_bytes=block_bytes, queue_depth=depth)
     nbytes = drive_test._transfer_bytes(settings)
     slots = drive_test._slots(workload, settings, nbytes)
     leases = slots * (2 if workload is Workload.MIXED else 1)
@@ -139,7 +146,7 @@ def test_what_is_queued_covers_what_is_in_flight_as_far_as_there_are_leases(
 
 @pytest.mark.parametrize("mix", MIX_MODES)
 def test_every_way_of_mixing_runs(drive_test: DriveTest, mix: str) -> None:
-    trial = drive_test.run(Workload.MIXED, Settings(block_bytes=256 * KIB, queue_depth=4, mix=mix), SHORT_SECONDS)
+    trial = drive_test.run(Workload.MIXED, IoSettings(block_bytes=256 * KIB, queue_depth=4, mix=mix), SHORT_SECONDS)
     assert trial.settings.mix == mix
 
 

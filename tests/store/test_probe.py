@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.aio import DriveLimit
+from infinity.aio import DriveLimit, IoSettings
 from infinity.errors import StoreError
-from infinity.store.measure import DriveTest, Settings, Trial, Workload
+from infinity.store.measure import DriveTest, Trial, Workload
 from infinity.store.probe import measure_drive
 from infinity.units import MIB
 
@@ -29,7 +29,7 @@ def test_drive_rates_are_positive_and_nothing_is_left(nvme_path: Path, backend: 
 def test_drive_rates_are_medians_of_the_rounds(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = iter([1, 40, 9, 10, 5, 20])  # read, write, in turn
 
-    def run(_: DriveTest, workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def run(_: DriveTest, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         return Trial(workload, settings, next(speeds), 1.0, 0.0)
 
     monkeypatch.setattr(DriveTest, "run", run)

@@ -277,7 +277,7 @@ def test_unknown_backend_is_refused_and_leaves_nothing(nvme_path: Path) -> None:
 
 def lose_the_drive(swap: SwapManager) -> None:
     """From now on every transfer of `x` goes where the file doesn't reach."""
-    chunk = swap._tensors["x"].chunk
+    chunk = swap._tensors.by_name["x"].chunk
     chunk.reads = tuple(type(span)(1 << 40, 0, span.nbytes) for span in chunk.reads)
 
 

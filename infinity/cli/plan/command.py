@@ -74,6 +74,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         help="host memory of a rank that keeps copies and optimizer state from step to step (default: all that is left)",
     )
+    training.add_argument(
+        "--gradient-memory",
+        type=checked_value(parse_bytes, at_least=0),
+        metavar="BYTES",
+        help="host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
+    )
     add_scheme(training)
     training.add_argument(
         "--groups-per-block",
@@ -208,6 +214,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         groups_per_block=asked.groups_per_block,
         clipping=not asked.no_clipping,
         scheme=scheme_from(asked, accumulation=asked.accumulation),
+        gradient_bytes_max=asked.gradient_memory,
     )
 
 

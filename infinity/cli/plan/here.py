@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
+from infinity.aio import IoSettings
 from infinity.cli.environment import read_machine
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
 from infinity.schedule.transformer import BLOCK_FACTOR, Transformer, heads_for
 from infinity.store.drive import drive_of
-from infinity.store.measure import DriveTest, Settings, Workload
+from infinity.store.measure import DriveTest, Workload
 from infinity.store.profile import load_profile
 from infinity.store.run_folder import free_bytes
 from infinity.units import MIB
@@ -99,7 +100,7 @@ def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
         test.fill()
         found: dict[Workload, float] = {}
         for workload in Workload:
-            trials = [test.run(workload, Settings(), _DRIVE_SECONDS) for _ in range(_DRIVE_ROUNDS)]
+            trials = [test.run(workload, IoSettings(), _DRIVE_SECONDS) for _ in range(_DRIVE_ROUNDS)]
             found[workload] = statistics.median(trial.bytes_per_s for trial in trials)
     half = found[Workload.MIXED] / 2
     return DriveSpeed(found[Workload.READ], found[Workload.WRITE], (half, half)), "a short measurement"

@@ -275,6 +275,8 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
             "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.kept.nbytes,
             "host_cache_bytes": plan.kept.nbytes,
         }
+        if work.gradient_bytes_max is not None:
+            config["infinity"]["gradient_bytes_max"] = work.gradient_bytes_max
     return config
 
 

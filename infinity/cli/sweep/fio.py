@@ -13,12 +13,13 @@ import subprocess
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from infinity.aio import IoSettings
 from infinity.errors import IoError, StoreError
-from infinity.store.measure import DriveTest, Settings, Trial, Workload
+from infinity.store.measure import DriveTest, Trial, Workload
 from infinity.units import MIB, align_up
 
 NAME = "fio"
-"""Stands where a backend would in `Settings`; `rings` are fio's jobs then."""
+"""Stands where a backend would in `IoSettings`; `rings` are fio's jobs then."""
 
 IN_FLIGHT_BYTES_MAX = 512 * MIB
 
@@ -57,7 +58,7 @@ class Fio:
         self._cursor = 0
         self.registers_buffers = io_engine == "io_uring"
 
-    def run(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         """One trial. Raises IoError with what fio said where it fails."""
         done = self._call(workload, settings, seconds)
         if done.returncode and self.registers_buffers and os.strerror(errno.ENOMEM) in done.stderr:
@@ -69,7 +70,7 @@ class Fio:
         self._cursor += nbytes
         return Trial(workload, settings, nbytes, elapsed, cpu_seconds)
 
-    def command(self, workload: Workload, settings: Settings, seconds: float) -> list[str]:
+    def command(self, workload: Workload, settings: IoSettings, seconds: float) -> list[str]:
         """The command line of one trial.
 
         It goes through half of the file at most, from where the last one stopped, each job through a part of that: what it
@@ -105,7 +106,7 @@ class Fio:
             options |= {"registerfiles": 1, "fixedbufs": int(self.registers_buffers)}
         return [self._program, *(f"--{name}={value}" for name, value in options.items())]
 
-    def _call(self, workload: Workload, settings: Settings, seconds: float) -> subprocess.CompletedProcess[str]:
+    def _call(self, workload: Workload, settings: IoSettings, seconds: float) -> subprocess.CompletedProcess[str]:
         # glibc then asks for huge pages for large blocks of memory, as our pinned pool does.
         environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         command = self.command(workload, settings, seconds)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infinity.aio import probe
+from infinity.aio import IoSettings, probe
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.progress import Progress
 from infinity.cli.sweep.report import (
@@ -33,7 +33,7 @@ from infinity.cli.sweep.report import (
 )
 from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
 from infinity.store.drive import drive_of
-from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Settings, Trial, Workload
+from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Trial, Workload
 from infinity.store.profile import save_profile
 from infinity.units import GIB, MIB
 
@@ -89,12 +89,12 @@ class Sweep:
             rival = self._rival(test)
             in_flight_bytes_max = POOL_BYTES
 
-            def fits(settings: Settings) -> bool:
+            def fits(settings: IoSettings) -> bool:
                 if settings.in_flight_bytes > in_flight_bytes_max:
                     return False
                 return settings.backend == fio.NAME or test.fits(settings)
 
-            def measure(workload: Workload, settings: Settings, seconds: float) -> Trial:
+            def measure(workload: Workload, settings: IoSettings, seconds: float) -> Trial:
                 self._show(progress, swept, f"{path}: {_in_words(workload, settings)}")
                 began = time.monotonic()
                 runner = rival if rival is not None and settings.backend == fio.NAME else test
@@ -161,7 +161,7 @@ class Sweep:
                 test.fill()
             return Together({workload: self._rounds_together(tests, workload) for workload in Workload})
 
-    def _rounds_together(self, tests: list[tuple[DriveTest, Settings]], workload: Workload) -> float:
+    def _rounds_together(self, tests: list[tuple[DriveTest, IoSettings]], workload: Workload) -> float:
         """Bytes per second of all drives together, median of the rounds."""
 
         def one_round() -> float:
@@ -205,7 +205,7 @@ def _pool_bytes() -> int:
     return POOL_BYTES
 
 
-def _in_words(workload: Workload, settings: Settings) -> str:
+def _in_words(workload: Workload, settings: IoSettings) -> str:
     rings = f" x {settings.rings}" if settings.rings > 1 else ""
     return (
         f"{workload.value}, {settings.backend}, {block_in_words(settings.block_bytes)} x {settings.queue_depth}{rings}"

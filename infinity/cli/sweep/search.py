@@ -16,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from infinity.store.measure import Settings, Trial, Workload
+from infinity.aio import IoSettings
+from infinity.store.measure import Trial, Workload
 from infinity.units import KIB, MIB
 
-Measure = Callable[[Workload, Settings, float], Trial]
+Measure = Callable[[Workload, IoSettings, float], Trial]
 
 BLOCKS = tuple(64 * KIB << power for power in range(9))  # 64 KiB to 16 MiB
 DEPTHS = tuple(1 << power for power in range(9))  # 1 to 256
@@ -79,7 +80,7 @@ THOROUGH = Effort(
 class Standing:
     """What is known of some settings under one workload: a median and the range of the trials that count."""
 
-    settings: Settings
+    settings: IoSettings
     bytes_per_s: float
     bytes_per_s_min: float
     bytes_per_s_max: float
@@ -91,7 +92,7 @@ class Standing:
 class Choice:
     """Settings that serve a whole step: its bytes per second, and what each workload gets."""
 
-    settings: Settings
+    settings: IoSettings
     step_bytes_per_s: float
     of: dict[Workload, Standing]
 
@@ -127,7 +128,7 @@ class Search:
         *,
         backends: Sequence[str],
         mixes: Sequence[str],
-        fits: Callable[[Settings], bool],
+        fits: Callable[[IoSettings], bool],
         effort: Effort,
         rivals: Sequence[str] = (),
     ) -> None:
@@ -138,8 +139,8 @@ class Search:
         self._fits = fits
         self._effort = effort
         self.trials: list[Trial] = []
-        self._short: dict[tuple[Workload, Settings], list[Trial]] = defaultdict(list)
-        self._final: dict[tuple[Workload, Settings], list[Trial]] = defaultdict(list)
+        self._short: dict[tuple[Workload, IoSettings], list[Trial]] = defaultdict(list)
+        self._final: dict[tuple[Workload, IoSettings], list[Trial]] = defaultdict(list)
         self._plan = _Plan(effort, len(backends), len(rivals))
 
     @property
@@ -181,7 +182,7 @@ class Search:
         choices = self._choices(self._final) or self._choices(self._short)
         return prefer(choices) if choices else None
 
-    def choice_of(self, settings: Settings) -> Choice | None:
+    def choice_of(self, settings: IoSettings) -> Choice | None:
         """What a step gets from these settings; None if they were not tried on all workloads."""
         found = [choice for choice in self._choices(self._final) if choice.settings == settings]
         return found[0] if found else None
@@ -192,7 +193,7 @@ class Search:
         """The grid, then single steps from its best point until none helps."""
         for block in self._effort.grid_blocks:
             for depth in self._effort.grid_depths:
-                self._try(workload, Settings(name, block, depth, mix=self._mixes[0]))
+                self._try(workload, IoSettings(name, block, depth, mix=self._mixes[0]))
         tried_until = len(self.trials) + self._effort.steps
         move: str | None = ""
         while move is not None:
@@ -214,7 +215,7 @@ class Search:
                 return move
         return None
 
-    def _moves(self, settings: Settings, workload: Workload) -> dict[str, Settings]:
+    def _moves(self, settings: IoSettings, workload: Workload) -> dict[str, IoSettings]:
         """One setting changed, likely gains first; and block against depth at the same bytes in flight."""
         block, depth, rings = settings.block_bytes, settings.queue_depth, settings.rings
         moves = {}
@@ -234,7 +235,7 @@ class Search:
         moves["fewer rings"] = replace(settings, rings=_next(RINGS, rings, -1))
         return {move: changed for move, changed in moves.items() if changed != settings}
 
-    def _try(self, workload: Workload, settings: Settings) -> float | None:
+    def _try(self, workload: Workload, settings: IoSettings) -> float | None:
         """A short trial, unless it was done before; bytes per second, or None for what can't be measured."""
         settings = self._as_tried(workload, settings)
         if not self._fits(settings):
@@ -243,19 +244,19 @@ class Search:
             self._short[workload, settings].append(self._record(workload, settings, self._effort.trial_seconds))
         return self._short[workload, settings][0].bytes_per_s
 
-    def _record(self, workload: Workload, settings: Settings, seconds: float) -> Trial:
+    def _record(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         trial = self._measure(workload, settings, seconds)
         self.trials.append(trial)
         self._plan.take(seconds)
         return trial
 
-    def _as_tried(self, workload: Workload, settings: Settings) -> Settings:
+    def _as_tried(self, workload: Workload, settings: IoSettings) -> IoSettings:
         """The mix means nothing to a workload that goes one way."""
         return settings if workload is Workload.MIXED else replace(settings, mix=self._mixes[0])
 
     # --- Choosing ---
 
-    def _candidates(self) -> list[Settings]:
+    def _candidates(self) -> list[IoSettings]:
         """What may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
         found = [replace(default_settings(name), mix=mix) for name in self._backends[:1] for mix in self._mixes[:1]]
         for name in self._backends:
@@ -279,7 +280,7 @@ class Search:
                 trial = self._record(workload, settings, self._effort.round_seconds)
                 self._final[workload, settings].append(trial)
 
-    def _final_entries(self) -> list[tuple[Workload, Settings]]:
+    def _final_entries(self) -> list[tuple[Workload, IoSettings]]:
         choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
         chosen = [choice.settings for choice in choices[: self._effort.finalists - 1]]
         chosen += [prefer(choices).settings] if choices else []
@@ -298,7 +299,7 @@ class Search:
         done = {standing.settings.backend for standing in final}
         return final + [each for each in _standings(self._short, workload) if each.settings.backend not in done]
 
-    def _choices(self, trials: dict[tuple[Workload, Settings], list[Trial]]) -> list[Choice]:
+    def _choices(self, trials: dict[tuple[Workload, IoSettings], list[Trial]]) -> list[Choice]:
         """Everything that was tried on all workloads."""
         standings = {(workload, each.settings): each for workload in Workload for each in _standings(trials, workload)}
         found = []
@@ -314,9 +315,9 @@ class Search:
         return found
 
 
-def default_settings(backend: str) -> Settings:
+def default_settings(backend: str) -> IoSettings:
     """What a training run uses where nobody says anything."""
-    return Settings(backend)
+    return IoSettings(backend)
 
 
 def prefer(choices: Sequence[Choice]) -> Choice:
@@ -361,7 +362,7 @@ class _Plan:
         self._finals = entries * self._effort.rounds * self._effort.round_seconds
 
 
-def _standings(trials: dict[tuple[Workload, Settings], list[Trial]], workload: Workload) -> list[Standing]:
+def _standings(trials: dict[tuple[Workload, IoSettings], list[Trial]], workload: Workload) -> list[Standing]:
     found = []
     for (of, settings), done in trials.items():
         if of is workload and done:
@@ -375,7 +376,7 @@ def _ranked(standings: Iterable[Standing]) -> list[Standing]:
     return sorted(standings, key=lambda standing: -standing.bytes_per_s)
 
 
-def _cost(settings: Settings) -> tuple[int, int, int]:
+def _cost(settings: IoSettings) -> tuple[int, int, int]:
     return settings.rings, settings.in_flight_bytes, settings.queue_depth
 
 

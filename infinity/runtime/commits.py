@@ -1,0 +1,235 @@
+"""Floor 5. Commits of a durable run: when a step's state is made to stay, and how a run goes on from it. Training thread only.
+
+[Note: When a step is committed]
+A step's updates may run after `step` returns, in the next forward, and its last writes go on beside the next pass. So `step`
+only notes what lies outside of the arena (counters, schedule, loss scale, random numbers, what the user gave), as it is then,
+and the commit is pending. It is made where the first write of the next step could follow: at the start of the next `backward`
+where that updates, else of the next `step`. By then the writes have drained behind the passes, and what is waited for is the
+drive's own cache and a small file. Both places are the same on all ranks, so all commit the same steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.config import Config
+from infinity.errors import CheckpointError, ConfigError, StoreError
+from infinity.runtime.rest import decode, encode
+from infinity.store import DurableRun
+from infinity.store.commit import Commit, Record, bits
+from infinity.swap import SwapManager
+from infinity.swap.timeline import measured
+from infinity.swap.together import together
+
+log = logging.getLogger("infinity")
+
+_OUTSIDE = frozenset(
+    {
+        "global_steps",
+        "skipped_steps",
+        "loss_scale",
+        "lr_scheduler",
+        "client_state",
+        "rng",
+        "param_groups",
+        "steps",
+        "buffers",
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that is to be committed, and what lay outside of the arena at its end."""
+
+    step: int
+    outside: bytes
+
+
+class Commits:
+    """Makes the commits of one run, whose files `open_run` opened and whose model `swap` has paged."""
+
+    def __init__(self, run: DurableRun, swap: SwapManager) -> None:
+        self._run = run
+        self._swap = swap
+        self._pending: _Pending | None = None
+        if run.resumed is not None:
+            self._note_way_back(run.resumed.commit.step)
+
+    def note(self, step: int, outside: dict[str, Any]) -> None:
+        """The step is over: what it was is to be committed. Raises CheckpointError where `outside` can't be stored."""
+        self._pending = _Pending(step, encode(outside))
+
+    def forget(self) -> None:
+        """What was noted is not to be committed any more: its values are about to change."""
+        self._pending = None
+
+    def make(self) -> None:
+        """Commit what was noted last, if it isn't yet. A collective.
+
+        Raises on all ranks where it fails on one; the commit before it is still there then.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
+            try:
+                with together():
+                    commit = self._write(pending)
+            except BaseException:
+                self._leave_one_record(self._run.sequence)
+                raise
+            # All ranks have it: what the one before it speaks of may be written over.
+            self._leave_one_record(commit.sequence)
+        self._swap.paged.mark_committed()
+        self._note_way_back(pending.step)
+
+    def _leave_one_record(self, sequence: int) -> None:
+        """Remove the record before this one, or one after it that not all ranks could make."""
+        try:
+            self._run.leave_one(sequence)
+        except OSError as error:  # what is written next could be what a record speaks of
+            why = f"removing an old record from {self._run.folders[0].path} ({error.strerror})"
+            self._swap.paged.tear(why)
+            raise StoreError(
+                error.errno or 0, f"{why} failed: nothing is written any more, start again with resume=True"
+            ) from None
+
+    def _write(self, pending: _Pending) -> Commit:
+        paged = self._swap.paged
+        paged.check_whole()
+        self._swap.flush()
+        subs = paged.sub_groups
+        commit = self._run.next_commit(
+            step=pending.step,
+            halves=bits([sub.current for sub in subs]),
+            filled=bits([shard.filled for shard in paged.shards]),
+            stepped=bits([shard.stepped for shard in paged.shards]),
+            ties=[sub.ties.numel() for sub in subs],
+        )
+        ties = torch.cat([sub.ties for sub in subs]).numpy().astype("<i4").tobytes() if subs else b""
+        try:
+            self._run.write(commit, self._swap.place, ties, pending.outside)
+        except OSError as error:
+            raise StoreError(
+                error.errno or 0,
+                f"the commit of step {pending.step} can't be written to {self._run.folders[0].path} ({error.strerror}): free "
+                "space there, and start again with resume=True",
+            ) from None
+        return commit
+
+    def _note_way_back(self, step: int) -> None:
+        self._swap.paged.way_back = f"start again with resume=True to go on from step {step}, which is committed, or "
+
+
+def open_run(config: Config, *, resume: bool) -> DurableRun | None:
+    """The files of the durable run that the config names, and in it what to go on from; None where it asks for none.
+
+    A collective. Raises CheckpointError where there is a committed step and `resume` is false, or there is none that all ranks
+    have, and StoreError where a live process has the files; on all ranks when on one.
+    """
+    own = config.infinity
+    with together():
+        if own.durability == "none":
+            if resume:
+                raise ConfigError('resume=True needs infinity.durability "step": without it nothing of a run stays')
+            return None
+        run = DurableRun(config.nvme_paths, own.run_name, dist.get_rank())
+    try:
+        sequence, launch = _agree(run, resume)
+        with together():
+            if sequence is None:
+                run.start_anew(launch)
+            else:
+                run.go_on(sequence, launch)
+    except BaseException:
+        run.close()
+        raise
+    if dist.get_rank() == 0 and resume:
+        step = run.resumed.commit.step if run.resumed is not None else None
+        log.info(
+            f"nothing is committed in {run.where}: starting anew" if step is None else f"resuming after step {step}"
+        )
+    return run
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank has."""
+
+    commits: dict[tuple[int, str], int]
+    """Steps, by the identity of their commits."""
+    damaged: list[str]
+    launch: str
+    where: str
+
+
+def _agree(run: DurableRun, resume: bool) -> tuple[int | None, str]:
+    """(number of the newest commit that all ranks have, None where no rank has any; rank 0's name for this launch)."""
+    own = _Found(
+        {record.commit.identity: record.commit.step for record in run.found.values()},
+        run.damaged,
+        secrets.token_hex(8),
+        run.where,
+    )
+    everywhere: list[_Found] = [own] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    launch = everywhere[0].launch
+    if not any(each.commits or each.damaged for each in everywhere):
+        return None, launch
+    common = set.intersection(*({*each.commits} for each in everywhere))
+    if not resume:
+        found = f"step {own.commits[max(common)]} is committed" if common else "a run was"
+        raise CheckpointError(
+            f"{run.where}: {found} there, and nothing of it is overwritten: pass resume=True (--resume) to go on from it, or "
+            "remove the folder to start anew, or choose another infinity.run_name"
+        )
+    if not common:
+        raise CheckpointError(
+            f"there is no committed step that all ranks ({len(everywhere)}) have: {_in_words(everywhere)}; start with as many "
+            "ranks as the run had, on its machines, or load a checkpoint into a run of another infinity.run_name"
+        )
+    return max(common)[0], launch
+
+
+def _in_words(everywhere: Sequence[_Found]) -> str:
+    told = []
+    for rank, each in enumerate(everywhere):
+        steps = " and ".join(f"step {step}" for step in each.commits.values()) or "none"
+        told.append("; ".join([f"rank {rank} has {steps}", *each.damaged]))
+    return ", ".join(told)
+
+
+def restore_arena(record: Record, swap: SwapManager) -> None:
+    """The paged model's values are those of the record, which fits it. Raises CheckpointError where its ties can't be true."""
+    commit = record.commit
+    numbers = torch.frombuffer(bytearray(record.ties + bytes(4)), dtype=torch.int32)[:-1]
+    ties = list(torch.split(numbers, list(commit.ties)))
+    for sub, own in zip(swap.paged.sub_groups, ties, strict=True):
+        if own.numel() and (own.min() < 0 or own.max() >= sub.layout.numel or (own.diff() <= 0).any()):
+            raise CheckpointError(f"the record of step {commit.step} is damaged: impossible ties in {sub.chunk.name}")
+    swap.paged.restore(
+        [int(half) for half in commit.halves],
+        [own.clone() for own in ties],
+        [each == "1" for each in commit.filled],
+        [each == "1" for each in commit.stepped],
+    )
+
+
+def outside_of(record: Record) -> dict[str, Any]:
+    """What the record holds of what lies outside of the arena. Raises CheckpointError."""
+    try:
+        found = decode(record.outside)
+    except ValueError as error:
+        raise CheckpointError(f"the record of step {record.commit.step} is damaged ({error})") from None
+    if not found.keys() >= _OUTSIDE:
+        lacking = ", ".join(sorted(_OUTSIDE - found.keys()))
+        raise CheckpointError(f"the record of step {record.commit.step} lacks {lacking}")
+    return found

@@ -1,0 +1,261 @@
+"""Floor 2. The record of a commit: which bytes of the arena are one rank's state after a step, and what lies outside of it.
+
+No torch here, and no I/O: bytes in, a checked record out. It is read as what it is, a file that anybody may have written.
+
+    infinity-commit 1 SHA-256 LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
+    header (JSON) | place (JSON) | ties (int32) | outside (what the runtime encoded)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from infinity.store.layout import Layout
+
+VERSION = 1
+
+_FIRST_LINE = re.compile(rb"infinity-commit (\d{1,9}) ([0-9a-f]{64}) (\d{1,15}) (\d{1,15}) (\d{1,15}) (\d{1,15})\n")
+_LINE_BYTES_MAX = 160
+
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+_Bits = Annotated[str, Field(pattern=r"^[01]*$")]
+_Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of the model: its name and whole shape, its group, and where its shard's elements are."""
+
+    name: str
+    shape: tuple[_Count, ...]
+    group: _Count
+    numel: _Count
+    trained: bool
+    resident: bool
+
+
+@dataclass(frozen=True)
+class StoredSubGroup:
+    """A sub-group as the layout cut it."""
+
+    space: _Count
+    start: _Count
+    numel: _Count
+    trained: bool
+    copy_itemsize: _Count
+    split: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """How the state of one rank lies in its arena: what must be alike where it is read again.
+
+    Attributes:
+        rank, ranks: whose it is, of how many; `shards`: over how many of them each parameter is sharded.
+        copy_dtype: in which parameters are gathered.
+        pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
+    """
+
+    rank: _Count
+    ranks: Annotated[int, Field(ge=1, le=2**31)]
+    shards: Annotated[int, Field(ge=1, le=2**31)]
+    copy_dtype: str
+    pattern: tuple[_Count, ...]
+    stripe_bytes: Annotated[int, Field(ge=1, le=2**40)]
+    arena_bytes: _Count
+    parameters: tuple[StoredParameter, ...]
+    sub_groups: tuple[StoredSubGroup, ...]
+
+    @cached_property
+    def as_json(self) -> bytes:
+        """What stands in every record of the run."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """The head of a record.
+
+    Attributes:
+        sequence: counts the commits of a run, over all its launches.
+        launch: which launch made it, alike on all ranks.
+        arena: which arena files it speaks of.
+        step: optimizer steps that had been taken.
+        halves: by sub-group, the half of its pair that holds its state.
+        filled, stepped: by parameter, whether it was given values, and moments.
+        ties: by sub-group, how many of the numbers in the record's ties are its own.
+    """
+
+    sequence: Annotated[int, Field(ge=1, le=2**62)]
+    launch: _Id
+    arena: _Id
+    step: _Count
+    halves: _Bits
+    filled: _Bits
+    stepped: _Bits
+    ties: tuple[_Count, ...]
+
+    @property
+    def identity(self) -> tuple[int, str]:
+        """The same on all ranks that made this commit, and of no other."""
+        return self.sequence, self.launch
+
+
+@dataclass(frozen=True)
+class Record:
+    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `outside`: the runtime's own bytes."""
+
+    commit: Commit
+    place: Place
+    ties: bytes
+    outside: bytes
+
+    def to_bytes(self) -> bytes:
+        """What stands in the file."""
+        head = json.dumps(asdict(self.commit), separators=(",", ":")).encode()
+        sections = (head, self.place.as_json, self.ties, self.outside)
+        lengths = " ".join(str(len(each)) for each in sections)
+        return f"infinity-commit {VERSION} {_hash(sections)} {lengths}\n".encode() + b"".join(sections)
+
+
+def parse_record(content: bytes) -> Record:
+    """The record that `content` is. Raises ValueError saying what is wrong."""
+    found = _FIRST_LINE.match(content[:_LINE_BYTES_MAX])
+    if found is None:
+        raise ValueError("it does not begin as a commit record does")
+    if int(found[1]) != VERSION:
+        raise ValueError(f"it has format {int(found[1])}, and this version of infinity reads format {VERSION}")
+    lengths = [int(length) for length in found.groups()[2:]]
+    if len(content) != found.end() + sum(lengths):
+        raise ValueError(f"it has {len(content)} bytes instead of {found.end() + sum(lengths)}")
+    sections = []
+    at = found.end()
+    for length in lengths:
+        sections.append(content[at : at + length])
+        at += length
+    if _hash(sections) != found[2].decode():
+        raise ValueError("its bytes are not those that were written (SHA-256)")
+    head, place, ties, outside = sections
+    record = Record(_parse(Commit, head), _parse(Place, place), ties, outside)
+    _check_counts(record)
+    return record
+
+
+def _hash(sections: Sequence[bytes]) -> str:
+    digest = hashlib.sha256()
+    for each in sections:
+        digest.update(len(each).to_bytes(8, "little"))
+        digest.update(each)
+    return digest.hexdigest()
+
+
+def _parse(kind: type[_T], content: bytes) -> _T:
+    try:
+        return TypeAdapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
+
+
+def _check_counts(record: Record) -> None:
+    commit, place = record.commit, record.place
+    if not len(commit.halves) == len(commit.ties) == len(place.sub_groups):
+        raise ValueError(f"it speaks of {len(commit.halves)} sub-groups where there are {len(place.sub_groups)}")
+    if not len(commit.filled) == len(commit.stepped) == len(place.parameters):
+        raise ValueError(f"it speaks of {len(commit.filled)} parameters where there are {len(place.parameters)}")
+    if 4 * sum(commit.ties) != len(record.ties):
+        raise ValueError(f"it holds {len(record.ties)} bytes of ties for {sum(commit.ties)} of them")
+    if not place.pattern:
+        raise ValueError("it names no drive")
+
+
+def describe(
+    layout: Layout,
+    shapes: Sequence[Sequence[int]],
+    *,
+    rank: int,
+    ranks: int,
+    shards: int,
+    copy_dtype: str,
+    pattern: Sequence[int] = (0,),
+    stripe_bytes: int = 1,
+    arena_bytes: int = 0,
+) -> Place:
+    """The place that a model laid out so has; `shapes`: of its whole parameters, in the order of the layout's shards."""
+    return Place(
+        rank=rank,
+        ranks=ranks,
+        shards=shards,
+        copy_dtype=copy_dtype,
+        pattern=tuple(pattern),
+        stripe_bytes=stripe_bytes,
+        arena_bytes=arena_bytes,
+        parameters=tuple(
+            StoredParameter(each.name, tuple(shape), each.group, each.numel, each.trained, each.resident)
+            for each, shape in zip(layout.shards, shapes, strict=True)
+        ),
+        sub_groups=tuple(
+            StoredSubGroup(each.space, each.start, each.numel, each.trained, each.copy_itemsize, each.split)
+            for each in layout.sub_groups
+        ),
+    )
+
+
+def differences(there: Place, here: Place) -> Iterator[str]:
+    """In words, why what was committed `there` can't be read `here`; the drives aside, which follow the record."""
+    if there.ranks != here.ranks:
+        yield f"it was made by {_ranks(there.ranks)}, and there are {here.ranks} now: a checkpoint can be loaded by any number"
+        return
+    if there.shards != here.shards:
+        yield f"it was sharded over {there.shards} ranks, and is over {here.shards} now: set mics_shard_size as it was"
+        return
+    if there.rank != here.rank:
+        yield f"it is rank {there.rank}'s, and this is rank {here.rank}"
+        return
+    if there.copy_dtype != here.copy_dtype:
+        yield f"parameters were gathered in {there.copy_dtype}, and are in {here.copy_dtype} now"
+    theirs = {each.name: each for each in there.parameters}
+    ours = {each.name: each for each in here.parameters}
+    for what, names in (("it has no", ours.keys() - theirs.keys()), ("the model has no", theirs.keys() - ours.keys())):
+        if names:
+            yield f"{what} {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
+    changed = [(theirs[name], each) for name, each in ours.items() if theirs.get(name, each) != each]
+    for before, now in changed[:3]:
+        yield f"{now.name} {_change(before, now)}"
+    if not changed and there.parameters != here.parameters and theirs.keys() == ours.keys():
+        yield "its parameters come in another order"
+    elif there.parameters == here.parameters and there.sub_groups != here.sub_groups:
+        yield (
+            "its sub-groups are cut or kept in another way: set zero_optimization.sub_group_size, infinity.pinned_bytes_max "
+            "and infinity.master_weights as they were"
+        )
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _change(before: StoredParameter, now: StoredParameter) -> str:
+    if before.shape != now.shape:
+        return f"had shape {before.shape}, and has {now.shape} now"
+    if before.trained != now.trained:
+        return "was trained, and is frozen now" if before.trained else "was frozen, and is trained now"
+    if before.resident != now.resident:
+        return "was kept in host memory, or is now: set stage3_param_persistence_threshold and max_in_cpu as they were"
+    if before.group != now.group:
+        return f"was in group {before.group}, and is in group {now.group} now: set infinity.wrap as it was"
+    return f"had {before.numel} elements on this rank, and has {now.numel} now"
+
+
+def bits(values: Sequence[Any]) -> str:
+    """Truth values as a record holds them."""
+    return "".join("1" if each else "0" for each in values)

@@ -1,0 +1,325 @@
+"""Floor 2. A durable run: folders and files that stay when the process ends, and the commit records in them.
+
+Owned by one process per rank, which holds the lock. Training thread only.
+
+[Note: What a record promises]
+Each sub-group has two places in the arena, its halves. A record names the half of each that holds the state after its step,
+and what is written later goes to the other half. Three rules make every record that exists on a drive true on that rank:
+
+  1. It gets its name when all it speaks of is on the drive: the arena is synced before it is written, it is synced before it is
+     renamed, and the folder is synced after.
+  2. Before anything is written to a half that a record names, that record's name is gone, and the folder is synced. With the
+     commit of step k+1 the halves of step k are free for step k+2, so the record of k goes right after it, ...
+  3. ... but not before all ranks have theirs of k+1 (a barrier).
+
+So a rank has one record, or two between a commit and that barrier, whatever instant it is killed in, and by 1 and 2 both are
+whole. By 3, if any rank lacks the record of k+1, all still have that of k: there is always one that all ranks have, and the
+newest of those is where all go on. Records after it are removed before anything is written. A record that a drive has damaged
+is not used; where the one before it still exists on all ranks, rule 2 says that its bytes are there, else there is nothing to
+go on from.
+
+[Note: Nobody else's writes]
+The lock of a rank (flock) ends with its process. What the kernel has taken in of a killed process's writes may take longer, so
+the arena file itself is locked too, by the open file that such writes hold on to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import stat
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from infinity.aio import File, IoEngine
+from infinity.errors import CheckpointError, IoError, StoreError
+from infinity.store.commit import Commit, Place, Record, parse_record
+from infinity.store.files import is_own_folder, read_small, sync, write_durably
+from infinity.store.placement import file_bytes
+from infinity.store.run_folder import Folder, make_writable
+from infinity.units import GIB, MIB
+
+PREFIX = "infinity-durable-"
+_RECORD_BYTES_MAX = GIB
+_SLOTS = 2
+_ENDING_SECONDS_MAX = 30.0
+"""How long a lock is waited for whose process is dead: a child of it, or the kernel, is not done with it yet."""
+
+
+class DurableFolder(Folder):
+    """`root/infinity-durable-NAME/`, made where it isn't there, and one rank's files in it, locked for this process.
+
+    Raises StoreError where the folder can't be made or is not ours alone, and where a live process has this rank's files.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], name: str, rank: int) -> None:
+        super().__init__(root)
+        make_writable(self.root)
+        self.path = self.root / f"{PREFIX}{name}"
+        self._own = f"rank{rank}"
+        self.fresh = True
+        """Whether the arena is to be made anew."""
+        try:
+            _make_own(self.path)
+            self._lock = _lock(self.path / f"{self._own}.lock")
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(
+                error.errno or 0, f"{self.path} can't be used ({error.strerror}): choose another nvme_path"
+            ) from None
+        self._finalizer = weakref.finalize(self, os.close, self._lock)
+        _live.add(self)
+
+    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
+        deadline = time.monotonic() + _ENDING_SECONDS_MAX
+        while True:
+            try:
+                return engine.open(
+                    self.path / name, create=self.fresh, drive=drive, exclusive=True, checksums=checksums
+                )
+            except IoError as error:
+                if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)  # see [Note: Nobody else's writes]
+
+    def own(self, what: str) -> Path:
+        """The path of this rank's file `what`."""
+        return self.path / f"{self._own}.{what}"
+
+    def remove_own(self) -> None:
+        """Remove this rank's files, the lock aside."""
+        for each in [*self.path.glob(f"{self._own}.*"), *self.path.glob(f".{self._own}.*")]:
+            if each.name != f"{self._own}.lock":
+                each.unlink()
+        sync(self.path)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class DurableRun:
+    """The durable files of one rank of a run, one folder per drive. The records are in the first.
+
+    found: by sequence number, the records that are whole. damaged: in words, what else has a record's name.
+    resumed: the record that this process goes on from; None where it starts anew.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], name: str, rank: int) -> None:
+        self.rank = rank
+        self.folders: list[DurableFolder] = []
+        self.resumed: Record | None = None
+        self.launch = ""
+        self.sequence = 0
+        """Of the record that exists; 0 before the first."""
+        self._arena = secrets.token_hex(8)
+        try:
+            for path in paths:
+                self.folders.append(DurableFolder(path, name, rank))
+            self._check_drives()
+            self.found, self.damaged = self._scan()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def where(self) -> str:
+        """The folders, in words."""
+        return " and ".join(str(folder.path) for folder in self.folders)
+
+    def start_anew(self, launch: str) -> None:
+        """Forget what is there; nothing was committed. `launch`: this launch's own, the same on all ranks."""
+        self.launch = launch
+        for number, folder in enumerate(self.folders):
+            folder.remove_own()
+            folder.fresh = True
+            about = {"arena": self._arena, "drive": number, "drives": len(self.folders)}
+            about |= {"host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            write_durably(folder.own("json"), (json.dumps(about) + "\n").encode())
+            sync(folder.path)
+
+    def go_on(self, sequence: int, launch: str) -> Record:
+        """Go on from the record with this number, which all ranks have.
+
+        Raises CheckpointError where the arena it speaks of isn't there whole.
+        """
+        record = self.found[sequence]
+        self._check_arena(record)
+        self.resumed, self.launch = record, launch
+        self._arena = record.commit.arena
+        self.leave_one(sequence)
+        for folder in self.folders:
+            folder.fresh = False
+        return record
+
+    def write(self, commit: Commit, place: Place, ties: bytes, outside: bytes) -> None:
+        """Make the record of a commit, of which everything is on the drive, and put it on the drive. Raises OSError."""
+        folder = self.folders[0]
+        final = self._slot(commit.sequence)
+        partial = folder.path / f".{final.name}.partial"
+        partial.unlink(missing_ok=True)
+        write_durably(partial, Record(commit, place, ties, outside).to_bytes())
+        partial.rename(final)
+        sync(folder.path)
+
+    def next_commit(self, *, step: int, halves: str, filled: str, stepped: str, ties: Sequence[int]) -> Commit:
+        """The head of the next record."""
+        return Commit(
+            sequence=self.sequence + 1,
+            launch=self.launch,
+            arena=self._arena,
+            step=step,
+            halves=halves,
+            filled=filled,
+            stepped=stepped,
+            ties=tuple(ties),
+        )
+
+    def leave_one(self, sequence: int) -> None:
+        """Keep the record with this number (0 for none) and remove the other, before anything is written over what that speaks
+        of. Raises OSError."""
+        gone = [self._slot(sequence + 1), *self.folders[0].path.glob(f".{self._slot(sequence).stem}.*.partial")]
+        for path in gone:
+            path.unlink(missing_ok=True)
+        sync(self.folders[0].path)
+        self.sequence = sequence
+
+    def close(self) -> None:
+        """Release the locks. Idempotent; nothing is removed."""
+        for folder in self.folders:
+            folder.close()
+
+    def _slot(self, sequence: int) -> Path:
+        return self.folders[0].own(f"commit-{sequence % _SLOTS}")
+
+    def _scan(self) -> tuple[dict[int, Record], list[str]]:
+        found, damaged = {}, []
+        for path in (self._slot(slot) for slot in range(_SLOTS)):
+            try:
+                record = parse_record(read_small(path, _RECORD_BYTES_MAX))
+                if self._slot(record.commit.sequence) != path:
+                    raise ValueError(f"it is number {record.commit.sequence}, which has another name")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                damaged.append(f"{path} is damaged ({getattr(error, 'strerror', None) or error})")
+            else:
+                found[record.commit.sequence] = record
+        return found, damaged
+
+    def _check_drives(self) -> None:
+        """Raise CheckpointError where a folder is another drive of a run: what is on it may be committed elsewhere."""
+        for number, folder in enumerate(self.folders):
+            with contextlib.suppress(*_UNREADABLE):
+                noted = json.loads(read_small(folder.own("json"), MIB))
+                if (noted["drive"], noted["drives"]) != (number, len(self.folders)):
+                    raise CheckpointError(
+                        f"{folder.path} is drive {noted['drive'] + 1} of the {noted['drives']} of a run: name all of its paths "
+                        "in nvme_path, in the order in which they were, or remove the folder to start anew"
+                    )
+
+    def _check_arena(self, record: Record) -> None:
+        place = record.place
+        drives = len(self.folders)
+        if max(place.pattern) >= drives:
+            raise CheckpointError(
+                f"{self.where}: the run was on {max(place.pattern) + 1} drives: name all in nvme_path"
+            )
+        expected = (
+            file_bytes(place.pattern, place.stripe_bytes, place.arena_bytes) if drives > 1 else [place.arena_bytes]
+        )
+        for number, folder in enumerate(self.folders):
+            about = folder.own("json")
+            try:
+                same = json.loads(read_small(about, MIB))["arena"] == record.commit.arena
+            except _UNREADABLE as error:
+                raise CheckpointError(f"{about} is damaged or missing ({error}): {_ADVICE}") from None
+            if not same:
+                raise CheckpointError(f"{folder.path} belongs to another run: name the paths in nvme_path as they were")
+            if number < len(expected) and place.pattern.count(number):
+                _check_length(folder.own("arena"), expected[number])
+
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
+_ADVICE = "load a checkpoint into a run of another infinity.run_name, or remove the folder to start anew"
+
+
+def _check_length(path: Path, nbytes: int) -> None:
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise CheckpointError(f"{path} is missing or can't be read ({error.strerror}): {_ADVICE}") from None
+    if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
+        raise CheckpointError(f"{path} has {found.st_size} bytes instead of {nbytes}, so it is damaged: {_ADVICE}")
+
+
+def _make_own(path: Path) -> None:
+    """A folder for us alone. Raises StoreError where another is in its place."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        sync(path.parent)
+    if not is_own_folder(path) or path.stat().st_mode & 0o077:
+        raise StoreError(
+            errno.EPERM,
+            f"{path} is not a folder that only this user can enter: remove it, or choose another infinity.run_name",
+        )
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the lock. Raises StoreError where a live process has it."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    lock = os.open(path, flags, 0o600)
+    deadline = time.monotonic() + _ENDING_SECONDS_MAX
+    try:
+        while not _try_lock(lock):
+            holder = os.pread(lock, 64, 0).decode(errors="replace").strip()
+            if _is_alive(holder) or time.monotonic() > deadline:
+                raise StoreError(
+                    errno.EBUSY,
+                    f"{path.parent} is in use by process {holder or 'unknown'}: wait for its end, or choose another "
+                    "infinity.run_name for a second run",
+                )
+            time.sleep(0.1)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_alive(holder: str) -> bool:
+    try:
+        os.kill(int(holder), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, PermissionError):
+        pass
+    return True
+
+
+_live: weakref.WeakSet[DurableFolder] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child (a data loader's worker) must not keep the lock when its parent is gone."""
+    for folder in list(_live):
+        folder.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

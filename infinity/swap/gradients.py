@@ -1,0 +1,151 @@
+"""Floor 4. Gradients between the backward and the update: in 16 bits where that loses nothing, on NVMe where memory ends.
+
+Used by the training thread only. Gradients of resident shards are small and stay where torch puts them.
+
+[Note: Gradients in 16 bits]
+FSDP2 hands every reduced gradient over in fp32. Where it was reduced in bf16, or computed in 16 bits and reduced over one rank
+only, those 32 bits hold no more than 16, and 16 are kept. A second gradient for a parameter before its update (of a model that
+is used twice in a step, or of another micro-batch) makes a sum of more bits: then the gradients of its sub-group are widened to
+fp32 first, and stay in host memory until the update. So what is kept is always what torch would have in `.grad`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from infinity.aio import Lease
+from infinity.store.layout import Piece
+from infinity.swap.chunk import Chunk, Span
+from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
+from infinity.swap.stager import Stager
+from infinity.swap.timeline import measured
+
+
+class Gradients:
+    """Keeps the reduced gradients of the groups that it `takes`, in `dtype`, until their update.
+
+    `stager` gives what moves them, as long as that is open.
+    """
+
+    def __init__(self, paged: PagedModel, stager: Callable[[], Stager], dtype: torch.dtype) -> None:
+        self._open_stager = stager
+        self._dtype = dtype
+        self._spilled = {sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient is not None}
+        for sub, chunk in self._spilled.items():
+            sub.chunk.after += (chunk,)
+        self._held: dict[PagedSubGroup, torch.Tensor] = {}
+        self._came: set[int] = set()
+        """Numbers of the shards of which a gradient came since the last step."""
+        self._moved = (0, 0)
+        """Bytes (read, written) since the last step."""
+        self._moved_before: tuple[int, int] | None = None
+        """And in that step."""
+
+    @property
+    def _stager(self) -> Stager:
+        return self._open_stager()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory that hold gradients which came since the last step."""
+        return sum(each.numel() * each.itemsize for each in self._held.values())
+
+    def takes(self, group: PagedGroup) -> bool:
+        """Whether gradients of the group are kept here, and not by torch."""
+        return self._dtype is not torch.float32 or any(sub in self._spilled for sub in group.members)
+
+    def has(self, shard: PagedShard) -> bool:
+        """Whether a gradient of the shard is kept here."""
+        return shard.index in self._came
+
+    def take(self, group: PagedGroup, grads: Mapping[int, torch.Tensor]) -> None:
+        """Keep gradients of a group (fp32, 1-D, on any device, by number of their shard).
+
+        One of which there is some already gets that added to it in place, and the sum is kept.
+        Raises IoError where a transfer failed; the values are torn where a gradient was lost by it.
+        """
+        for sub in group.members:
+            pieces = [piece for piece in sub.layout.pieces if piece.shard in grads]
+            if not pieces:
+                continue
+            if any(piece.shard in self._came for piece in pieces):
+                self._widen(sub)
+            with measured(self._stager.timeline, "gradients", sub.chunk.name):
+                if sub in self._spilled and sub not in self._held:
+                    self._spill(sub, pieces, grads)
+                else:
+                    if sub not in self._held:
+                        self._held[sub] = torch.empty(sub.layout.numel, dtype=self._dtype)
+                    self._put(self._held[sub], pieces, grads)
+        self._came.update(grads)
+
+    def claim(self, sub: PagedSubGroup) -> torch.Tensor | None:
+        """The gradients that are kept of a sub-group (1-D), for its update; None where that will find them in its lease."""
+        return self._held.pop(sub, None)
+
+    def staged(self, sub: PagedSubGroup, lease: Lease) -> torch.Tensor:
+        """The gradients (1-D) of a sub-group that waited on NVMe, in the lease of its update."""
+        return lease.view(self._dtype, sub.layout.nbytes, sub.layout.numel)
+
+    def forget(self) -> None:
+        """What comes from now on belongs to the next step."""
+        self._held.clear()
+        self._came.clear()
+        if any(self._moved):
+            self._moved_before, self._moved = self._moved, (0, 0)
+
+    def step_bytes(self, micro_batches: int) -> tuple[int, int]:
+        """Bytes (read, written) that the backward of a step moves: as in the last one, or with so many micro-batches."""
+        if self._moved_before is not None:
+            return self._moved_before
+        spilled = sum(sub.layout.gradient_bytes for sub in self._spilled)
+        return spilled * (micro_batches - 1), spilled * micro_batches
+
+    def _put(self, kept: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
+        for piece in pieces:
+            grad = grads[piece.shard]
+            numel = min(piece.numel, grad.numel() - piece.start)  # less the padding
+            if numel <= 0:
+                continue
+            grad = grad[piece.start : piece.start + numel]
+            place = kept[piece.offset : piece.offset + numel]
+            if piece.shard in self._came:
+                grad.add_(place.to(grad.device))
+            place.copy_(grad)
+
+    def _spill(self, sub: PagedSubGroup, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
+        chunk = self._spilled[sub]
+        begun = any(piece.shard in self._came for piece in sub.layout.pieces)
+        lease = self._stager.acquire(chunk) if begun else self._stager.occupy(chunk)
+        nbytes = sub.layout.gradient_bytes
+        self._moved = (self._moved[0] + nbytes * begun, self._moved[1] + nbytes)
+        try:
+            self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
+        except BaseException:
+            self._stager.release(chunk, keep=False)
+            raise
+        self._stager.write_back(chunk)
+
+    def _widen(self, sub: PagedSubGroup) -> None:
+        """See [Note: Gradients in 16 bits]."""
+        held = self._held.get(sub)
+        if self._dtype is torch.float32 or (held is not None and held.dtype is torch.float32):
+            return
+        if held is not None:
+            self._held[sub] = held.float()
+            return
+        chunk = self._spilled[sub]
+        lease = self._stager.acquire(chunk)
+        try:
+            self._held[sub] = lease.view(self._dtype, 0, sub.layout.numel).float()
+        finally:
+            self._stager.release(chunk, keep=False)
+
+
+def _gradient_chunk(sub: PagedSubGroup, paged: PagedModel) -> Chunk:
+    assert sub.gradient is not None
+    nbytes = sub.layout.gradient_bytes
+    span = (Span(sub.gradient.offset, 0, nbytes),)
+    return Chunk(f"gradient of {sub.chunk.name}", nbytes, span, span, on_lost=paged.tear)

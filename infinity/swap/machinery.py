@@ -1,0 +1,132 @@
+"""Floor 4. What one run moves bytes with: its drives; and the pinned pool, the engine, the arena and the stager over them.
+
+The drives are known from the start, the rest is made as soon as the size of the pool is. Used by the training thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool
+from infinity.device import Device
+from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
+from infinity.store.placement import step_bandwidth
+from infinity.store.probe import measure_drive
+from infinity.swap.stager import Stager
+
+_MEASURE_BYTES = 64 << 20
+"""Written and read, twice, to weigh one drive against another."""
+
+
+class Drives:
+    """A folder on each drive, by how much each is used, and how they are driven. Arguments as for `SwapManager`."""
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        io: IoSettings,
+        *,
+        bandwidths: Sequence[float] | None,
+        limits: Sequence[DriveLimit],
+        faults: FaultPlan | None,
+        run: DurableRun | None,
+        checksums: bool,
+    ) -> None:
+        self._io = io
+        self._checksums = checksums
+        self._limits = list(limits)
+        self._faults = faults
+        self._rank = str(run.rank) if run is not None else os.environ.get("RANK", "0")
+        self._kept = run.resumed.place if run is not None and run.resumed is not None else None
+        measures = bandwidths is None and len(paths) > 1 and self._kept is None
+        self._bandwidths = self._measure(paths) if measures else bandwidths
+        self._folders: Sequence[Folder] = run.folders if run is not None else _make_folders(paths)
+
+    @property
+    def count(self) -> int:
+        """How many drives were given."""
+        return len(self._folders)
+
+    def make_engine(self, pool: PinnedPool) -> IoEngine:
+        """An engine over all of them, for the caller to close."""
+        return IoEngine(pool, self._io, drives=self.count, limits=self._limits, faults=self._faults)
+
+    def make_arena(self, engine: IoEngine) -> Arena:
+        """This rank's arena, for the caller to close."""
+        return Arena(
+            self._folders,
+            engine,
+            name=f"rank{self._rank}.arena",
+            bandwidths=self._bandwidths,
+            kept=self._kept,
+            checksums=self._checksums,
+        )
+
+    def check_free(self, nbytes: int, what: str) -> None:
+        """Raise StoreError, naming `what`, where they don't have so much space, and don't hold so much already."""
+        if self._kept is None:
+            check_free(self._folders, self._bandwidths, nbytes, what)
+
+    def close(self) -> None:
+        """Remove the folders, or let go of those that stay."""
+        for folder in self._folders:
+            folder.close()
+
+    def _measure(self, paths: Sequence[str | os.PathLike[str]]) -> list[float]:
+        """Bandwidth of the drive of each path for the reads and writes of a step (bytes per second)."""
+        found = []
+        for number, path in enumerate(paths):
+            limits = self._limits[number : number + 1]
+            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self._io, limits=limits)
+            found.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
+        return found
+
+
+class Machinery:
+    """Pool, engine, arena and stager: made together when the size of the pool is known, closed together."""
+
+    def __init__(self, pinned_bytes: int, drives: Drives, device: Device, *, lock_memory: bool) -> None:
+        self.pool = PinnedPool(pinned_bytes, lock=lock_memory)
+        self.engine = drives.make_engine(self.pool)
+        self.arena = drives.make_arena(self.engine)
+        self.stager = Stager(self.engine, self.pool, self.arena, device)
+        self._notes: list[str] = []
+        if drives.count > 1:
+            parts = ", ".join(f"{share:.0%} on {path}" for path, share in self.arena.shares)
+            self._notes.append(f"striping over {len(self.arena.shares)} drives by their bandwidth: {parts}")
+
+    @property
+    def notes(self) -> list[str]:
+        """What the machine refused and what was done instead, a line each."""
+        return [*self.engine.notes, *self.pool.notes, *self.arena.notes, *self._notes]
+
+    def adopt(self, device: Device) -> None:
+        """Compute happens on `device` from now on."""
+        self.stager.device = device
+        refused = device.register(self.pool.slab)
+        if refused:
+            self._notes.append(refused)
+
+    def close(self) -> None:
+        """Wait for what is in flight and give everything back. Raises IoError when a write failed that nobody waited for."""
+        with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
+            closing.callback(self.arena.close)
+            closing.callback(self.stager.device.unregister, self.pool.slab)
+            closing.callback(self.engine.close)
+            closing.callback(self.stager.drop_all)
+            self.stager.settle_all()
+
+
+def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
+    """A run folder under each path, or none."""
+    folders: list[RunFolder] = []
+    try:
+        for path in paths:
+            folders.append(RunFolder(path))
+    except BaseException:
+        for folder in folders:
+            folder.close()
+        raise
+    return folders

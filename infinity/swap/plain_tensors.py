@@ -1,0 +1,116 @@
+"""Floor 4. Plain tensors in the arena, by name: what the swap manager's second face does. Used by the training thread only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from infinity.errors import BudgetError, InfinityError
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.machinery import Machinery
+from infinity.units import align_up, format_bytes
+
+
+@dataclass(eq=False)
+class PlainTensor:
+    """A tensor that was registered. `lost`: why what was written of it last is not what is stored."""
+
+    chunk: Chunk
+    shape: torch.Size
+    dtype: torch.dtype
+    lost: str | None = None
+
+    def lose(self, why: str) -> None:
+        """A write of it has failed."""
+        self.lost = why
+
+
+class PlainTensors:
+    """The tensors of one run. `machinery` makes what they move with when the first one comes."""
+
+    def __init__(self, machinery: Callable[[], Machinery]) -> None:
+        self._machinery = machinery
+        self.by_name: dict[str, PlainTensor] = {}
+
+    def register(self, name: str, tensor: torch.Tensor) -> None:
+        """See `SwapManager.register`."""
+        self._check_can_be_stored(name, tensor)
+        nbytes = tensor.numel() * tensor.itemsize
+        machinery = self._machinery()
+        if align_up(nbytes) > machinery.pool.nbytes:
+            raise BudgetError(
+                f"tensor {name!r} of {format_bytes(nbytes)} is larger than the pinned pool of "
+                f"{format_bytes(machinery.pool.nbytes)}: host_bytes_max={align_up(nbytes)} would do"
+            )
+        extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
+        span = (Span(extent.offset, 0, extent.nbytes),)
+        entry = PlainTensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
+        entry.chunk.on_lost = entry.lose
+        lease = machinery.stager.occupy(entry.chunk)
+        try:
+            lease.view(tensor.dtype, 0, tensor.numel()).view(tensor.shape).copy_(tensor.detach())
+        except BaseException:
+            machinery.stager.release(entry.chunk, keep=False)
+            raise
+        machinery.stager.write_back(entry.chunk)
+        self.by_name[name] = entry
+
+    def prefetch(self, name: str) -> bool:
+        """See `SwapManager.prefetch`."""
+        entry = self._entry(name)
+        if entry.chunk.state is not ChunkState.RESTING:
+            return entry.chunk.state is not ChunkState.WRITING
+        return self._machinery().stager.prefetch(entry.chunk)
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[torch.Tensor]:
+        """See `SwapManager.use`."""
+        entry, tensor = self._acquire(name)
+        try:
+            yield tensor
+        finally:
+            self._machinery().stager.release(entry.chunk, keep=False)
+
+    @contextlib.contextmanager
+    def update(self, name: str) -> Iterator[torch.Tensor]:
+        """See `SwapManager.update`."""
+        entry, tensor = self._acquire(name)
+        try:
+            yield tensor
+        except BaseException:
+            self._machinery().stager.release(entry.chunk, keep=False)
+            raise
+        self._machinery().stager.write_back(entry.chunk)
+
+    def _check_can_be_stored(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self.by_name:
+            raise ValueError(f"a tensor named {name!r} is registered already: use update() to change it")
+        if tensor.numel() == 0:
+            raise ValueError(f"tensor {name!r} has no elements")
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            raise ValueError(
+                f"tensor {name!r} is {tensor.layout} on {tensor.device}: only ordinary dense tensors are stored"
+            )
+
+    def _entry(self, name: str) -> PlainTensor:
+        try:
+            return self.by_name[name]
+        except KeyError:
+            raise KeyError(f"no tensor named {name!r} is registered") from None
+
+    def _acquire(self, name: str) -> tuple[PlainTensor, torch.Tensor]:
+        entry = self._entry(name)
+        if entry.chunk.state is ChunkState.IN_USE:
+            raise InfinityError(f"tensor {name!r} is in use already")
+        stager = self._machinery().stager
+        stager.settle(entry.chunk)
+        if entry.lost is not None:
+            raise InfinityError(
+                f"tensor {name!r} is lost, part of it old and part new, since a write of it failed: {entry.lost}; register it "
+                "anew under another name"
+            )
+        lease = stager.acquire(entry.chunk)
+        return entry, lease.view(entry.dtype, 0, entry.shape.numel()).view(entry.shape)

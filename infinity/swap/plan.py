@@ -1,0 +1,119 @@
+"""Floor 4. How a model will rest: its layout, and the pinned pool that this takes. Decided before anything is moved.
+
+Pure but for one look at how much memory the machine has available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from infinity.schedule.gradients import GRADIENT_BYTES, groups_that_spill
+from infinity.schedule.scheme import Scheme, Update
+from infinity.store import Layout, Shard, plan_layout
+from infinity.store.layout import SPACE_ALIGN
+from infinity.swap import budget
+from infinity.swap.fsdp2 import GroupOutline, padded_shape
+from infinity.swap.host_cache import plan_cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placing:
+    """What is to rest where, and in which pieces: arguments of `SwapManager.page` by the same names."""
+
+    sub_group_size: int | None
+    resident_numel_below: int
+    resident_numel_max: int
+    cache_bytes: int
+    update: Update
+    split_master: bool
+    hold_parameters: bool
+    hold_state: bool
+    gradient_dtype: torch.dtype
+    gradient_bytes_max: int | None
+
+    @property
+    def what_is_stored(self) -> str:
+        """In words, for an error about missing space."""
+        return "parameters" if self.hold_state else "parameters and optimizer state"
+
+
+def plan_model(
+    groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing, pinned_bytes: int | None
+) -> tuple[Layout, int]:
+    """The model's layout and the size of the pool (bytes): what the pinned budget allows.
+
+    Args:
+        groups: the model.
+        ranks: over how many it is sharded.
+        dtype: in which it is gathered.
+        pinned_bytes: the budget; None takes what the model needs to run at full speed.
+
+    Raises BudgetError where the budget, or the memory available, is too small.
+    """
+    shards = _shards(groups, ranks, placing)
+    numel = min(placing.sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, budget.SUB_GROUP_NUMEL_DEFAULT)
+    lay_out = partial(
+        plan_layout,
+        shards,
+        groups=len(groups),
+        copy_itemsize=dtype.itemsize if dtype.itemsize < 4 or placing.hold_state else 0,
+        split_master=placing.split_master and dtype is torch.bfloat16,
+        hold_state=placing.hold_state,
+    )
+    scheme = Scheme("split" if placing.split_master else "full", placing.update)
+    bare = lay_out(sub_group_numel_max=numel)
+    cached = plan_cache(bare, scheme, [group.gathers for group in groups], placing.cache_bytes)
+    lay_out = partial(lay_out, gradient_itemsizes=_spilled(bare, placing))
+    layout = lay_out(sub_group_numel_max=numel, cached=cached)
+    group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
+    largest = max(range(len(groups)), key=group_bytes.__getitem__)
+    largest_bytes = group_bytes[largest]
+    if pinned_bytes is not None:
+        room = pinned_bytes - layout.cached_bytes - budget.GATHERS_IN_USE * largest_bytes
+        bytes_per_element = max((sub.lease_bytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
+        fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
+        numel = min(placing.sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
+        layout = lay_out(sub_group_numel_max=numel, cached=cached)
+    gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
+    pinned = pinned_bytes or budget.comfortable_bytes(gather, stepped) + layout.cached_bytes
+    budget.check_available(pinned)
+    pipeline = budget.pipeline_bytes(largest_bytes, stepped)
+    need = budget.PinnedBudget(gather, pipeline, cache_bytes=layout.cached_bytes)
+    budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
+    return layout, pinned
+
+
+def _shards(groups: Sequence[GroupOutline], ranks: int, placing: Placing) -> list[Shard]:
+    """What the layout needs to know of each parameter, and which copies stay resident."""
+    shards = []
+    left = placing.resident_numel_max
+    for index, group in enumerate(groups):
+        for parameter in group.parameters:
+            numel = padded_shape(parameter.shape, ranks).numel()
+            resident = placing.hold_parameters or parameter.shape.numel() < placing.resident_numel_below
+            if not resident and numel <= left:
+                resident = True
+                left -= numel
+            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
+    return shards
+
+
+def _spilled(layout: Layout, placing: Placing) -> dict[int, int]:
+    """Bytes per element of gradients that wait on NVMe, by flat space. Those of resident shards never do, and come first."""
+    if placing.update == "backward" or placing.gradient_bytes_max is None:
+        return {}
+    itemsize = placing.gradient_dtype.itemsize
+    *numels, resident = (sum(sub.numel for sub in members if sub.trained) for members in layout.by_space)
+    left = placing.gradient_bytes_max - GRADIENT_BYTES * resident
+    return dict.fromkeys(groups_that_spill([itemsize * numel for numel in numels], max(0, left)), itemsize)
+
+
+def _staged_bytes(layout: Layout, group: int) -> int:
+    """What the group's lease takes: all of what is gathered, unless all of it is cached."""
+    members = layout.by_space[group]
+    away = any(sub.gathered not in sub.cached for sub in members)
+    return sum(sub.numel * sub.itemsize(sub.gathered) for sub in members) if away else 0

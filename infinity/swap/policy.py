@@ -1,0 +1,222 @@
+"""Floor 4. What to stage when: the traces of a paged model, whose pass it is, and how far reads run ahead.
+
+Decides and moves nothing: is told what happens, and says which chunks should be staged. Used by the training thread only.
+
+[Note: Phases]
+Training and evaluation have a trace each. A gather is training's when it happens in a backward, or in a forward of the whole
+model in training mode with gradients; anything else, generation included, is evaluation's, whatever mode one submodule is in.
+The optimizer step ends a cycle of training, the end of a forward one of evaluation; where parts of the model are called without
+the whole, an evaluation begins anew when a group comes again. Reads are each rank's own affair: no collective depends on a
+trace, so where the traces of two ranks differ, no more than their reads on demand do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
+from infinity.schedule.scheme import Update
+from infinity.schedule.trace import Trace
+from infinity.swap import budget
+from infinity.swap.chunk import Chunk
+from infinity.swap.fsdp2 import in_backward
+from infinity.swap.paged_model import PagedGroup, PagedModel, PagedSubGroup
+
+log = logging.getLogger("infinity")
+
+
+class StagingPolicy:
+    """Which chunks of a paged model should be staged now.
+
+    Args:
+        paged: the model.
+        update: when the optimizer updates its parameters.
+        pool_bytes: of the pinned pool, without what stays cached.
+        look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows where None.
+    """
+
+    def __init__(self, paged: PagedModel, update: Update, pool_bytes: int, look_ahead_bytes: int | None) -> None:
+        self._paged = paged
+        self._update: Update = update
+        self._traces = {True: Trace(), False: Trace()}
+        self._phase = True
+        """Whether it was training that used a group last."""
+        self._pass_trains: bool | None = None
+        """Whether the forward of the whole model that is going on is training's; None where none is going on."""
+        self._forwards: Counter[int] = Counter()
+        """By group: how often it was called in training since the last step."""
+        self._told_surprise = False
+        copies = [group.chunk for group in paged.groups]
+        self._units: list[Chunk | None] = [*copies, *(sub.chunk if sub.moves else None for sub in paged.sub_groups)]
+        """What is staged: by number of its group, then by number of its sub-group."""
+        self._unit_bytes = [chunk.lease_bytes if chunk is not None else 0 for chunk in self._units]
+        self._gathered_bytes = [*self._unit_bytes[: len(copies)], *[0] * len(paged.sub_groups)]
+        """The same, but nothing for sub-groups."""
+        largest_group = max(self._unit_bytes[: len(copies)])
+        self._room_bytes = budget.look_ahead_room(pool_bytes, largest_group)
+        """Bytes of the pool that reads ahead may hold ..."""
+        self._look_ahead_bytes = self._room_bytes
+        """... and as many of them as the user allows."""
+        if look_ahead_bytes is not None:
+            # One is gathered for the backward before another, whose copies wait for its update, is done with them.
+            least = 2 * largest_group if update == "backward" else 0
+            self._look_ahead_bytes = min(self._room_bytes, max(look_ahead_bytes, least))
+
+    @property
+    def surprises(self) -> int:
+        """Uses that were not expected, since the start."""
+        return sum(trace.surprises for trace in self._traces.values())
+
+    # What it is told.
+
+    def begin_pass(self, *, trains: bool) -> None:
+        """A forward of the whole model begins."""
+        self._pass_trains = trains
+
+    def end_pass(self) -> None:
+        """The forward of the whole model is over."""
+        self._end_evaluation()
+        self._pass_trains = None
+
+    def count_forward(self, group: int) -> None:
+        """A group was called in training."""
+        self._forwards[group] += 1
+
+    def use(self, group: PagedGroup, *, module_trains: bool) -> None:
+        """A group is gathered now; `module_trains`: by a module in training mode."""
+        self._phase = training = self._is_training(module_trains)
+        trace = self._traces[training]
+        # What one phase leaves gathered, the other doesn't ask for: no other path.
+        self._traces[not training].interrupt()
+        if not training and self._pass_trains is None and trace.used(group.index):
+            self._end_evaluation()
+        trace.use(group.index)
+
+    def begin_update(self, group: PagedGroup) -> None:
+        """Members of a group are updated in the backward now."""
+        self._phase = True
+        self._forwards[group.index] += 1  # whoever brings more gradients is too late
+
+    def use_state(self, sub: PagedSubGroup) -> None:
+        """A sub-group was updated in the backward."""
+        self._traces[True].use(self._unit(sub))
+
+    def gradients_are_final(self, group: PagedGroup) -> bool:
+        """In a backward: whether the gradients of a group, once all are there, are all that come."""
+        return self._forwards[group.index] == 1
+
+    def discard_step(self) -> None:
+        """What forward and backward passes did since the last step is void."""
+        self._forwards.clear()
+
+    def end_step(self) -> None:
+        """The optimizer step is over."""
+        if self._traces[True].end_cycle():
+            self._tell_surprise()
+        self._phase = True
+        self._forwards.clear()
+
+    # What it says.
+
+    def wanted(self, using: PagedGroup | None = None) -> list[Chunk]:
+        """The chunks that should be staged now, soonest needed first; `using`: the group whose members are being updated."""
+        return [chunk for unit in self._choose(self._upcoming(using)) if (chunk := self._units[unit]) is not None]
+
+    def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
+        """See `SwapManager.step_bytes`."""
+        stepped = [sub for sub in self._paged.sub_groups if sub.layout.trained]
+        read = sum(span.nbytes for sub in stepped for span in sub.chunk.reads)
+        written = sum(span.nbytes for sub in stepped for span in sub.chunk.writes)
+        cycle = self._traces[True].cycle
+        if cycle:
+            return read + self._gathers_of(cycle), written
+        for group in self._paged.groups:
+            times = 2 * micro_batches if gathers is None else gathers[group.name]
+            spared = self._update == "forward"  # the first gather after a step takes what was just updated
+            if self._update == "backward" and group.completes is not None:
+                times = max(times, 2)  # its update in the backward takes the copies that were read for it
+            frozen = _copy_bytes(group, stepped=False)
+            read += frozen * times + (_copy_bytes(group) - frozen) * (times - spared)
+        return read, written
+
+    # How.
+
+    def _is_training(self, module_trains: bool) -> bool:
+        """Whose gather it is: see [Note: Phases]."""
+        if in_backward():
+            return True
+        return module_trains if self._pass_trains is None else self._pass_trains
+
+    def _end_evaluation(self) -> None:
+        if self._traces[False].end_cycle():
+            self._tell_surprise()
+
+    def _tell_surprise(self) -> None:
+        if not self._told_surprise:
+            self._told_surprise = True
+            log.info("the model took another path than in the pass before; reads follow the new one from now on")
+
+    def _choose(self, upcoming: Iterable[int]) -> list[int]:
+        """What should be staged now of what comes next: as much as the pool has room for, and gathers as far as they may run
+        ahead; what the updates of a group need counts with the group."""
+        fitting = groups_to_stage(upcoming, self._unit_bytes, self._room_bytes)
+        return groups_to_stage(fitting, self._gathered_bytes, self._look_ahead_bytes)
+
+    def _unit(self, sub: PagedSubGroup) -> int:
+        return len(self._paged.groups) + sub.layout.index
+
+    def _upcoming(self, using: PagedGroup | None) -> Iterator[int]:
+        """What is to be staged, soonest first, as numbers in `_units`: each group and what its updates need."""
+        paged = self._paged
+        groups = paged.groups
+        if using is not None:
+            yield from map(self._unit, paged.waiting(using))
+            yield using.index
+        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
+            if index >= len(groups):  # an update in the backward, which needs the copies too
+                yield from self._with_copies(index)
+                continue
+            group = groups[index]
+            yield from (self._unit(sub) for sub in group.beside if sub in paged.updates)
+            yield index
+            yield from map(self._unit, paged.waiting(group))
+        yield from map(self._unit, paged.updates)
+
+    def _with_copies(self, unit: int) -> Iterator[int]:
+        """A sub-group that is updated in the backward, and before it the group whose copies that needs."""
+        sub = self._paged.sub_groups[unit - len(self._paged.groups)]
+        if self._paged.groups[sub.layout.space].completes is not None:
+            yield sub.layout.space
+        yield unit
+
+    def _gathers_of(self, cycle: Sequence[int]) -> int:
+        """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
+        groups = self._paged.groups
+        waiting = {sub for sub in self._paged.sub_groups if sub.layout.trained} if self._update == "forward" else set()
+        uses, reads = [], []
+        updating: list[int] = []
+        for index in cycle:
+            if index >= len(groups):
+                *copies, unit = self._with_copies(index)
+                if copies != updating:  # in use from the first member's update to the last one's
+                    uses += copies
+                    reads += [_copy_bytes(groups[each]) for each in copies]
+                updating = copies
+                uses.append(unit)
+                reads.append(0)
+                continue
+            group = groups[index]
+            beside = [sub for sub in group.beside if sub in waiting]
+            updated = [sub for sub in group.members if sub in waiting]
+            waiting -= {*beside, *updated}
+            uses += [*map(self._unit, beside), *map(self._unit, updated), index]
+            reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
+        return cycle_read_bytes(uses, reads, self._choose)
+
+
+def _copy_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
+    """What gathering a group reads where nothing of it is staged; `stepped`: the copies of what is trained too."""
+    members = [sub for sub in group.members if stepped or not sub.layout.trained]
+    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.rests)

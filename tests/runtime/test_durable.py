@@ -1,0 +1,316 @@
+"""What durable steps promise: a training that was broken off goes on from its last committed step, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import durable_training as training
+import pytest
+import torch
+import torch.distributed as dist
+from durable_training import Case, Crash, make, step, weights
+
+import infinity
+from infinity.store.durable import DurableRun
+from infinity.swap.stager import Stager
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", training.CASES)
+def test_broken_off_and_gone_on_with_equals_never_broken_off(name: str, nvme_path: Path) -> None:
+    case = training.CASES[name]
+    assert not training.differences(training.whole(nvme_path, case), training.broken(nvme_path, case))
+
+
+@pytest.mark.slow
+def test_the_same_on_two_ranks(torchrun, nvme_path: Path) -> None:  # type: ignore[no-untyped-def]
+    output = torchrun(Path(training.__file__), str(nvme_path)).stdout
+    assert output.count("equal") == 2 * len(training.ON_SEVERAL_RANKS)
+
+
+def expected(path: Path, steps: int, case: Case = Case()) -> list[list[float]]:  # noqa: B008
+    with make(path, case, durability="none") as engine:
+        return [step(engine) for _ in range(steps)]
+
+
+def test_an_end_without_an_error_commits_the_last_step(nvme_path: Path) -> None:
+    with make(nvme_path, Case()) as engine:
+        step(engine)
+        step(engine)
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 2
+
+
+def test_a_committed_run_is_not_overwritten_by_one_that_starts_anew(nvme_path: Path) -> None:
+    with make(nvme_path, Case()) as engine:
+        losses = [step(engine)]
+    before = {each.name: each.read_bytes() for each in (nvme_path / "infinity-durable-run").iterdir()}
+    with pytest.raises(infinity.CheckpointError, match=r"step 1 is committed there.*resume=True.*remove the folder"):
+        make(nvme_path, Case())
+    assert {each.name: each.read_bytes() for each in (nvme_path / "infinity-durable-run").iterdir()} == before
+    with make(nvme_path, Case(), run_name="another") as engine:
+        assert [step(engine)] == losses
+
+
+def test_resuming_where_nothing_is_committed_starts_anew_and_says_so(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "infinity")
+    with contextlib.suppress(Crash), make(nvme_path, Case(), resume=True) as engine:
+        step(engine)  # the first step is committed when the second begins
+        raise Crash
+    assert "nothing is committed" in caplog.text
+    with make(nvme_path, Case()) as engine:
+        assert [step(engine)] == expected(nvme_path / "whole", 1)
+
+
+def test_resuming_needs_durability(nvme_path: Path) -> None:
+    with pytest.raises(infinity.ConfigError, match=r"needs infinity\.durability"):
+        make(nvme_path, Case(), resume=True, durability="none")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sub_group_size": 2048}, "set zero_optimization.sub_group_size"),
+        ({"master": "full"}, "infinity.master_weights"),
+        ({"threshold": 10**6}, "stage3_param_persistence_threshold"),
+        ({"frozen": True}, "blocks.1.up.weight was trained, and is frozen now"),
+    ],
+)
+def test_another_config_or_model_is_refused_in_words(change: dict[str, Any], words: str, nvme_path: Path) -> None:
+    with make(nvme_path, Case()) as engine:
+        losses = [step(engine)]
+    with pytest.raises(infinity.CheckpointError, match=words):
+        make(nvme_path, dataclasses.replace(Case(), **change), resume=True)
+    with make(nvme_path, Case(), resume=True) as engine:  # nothing was touched
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 2)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "words"),
+    [
+        (("infinity", "host_cache_bytes"), "1MiB", "host_cache_bytes"),
+        (("zero_optimization", "offload_optimizer", "device"), "none", "offload_optimizer.device to nvme"),
+        (("zero_optimization", "offload_optimizer", "ratio"), 0.5, "ratio 0.5"),
+        (("infinity", "run_name"), "../elsewhere", "folder name"),
+    ],
+)
+def test_what_has_no_place_on_the_drive_is_refused(
+    where: tuple[str, ...], value: object, words: str, nvme_path: Path
+) -> None:
+    source = training.config(nvme_path, Case())
+    block: Any = source
+    for name in where[:-1]:
+        block[name] = dict(block[name])
+        block = block[name]
+    block[where[-1]] = value
+    with pytest.raises(infinity.ConfigError, match=words):
+        infinity.initialize(model=training.Model(Case()), config=source)
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_weights_set_by_hand_leave_what_is_committed(update: str, nvme_path: Path) -> None:
+    case = Case(update=update)
+
+    def spoil(engine: infinity.Engine) -> None:
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.zero_()
+
+    with contextlib.suppress(Crash), make(nvme_path, case) as engine:
+        losses = [step(engine), step(engine)]
+        engine.commit()
+        before = weights(engine)
+        spoil(engine)
+        raise Crash
+    with make(nvme_path, case, resume=True) as engine:
+        assert engine.global_steps == 2
+        after = weights(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3, case)
+        spoil(engine)
+        engine.commit({"mine": torch.ones(2)})
+    with make(nvme_path, case, resume=True) as engine:
+        assert not any(
+            value.any() for name, value in weights(engine).items() if "norm.r" not in name and "num" not in name
+        )
+        assert engine.client_state["mine"].equal(torch.ones(2))
+
+
+def test_a_loaded_checkpoint_is_committed(nvme_path: Path, tmp_path: Path) -> None:
+    with make(nvme_path, Case()) as engine:
+        losses = [step(engine), step(engine)]
+        engine.save_checkpoint(tmp_path, client_state={"saved": True})
+        step(engine)
+        engine.load_checkpoint(tmp_path)
+        kept = weights(engine)
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert (engine.global_steps, engine.client_state) == (2, {"saved": True})
+        found = weights(engine)
+        assert all(torch.equal(kept[name], found[name]) for name in kept)
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3)
+
+
+def test_a_load_that_is_broken_off_leaves_what_was_committed(nvme_path: Path, tmp_path: Path) -> None:
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine)]
+        engine.save_checkpoint(tmp_path)
+        losses += [step(engine), step(engine)]
+        engine.commit()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(infinity.Engine, "commit", lambda *args: (_ for _ in ()).throw(Crash))
+            engine.load_checkpoint(tmp_path)
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 3
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 4)
+
+
+def test_a_torn_step_says_from_where_one_can_go_on(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(update="step")
+    failing = []
+
+    def fail(self: Stager, chunk: Any) -> None:
+        if failing:
+            raise infinity.IoError("no write today", errno.EIO)
+        original(self, chunk)
+
+    original = Stager.write_back
+    monkeypatch.setattr(Stager, "write_back", fail)
+    engine = make(nvme_path, case)
+    losses = [step(engine), step(engine)]
+    engine.commit()
+    failing.append(True)
+    with pytest.raises(infinity.IoError, match="no write today"):
+        step(engine)
+    with pytest.raises(infinity.InfinityError, match=r"torn.*start again with resume=True to go on from step 2"):
+        step(engine)
+    failing.clear()
+    engine.close()
+    with make(nvme_path, case, resume=True) as engine:
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3, case)
+
+
+@pytest.mark.parametrize("fails", ["write_durably", "sync", "leave_one"])
+def test_a_commit_that_fails_leaves_the_one_before(
+    fails: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine), step(engine)]
+        engine.commit()
+        losses.append(step(engine))
+        with monkeypatch.context() as patch:
+            if fails == "leave_one":
+                patch.setattr(DurableRun, fails, full)
+            else:
+                patch.setattr(f"infinity.store.durable.{fails}", full)
+            with pytest.raises(infinity.StoreError, match="No space left"):
+                engine.commit()
+        raise Crash
+    with make(nvme_path, Case(), resume=True) as engine:
+        first = engine.global_steps
+        assert first in ((2, 3) if fails != "write_durably" else (2,))
+        assert [*losses[:first], step(engine)] == expected(nvme_path / "whole", first + 1)
+
+
+def test_a_training_goes_on_after_a_commit_that_failed(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state is whole, only not committed; and what is committed stays."""
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine)]
+        engine.commit()
+        losses.append(step(engine))
+        with monkeypatch.context() as patch:
+            patch.setattr("infinity.store.durable.write_durably", full)
+            with pytest.raises(infinity.StoreError, match="free space there"):
+                engine.commit()
+        losses += [step(engine), step(engine)]
+        raise Crash
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 3
+        assert [*losses[:3], step(engine)] == expected(nvme_path / "whole", 4)
+
+
+def test_the_newest_record_may_be_damaged_while_the_older_is_there(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine), step(engine)]
+
+        def killed(self: DurableRun, sequence: int) -> None:
+            raise Crash
+
+        engine.commit()
+        step(engine)
+        monkeypatch.setattr(DurableRun, "leave_one", killed)
+        engine.commit()
+    monkeypatch.undo()
+    folder = nvme_path / "infinity-durable-run"
+    records = sorted(folder.glob("rank0.commit-*"), key=lambda each: each.stat().st_mtime_ns)
+    assert len(records) == 2
+    records[1].write_bytes(records[1].read_bytes()[:-1])
+    with pytest.raises(infinity.CheckpointError, match="step 2 is committed"):
+        make(nvme_path, Case())
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 2
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3)
+
+
+def test_a_run_whose_only_record_is_damaged_is_refused(nvme_path: Path) -> None:
+    with make(nvme_path, Case()) as engine:
+        step(engine)
+    (record,) = (nvme_path / "infinity-durable-run").glob("rank0.commit-*")
+    record.write_bytes(b"")
+    with pytest.raises(infinity.CheckpointError, match=r"no committed step.*rank0.commit-1 is damaged"):
+        make(nvme_path, Case(), resume=True)
+    with pytest.raises(infinity.CheckpointError, match="nothing of it is overwritten"):
+        make(nvme_path, Case())
+
+
+def test_two_drives_keep_their_pattern(nvme_path: Path) -> None:
+    paths = [str(nvme_path / "a"), str(nvme_path / "b")]
+    with make(paths, Case()) as engine:
+        losses = [step(engine)]
+    for others in (paths[::-1], paths[1:]):
+        with pytest.raises(infinity.CheckpointError, match="drive 2 of the 2 of a run"):
+            make(others, Case(), resume=True)
+    with make(paths, Case(), resume=True) as engine:
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 2)
+
+
+def test_what_cannot_be_stored_is_told_at_the_step(nvme_path: Path) -> None:
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        engine.backward(engine(training.batch(0, 0)).square().mean())
+        engine.client_state = {"a function": step}
+        with pytest.raises(infinity.CheckpointError, match="client_state can't be stored"):
+            engine.step()
+        raise Crash
+
+
+def test_a_commit_in_the_middle_of_a_step_is_refused(nvme_path: Path) -> None:
+    with make(nvme_path, Case(accumulation=2)) as engine:
+        engine.backward(engine(training.batch(0, 0)).square().mean())
+        with pytest.raises(infinity.CheckpointError, match="in the middle of a step"):
+            engine.commit()
+    with make(nvme_path, Case(), durability="none") as engine, pytest.raises(infinity.ConfigError, match="durability"):
+        engine.commit()

@@ -1,0 +1,273 @@
+"""Gradients that wait for their update in 16 bits or on NVMe: what the update gets is what torch would have had in `.grad`."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import infinity
+from infinity.swap.gradients import Gradients
+from infinity.swap.stager import Stager
+
+BLOCKS = 4
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """Blocks of which a pass may leave some out, or use the first one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor, without: int | None = None, twice: bool = False) -> torch.Tensor:
+        h = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != without:
+                h = h + block(h).tanh()
+        return h + self.blocks[0](h) if twice else h
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(nvme_path: Path | None, accumulation: int = 1, **own: Any) -> infinity.Engine:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path else {"device": "none"}
+    config = {
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.1,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": place,
+            "offload_optimizer": place,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 2048,
+        },
+        "infinity": {"pinned_bytes_max": "16MiB", "wrap": ["Linear"], "update": "forward", **own},
+    }
+    engine, *_ = infinity.initialize(model=Model(), config=config)
+    return engine
+
+
+def gradients(engine: infinity.Engine) -> Gradients:
+    assert engine.swap is not None
+    return engine.swap.gradients
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+
+def backward(engine: infinity.Engine, number: int = 0, **how: Any) -> float:
+    loss = engine(batch(number), **how).float().square().mean()
+    engine.backward(loss)
+    return loss.item()
+
+
+def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    for module in engine.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return {name: p.detach().full_tensor() + 0 for name, p in engine.module.named_parameters()}
+
+
+def assert_same(engines: list[infinity.Engine]) -> None:
+    expected, got = (weights(engine) for engine in engines)
+    for name, value in expected.items():
+        assert torch.equal(value, got[name]), name
+
+
+@pytest.fixture(params=["auto", 20_000, 0], ids=["in memory", "some on NVMe", "on NVMe"])
+def both(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[list[infinity.Engine]]:
+    """The same training in memory and on NVMe."""
+    engines = [made(None), made(nvme_path, gradient_bytes_max=request.param)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def test_they_wait_in_sixteen_bits_and_not_in_grad(both: list[infinity.Engine]) -> None:
+    nvme = both[1]
+    assert nvme.swap is not None
+    backward(nvme)
+    assert all(p.grad is None for group in nvme.optimizer.param_groups for p in group["params"])
+    subs = nvme.swap.paged.sub_groups
+    spilled = sum(sub.layout.gradient_bytes for sub in subs)
+    assert gradients(nvme).held_bytes == 2 * sum(sub.layout.numel for sub in subs) - spilled
+    bound = nvme.config.infinity.gradient_bytes_max
+    if bound != "auto":
+        assert 0 < spilled
+        assert gradients(nvme).held_bytes <= bound
+    else:
+        assert spilled == 0
+    nvme.step()
+    assert gradients(nvme).held_bytes == 0  # the updates have them
+    weights(nvme)
+    assert not nvme.swap.paged.updates
+
+
+def test_a_model_that_is_used_twice_gets_the_sum_in_fp32(both: list[infinity.Engine]) -> None:
+    for number in range(4):
+        for engine in both:
+            backward(engine, number, twice=True)
+            engine.step()
+        assert both[0].get_global_grad_norm() == both[1].get_global_grad_norm()
+    assert_same(both)
+
+
+def test_what_has_no_gradient_is_not_stepped(both: list[infinity.Engine]) -> None:
+    for number, without in enumerate((None, 3, 1, 3, None)):
+        losses = []
+        for engine in both:
+            losses.append(backward(engine, number, without=without))
+            engine.step()
+        assert losses[0] == losses[1]
+        assert both[0].get_global_grad_norm() == both[1].get_global_grad_norm()
+    assert_same(both)
+
+
+@pytest.mark.parametrize("bound", ["auto", 20_000, 0])
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_micro_batches_of_which_each_leaves_something_out_are_summed(
+    bound: int | str, update: str, nvme_path: Path
+) -> None:
+    engines = [made(None, 3), made(nvme_path, 3, gradient_bytes_max=bound, update=update)]
+    for number in range(9):
+        for engine in engines:
+            backward(engine, number, without=(None, 2, number % BLOCKS)[number % 3], twice=number % 4 == 1)
+            engine.step()
+    assert engines[0].get_global_grad_norm() == engines[1].get_global_grad_norm()
+    assert_same(engines)
+    for engine in engines:
+        engine.close()
+
+
+def test_what_is_forgotten_is_not_in_the_next_step(both: list[infinity.Engine]) -> None:
+    for engine in both:
+        backward(engine, 1)
+        engine.step()
+        backward(engine, 2)
+        engine.zero_grad()
+        engine.micro_steps -= 1
+        backward(engine, 3)
+        engine.step()
+    assert gradients(both[1]).held_bytes == 0
+    assert both[0].get_global_grad_norm() == both[1].get_global_grad_norm()
+    assert_same(both)
+
+
+def test_a_checkpoint_before_the_step_is_refused(both: list[infinity.Engine], tmp_path: Path) -> None:
+    backward(both[1])
+    with pytest.raises(infinity.CheckpointError, match="middle of a step"):
+        both[1].save_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("update", ["step", "forward"])
+@pytest.mark.parametrize("bound", [20_000, 0])
+def test_the_bytes_of_a_step_are_those_foretold(bound: int, update: str, accumulation: int, nvme_path: Path) -> None:
+    engine = made(nvme_path, accumulation, gradient_bytes_max=bound, update=update)
+    swap = engine.swap
+    assert swap is not None
+    foretold = swap.step_bytes(micro_batches=accumulation)
+    moved = []
+    for _ in range(3):
+        before = swap.stats()
+        for number in range(accumulation):
+            backward(engine, number)
+            engine.step()
+        if update == "forward":
+            swap.finish_updates()  # belongs to this step
+        swap.stager.settle_all()
+        swap.stager.drop_all()
+        after = swap.stats()
+        moved.append((after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes))
+    spilled = sum(sub.layout.gradient_bytes for sub in swap.paged.sub_groups)
+    assert spilled > 0
+    assert moved[-1][1] == 12 * sum(s.layout.numel for s in swap.paged.sub_groups) + accumulation * spilled
+    assert moved[-1][1] == swap.step_bytes()[1] == foretold[1]
+    assert foretold[0] - spilled * accumulation == made_foretold(nvme_path, update, accumulation)
+    engine.close()
+
+
+def made_foretold(nvme_path: Path, update: str, accumulation: int) -> int:
+    """Bytes read in a step whose gradients all stay in memory."""
+    engine = made(nvme_path, accumulation, update=update)
+    assert engine.swap is not None
+    read, _ = engine.swap.step_bytes(micro_batches=accumulation)
+    engine.close()
+    return read
+
+
+def two_steps(engine: infinity.Engine) -> None:
+    for _ in range(2):
+        backward(engine)
+        engine.step()
+
+
+def test_a_gradient_that_is_lost_stops_the_training(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = made(nvme_path, gradient_bytes_max=0)
+    engine.save_checkpoint(tmp_path)
+    expected = [backward(engine), engine.step(), backward(engine)][2]
+    engine.step()
+    settle = Stager.settle
+
+    def fail(self: Stager, chunk: Any, *args: Any) -> Any:
+        if chunk.name.startswith("gradient of"):
+            settle(self, chunk, *args)
+            chunk.on_lost("write of rank0.arena: EIO")
+            raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
+        return settle(self, chunk, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "settle", fail)
+        with pytest.raises((infinity.IoError, infinity.InfinityError), match=r"EIO|torn"):
+            two_steps(engine)
+    with pytest.raises(infinity.InfinityError, match=r"torn.*EIO.*load a checkpoint"):
+        weights(engine)
+    for module in engine.module.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    engine.load_checkpoint(tmp_path)
+    assert [backward(engine), engine.step(), backward(engine)][2] == expected
+    engine.close()
+
+
+def test_a_bound_that_is_no_number_is_refused(nvme_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gradient_bytes_max.*bytes"):
+        made(nvme_path, gradient_bytes_max="much")
+
+
+def test_in_the_backward_none_waits(nvme_path: Path) -> None:
+    model = Model()
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": str(nvme_path)},
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(nvme_path)},
+        },
+        "infinity": {"pinned_bytes_max": "16MiB", "gradient_bytes_max": 0},
+    }
+    engine, *_ = infinity.initialize(model=model, config=config)
+    assert engine.swap is not None and engine.swap.update_at == "backward"
+    assert all(sub.gradient is None for sub in engine.swap.paged.sub_groups)
+    engine.close()
