@@ -192,9 +192,6 @@ def _report_ignored(config: Config) -> None:
 
 
 _NOT_YET = {
-    "zero_optimization.stage3_model_persistence_threshold",
-    "zero_optimization.stage3_module_granularity_threshold",
-    "zero_optimization.reduce_bucket_size",
     "activation_checkpointing.cpu_checkpointing",
     "flops_profiler.enabled",
 }
@@ -302,6 +299,7 @@ def _page(
     placing = Placing(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
         resident_numel_below=zero.stage3_param_persistence_threshold,
+        resident_small_numel_max=zero.stage3_model_persistence_threshold,
         resident_numel_max=zero.offload_param.max_in_cpu,
         cache_bytes=_cache_bytes(config, model, mesh),
         update=choose_update(

@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: tools/test_
 from infinity.integrations import deepspeed as ours
 from infinity.integrations.aio_handle import AioHandle
 
-launch.import_also("deepspeed")
+launch.import_also("deepspeed", "few_kernels")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "integrations" / "deepspeed_nvme.py"
 SMALL = ["--hidden-size", "128", "--layers", "2", "--steps", "4"]
@@ -151,10 +151,8 @@ def test_training_gives_the_numbers_of_its_own_handle(forked_ranks: Any, nvme_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_learns_the_same_pipelined(
-    ranks: int, torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: Path
-) -> None:
+def test_training_learns_the_same_pipelined(ranks: int, forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     synchronous = losses(forked_ranks, nvme_path, tmp_path, ranks=ranks)
-    pipelined = losses(torchrun if ranks == 2 else forked_ranks, nvme_path, tmp_path, "--pipeline", ranks=ranks)
+    pipelined = losses(forked_ranks, nvme_path, tmp_path, "--pipeline", ranks=ranks)
     assert pipelined == synchronous
     assert synchronous[-1] < synchronous[0]
