@@ -353,7 +353,10 @@ class ActivationCheckpointingConfig(Block):
 class FlopsProfilerConfig(Block):
     """A count of floating-point operations at one step."""
 
-    enabled: Flag = Field(default=False, description="Accepted, without effect: torch.utils.flop_counter.FlopCounterMode around a forward counts.")
+    enabled: Flag = Field(
+        default=False,
+        description="Accepted, without effect: `torch.utils.flop_counter.FlopCounterMode` around a forward counts.",
+    )
     profile_step: Positive = Field(default=1, description="The step that is counted.")
     module_depth: Annotated[int, DEPTH] = Field(
         default=-1, description="Depth of nested modules to report; -1 is the innermost."
