@@ -46,10 +46,10 @@ torture: setup-test ## the fault campaigns with thousands of seeds; an hour or s
 		$(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
 
 test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own on top of .venv
-	tools/test_integration.sh $(@:test-%=%) $(ARGS)
+	tools/test_integration.sh $(@:test-%=%) $(SHORT) $(ARGS)
 
 test-integrations: ## all of them, side by side, without what takes minutes
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going ARGS='-m "not long" $(ARGS)' \
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going SHORT='-m "not long"' \
 		test-deepspeed test-transformers test-lightning
 
 lint: setup-dev ## ruff, mypy --strict, clang-format; changes nothing
