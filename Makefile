@@ -19,8 +19,8 @@ TEST_PROCESSES = $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores <
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev demo test torture test-deepspeed test-transformers test-lightning \
-	test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
+.PHONY: help setup setup-test setup-dev demo test torture fuzz test-deepspeed test-transformers \
+	test-lightning test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -44,6 +44,9 @@ test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
 	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) INFINITY_FLIPS=$(or $(FLIPS),200) \
 		$(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
+
+fuzz: ## fuzz the C++ core with clang, each program for SECONDS=60
+	tools/fuzz.sh $(or $(SECONDS),60)
 
 test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own on top of .venv
 	tools/test_integration.sh $(@:test-%=%) $(SHORT) $(ARGS)

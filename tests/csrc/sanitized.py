@@ -38,7 +38,7 @@ FLAGS = [
 ]
 MAIN = HERE / "test_main.cpp"
 SOURCES = {
-    "aio": [*(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp")],
+    "aio": [*(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")],
     "optim": [*(CSRC / "optim").glob("*.cpp"), CSRC / "aio/process.cpp", *HERE.glob("optim/test_*.cpp"), MAIN],
 }
 VARIANTS = {
