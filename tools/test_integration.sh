@@ -50,6 +50,7 @@ make --no-print-directory setup-test
 [[ -e .venv-$name/.complete ]] || make_venv
 if [[ $name == deepspeed ]]; then
     export DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv-$name/extensions}
+    rm -f "$PWD/.venv-$name/extensions"/*/lock # of a build that was killed: torch would wait for it for ever
     export PATH=$PWD/.venv-$name/bin:$PATH # ninja, with which DeepSpeed compiles, and its commands
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the models are tiny, and other jobs may run beside this one
