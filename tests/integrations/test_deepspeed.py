@@ -139,7 +139,7 @@ def losses(launcher: Any, nvme_path: Path, tmp_path: Path, *arguments: str, rank
 
 
 @pytest.mark.slow
-@pytest.mark.long  # DeepSpeed compiles its own handle first
+@pytest.mark.long  # DeepSpeed compiles its own handle first, and its Adam
 def test_training_gives_the_numbers_of_its_own_handle(forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     if not builder()().is_compatible():
         pytest.skip("DeepSpeed's own handle can't be built here: libaio-dev is missing")
@@ -150,6 +150,7 @@ def test_training_gives_the_numbers_of_its_own_handle(forked_ranks: Any, nvme_pa
 
 
 @pytest.mark.slow
+@pytest.mark.long  # DeepSpeed compiles its Adam first
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_learns_the_same_pipelined(ranks: int, forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     synchronous = losses(forked_ranks, nvme_path, tmp_path, ranks=ranks)
