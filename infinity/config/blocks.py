@@ -194,11 +194,14 @@ class ZeroConfig(Block):
         "in backward the next group unless it is 0; auto is that one alone.",
     )
     stage3_param_persistence_threshold: Count = Field(
-        default=100_000, description="Parameters of fewer elements stay gathered. auto is 10 · hidden size."
+        default=100_000,
+        description="Parameters of fewer elements keep their 16-bit copy in host memory where the others' are on NVMe. "
+        "auto is 10 · hidden size.",
     )
     stage3_model_persistence_threshold: Count = Field(
         default=sys.maxsize,
-        description="Accepted, without effect yet: an upper bound on the elements that stay gathered because they are small.",
+        description="An upper bound on the elements of all parameters that stay because they are small: the first in the "
+        "model's order that fit.",
     )
     stage3_max_live_parameters: AutoCount = Field(
         default="auto",
@@ -218,11 +221,13 @@ class ZeroConfig(Block):
         "`Engine.save_16bit_model` writes them without that, whatever is set here.",
     )
     stage3_module_granularity_threshold: Count = Field(
-        default=0, description="Accepted, without effect: what is gathered together is said by `infinity.wrap`."
+        default=0,
+        description="Modules with at most this many elements per submodule (itself counted) are gathered as one, the "
+        "outermost such; 0 is none. For `infinity.wrap` auto: class names in it say themselves what is a group.",
     )
     reduce_bucket_size: Positive = Field(
         default=500_000_000,
-        description="Elements reduced at one time, as an upper bound: FSDP2 reduces one group at a time. auto is "
+        description="Accepted, without effect: gradients are reduced group by group, as `infinity.wrap` makes them. auto is "
         "hidden size².",
     )
     mics_shard_size: Annotated[int, SIZE_OR_ALL] = Field(
@@ -252,10 +257,9 @@ class ZeroConfig(Block):
         "stage": "0 shards nothing, 1 the optimizer's state alone; the same numbers in more memory.",
         "sub_group_size": "1e9 unless set.",
         "stage3_prefetch_bucket_size": "5e7 unless set, auto is 0.9 · hidden size²: less than a group here.",
-        "stage3_model_persistence_threshold": "Acted on.",
+        "stage3_param_persistence_threshold": "They stay gathered on the device.",
         "stage3_max_live_parameters": "1e9 unless set, and for prefetching only; here it always holds.",
         "stage3_max_reuse_distance": "1e9 unless set, which keeps most models gathered.",
-        "stage3_module_granularity_threshold": "Modules with fewer elements per submodule are fetched as one.",
         "reduce_bucket_size": "Elements reduced at one time.",
         "mics_shard_size": "Needs mics.MiCS_Init around the model; here the key is enough.",
         "zero_hpz_partition_size": "The same, with NVMe too.",
@@ -355,7 +359,10 @@ class ActivationCheckpointingConfig(Block):
 class FlopsProfilerConfig(Block):
     """A count of floating-point operations at one step."""
 
-    enabled: Flag = Field(default=False, description="Accepted, without effect yet: whether to count.")
+    enabled: Flag = Field(
+        default=False,
+        description="Accepted, without effect: `torch.utils.flop_counter.FlopCounterMode` around a forward counts.",
+    )
     profile_step: Positive = Field(default=1, description="The step that is counted.")
     module_depth: Annotated[int, DEPTH] = Field(
         default=-1, description="Depth of nested modules to report; -1 is the innermost."

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from infinity.config import ZeroConfig
 from infinity.errors import ConfigError
-from infinity.runtime.wrap import largest_part, modules_to_wrap
+from infinity.runtime.wrap import gather_small_as_one, largest_part, modules_to_wrap
 from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live
 from infinity.swap.fsdp2 import in_backward, outlined_groups
 from infinity.swap.names import clean_name
@@ -77,6 +77,8 @@ def choose_wrap(
     config names the classes itself or no finer ones would do.
     """
     wrap = modules_to_wrap(model, classes)
+    if classes is None and zero.stage3_module_granularity_threshold:
+        wrap = gather_small_as_one(wrap, model, zero.stage3_module_granularity_threshold)
     outline = Outline.of(model, wrap)
     bound = zero.stage3_max_live_parameters
     if zero.stage < 3 or bound == "auto" or least_live(outline.groups, outline.order)[0] <= bound:

@@ -192,6 +192,7 @@ class SwapManager:
         *,
         sub_group_size: int | None = None,
         resident_numel_below: int = 100_000,
+        resident_small_numel_max: int | None = None,
         resident_numel_max: int = 0,
         cache_bytes: int = 0,
         look_ahead_bytes: int | None = None,
@@ -213,6 +214,7 @@ class SwapManager:
             sub_group_size: at most this many elements are stepped together: as many as the pinned budget holds three of
                 where None, never more than the default unless the budget is given too.
             resident_numel_below: parameters with fewer elements keep their copy in host memory.
+            resident_small_numel_max: no more than so many elements in all of those, the first that fit; any number where None.
             resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
             cache_bytes: so much of the pinned memory keeps copies and optimizer state from step to step, the best of them:
                 see [Note: What stays] in infinity/schedule/residency.py.
@@ -245,6 +247,7 @@ class SwapManager:
         placing = Placing(
             sub_group_size=sub_group_size,
             resident_numel_below=resident_numel_below,
+            resident_small_numel_max=resident_small_numel_max,
             resident_numel_max=resident_numel_max,
             cache_bytes=cache_bytes,
             update=update,

@@ -5,6 +5,7 @@ Pure but for one look at how much memory the machine has available.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ class Placing:
     gradient_dtype: torch.dtype
     gradient_bytes_max: int | None
     activation_bytes: int = 0
+    resident_small_numel_max: int | None = None
 
     @property
     def what_is_stored(self) -> str:
@@ -95,10 +97,14 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, placing: Placing) -> lis
     """What the layout needs to know of each parameter, and which copies stay resident."""
     shards = []
     left = placing.resident_numel_max
+    small_left = math.inf if placing.resident_small_numel_max is None else placing.resident_small_numel_max
     for index, group in enumerate(groups):
         for parameter in group.parameters:
             numel = padded_shape(parameter.shape, ranks).numel()
-            resident = placing.hold_parameters or parameter.shape.numel() < placing.resident_numel_below
+            whole_numel = parameter.shape.numel()
+            small = whole_numel < placing.resident_numel_below and whole_numel <= small_left
+            small_left -= whole_numel if small else 0
+            resident = placing.hold_parameters or small
             if not resident and numel <= left:
                 resident = True
                 left -= numel

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 from rich.console import Console
 
@@ -21,9 +22,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "C
 
 
 def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
-    )
+    done = launch.program(SCRIPT, *SMALL, *arguments, environment=ENVIRONMENT)
     assert done.returncode == 0 or not check, done.stdout + done.stderr
     return done
 
@@ -82,10 +81,10 @@ def test_going_on_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks(torchrun: Any, nvme_path: Path, tmp_path: Path) -> None:
+def test_two_ranks(torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     arguments = [*SMALL, "--no-sample", "--json"]
     torchrun(SCRIPT, *arguments, str(tmp_path / "nvme.json"), "--nvme-path", str(nvme_path))
-    torchrun(SCRIPT, *arguments, str(tmp_path / "memory.json"), "--in-memory")
+    forked_ranks(SCRIPT, *arguments, str(tmp_path / "memory.json"), "--in-memory")
     assert losses(tmp_path / "nvme.json") == losses(tmp_path / "memory.json")
     assert not list(nvme_path.iterdir())
 
