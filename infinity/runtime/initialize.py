@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from infinity.store import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names
+from infinity.swap.plan import Placing
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
@@ -297,23 +299,23 @@ def _page(
     zero, own = config.zero_optimization, config.infinity
     nvme_parameters, nvme_state = _mixed_residency(config)
     dtype = _compute_dtype(config)
-    placing: dict[str, Any] = {
-        "sub_group_size": None if zero.sub_group_size == "auto" else zero.sub_group_size,
-        "resident_numel_below": zero.stage3_param_persistence_threshold,
-        "resident_numel_max": zero.offload_param.max_in_cpu,
-        "cache_bytes": _cache_bytes(config, model, mesh),
-        "update": choose_update(
+    placing = Placing(
+        sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
+        resident_numel_below=zero.stage3_param_persistence_threshold,
+        resident_numel_max=zero.offload_param.max_in_cpu,
+        cache_bytes=_cache_bytes(config, model, mesh),
+        update=choose_update(
             own.update,
             clipping=config.gradient_clipping > 0,
             accumulation=config.batch.accumulation,
             loss_scaling=config.fp16.enabled,
         ),
-        "split_master": own.master_weights == "split",
-        "hold_parameters": not nvme_parameters,
-        "hold_state": not nvme_state,
-        "gradient_dtype": _gradient_dtype(config),
-        "gradient_bytes_max": None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
-    }
+        split_master=own.master_weights == "split",
+        hold_parameters=not nvme_parameters,
+        hold_state=not nvme_state,
+        gradient_dtype=_gradient_dtype(config),
+        gradient_bytes_max=None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
+    )
     with together():
         storage = choose_storage(config)
         swap = SwapManager(
@@ -325,10 +327,10 @@ def _page(
             run=run,
         )
         undo.callback(swap.close)
-        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, **placing)
+        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, placing=placing)
     _shard(model, config, mesh, wrap)
     prefetch = zero.stage3_prefetch_bucket_size
-    swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **placing)
+    swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **asdict(placing))
     notes += [*storage.notes, *swap.notes]
     return swap
 

@@ -283,16 +283,7 @@ class SwapManager:
         *,
         ranks: int,
         dtype: torch.dtype,
-        sub_group_size: int | None = None,
-        resident_numel_below: int = 100_000,
-        resident_numel_max: int = 0,
-        cache_bytes: int = 0,
-        update: Update = "step",
-        split_master: bool = True,
-        hold_parameters: bool = False,
-        hold_state: bool = False,
-        gradient_dtype: torch.dtype = torch.float32,
-        gradient_bytes_max: int | None = None,
+        placing: Placing,
     ) -> None:
         """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
 
@@ -300,20 +291,8 @@ class SwapManager:
             wrap: the modules that will be groups of their own, beside the root.
             ranks: over how many it will be sharded.
             dtype: in which it will be gathered.
-            others: as for `page`.
+            placing: arguments of `page`.
         """
-        placing = Placing(
-            sub_group_size=sub_group_size,
-            resident_numel_below=resident_numel_below,
-            resident_numel_max=resident_numel_max,
-            cache_bytes=cache_bytes,
-            update=update,
-            split_master=split_master,
-            hold_parameters=hold_parameters,
-            hold_state=hold_state,
-            gradient_dtype=gradient_dtype,
-            gradient_bytes_max=gradient_bytes_max,
-        )
         groups = outlined_groups(model, wrap)
         layout, _ = self._plan(groups, ranks, dtype, placing)
         self._checked_place(layout, groups, ranks, dtype)

@@ -246,10 +246,7 @@ def test_more_chunks_than_the_pool_holds_flow_through_it(real: Bench) -> None:
     for value, chunk in enumerate(chunks):
         real.write(chunk, value)
     for place, chunk in enumerate(chunks):
-        real.stager.wanted = chunks[place : place + 2]
-        for following in real.stager.wanted:
-            if following.state is ChunkState.RESTING:
-                real.stager.prefetch(following)
+        real.stager.want(chunks[place : place + 2])
         assert real.read(chunk) == [place]
     real.stager.drop_all()
     assert real.is_clean()
@@ -556,6 +553,26 @@ def test_chunk_larger_than_the_pool_is_a_budget_error(bench: Bench) -> None:
 
 
 # Reading ahead.
+
+
+def test_what_is_wanted_is_read_in_turn_until_it_no_longer_fits(bench: Bench) -> None:
+    """What comes later and would fit stays where it is: it would stand in the way of what is needed before it."""
+    unwanted, first, second, too_large, small = (bench.chunk(pages) for pages in (5, 2, 3, 4, 1))
+    bench.stager.prefetch(unwanted)
+    bench.engine.end_all()
+    bench.stager.want([first, second, too_large, small])
+    states = [chunk.state.name for chunk in (unwanted, first, second, too_large, small)]
+    assert states == ["RESTING", "READING", "READING", "RESTING", "RESTING"]
+    assert bench.stager.wanted == [first, second, too_large, small]
+
+
+def test_what_is_wanted_and_here_already_is_not_read_again(bench: Bench) -> None:
+    staged, written, following = (bench.chunk(2) for _ in range(3))
+    bench.stager.prefetch(staged)
+    bench.write(written, 1)
+    bench.stager.want([staged, written, following])
+    assert [chunk.state.name for chunk in (staged, written, following)] == ["READING", "WRITING", "READING"]
+    assert len(bench.engine.transfers) == 3
 
 
 def test_prefetch_never_displaces_what_is_wanted(bench: Bench) -> None:

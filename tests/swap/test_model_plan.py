@@ -1,0 +1,93 @@
+"""What the plan of a model promises: what stays is what was asked for, and the pool is the budget or all that is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.errors import BudgetError
+from infinity.store import Field, Layout
+from infinity.store.layout import SPACE_ALIGN
+from infinity.swap import budget
+from infinity.swap.fsdp2 import GroupOutline, ParameterOutline
+from infinity.swap.plan import Placing, plan_model
+from infinity.units import MIB
+
+ROWS = 64 * SPACE_ALIGN
+"""Elements of each large parameter."""
+
+NOTHING_ASKED: dict[str, Any] = {
+    "sub_group_size": None,
+    "resident_numel_below": 0,
+    "resident_numel_max": 0,
+    "cache_bytes": 0,
+    "update": "step",
+    "split_master": True,
+    "hold_parameters": False,
+    "hold_state": False,
+    "gradient_dtype": torch.float32,
+    "gradient_bytes_max": None,
+}
+GROUPS = [
+    GroupOutline(
+        f"blocks.{index}",
+        (
+            ParameterOutline(f"blocks.{index}.weight", torch.Size([ROWS, 1]), trained=True),
+            ParameterOutline(f"blocks.{index}.bias", torch.Size([8]), trained=True),
+        ),
+        gathers=2,
+    )
+    for index in range(4)
+]
+
+
+def planned(pinned_bytes: int | None = None, ranks: int = 1, **asked: Any) -> tuple[Layout, int]:
+    return plan_model(GROUPS, ranks, torch.bfloat16, Placing(**NOTHING_ASKED | asked), pinned_bytes)
+
+
+def resident(layout: Layout) -> list[str]:
+    return [shard.name for shard in layout.shards if shard.resident]
+
+
+def test_small_parameters_stay_then_so_many_elements_of_the_first_groups() -> None:
+    assert resident(planned()[0]) == []
+    biases = [f"blocks.{index}.bias" for index in range(4)]
+    assert resident(planned(resident_numel_below=9)[0]) == biases
+    layout, _ = planned(resident_numel_below=9, resident_numel_max=2 * ROWS + 7)
+    assert resident(layout) == ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", *biases[1:]]
+    assert len(resident(planned(hold_parameters=True)[0])) == 8
+
+
+def test_a_rank_has_its_share_of_the_elements() -> None:
+    whole, shared = (planned(ranks=ranks)[0] for ranks in (1, 4))
+    assert [shard.numel for shard in whole.shards[:2]] == [ROWS, 8]
+    assert [shard.numel for shard in shared.shards[:2]] == [ROWS // 4, 2]
+
+
+def test_without_a_budget_the_pool_is_the_comfortable_size() -> None:
+    layout, pinned_bytes = planned()
+    largest = max(sum(sub.numel for sub in members) for members in layout.by_space) * 2
+    assert pinned_bytes == budget.comfortable_bytes(budget.gather_bytes(largest), layout.sub_group_bytes_max)
+
+
+def test_sub_groups_are_cut_until_the_budget_holds_them() -> None:
+    roomy, _ = planned(64 * MIB)
+    tight, pinned_bytes = planned(8 * MIB)
+    assert pinned_bytes == 8 * MIB
+    assert len(tight.sub_groups) > len(roomy.sub_groups)
+    assert budget.PIPELINE_DEPTH * tight.sub_group_bytes_max < 8 * MIB
+    assert max(sub.numel for sub in planned(sub_group_size=2 * SPACE_ALIGN)[0].sub_groups) == 2 * SPACE_ALIGN
+
+
+def test_a_budget_below_one_group_names_it_and_the_number_that_would_do() -> None:
+    with pytest.raises(BudgetError, match=r"group blocks\.\d .* bytes .* would do"):
+        planned(5 * MIB)
+
+
+def test_what_is_cached_comes_on_top() -> None:
+    layout, pinned_bytes = planned(cache_bytes=MIB // 3)  # the copies of one group, which leaves the others as they are
+    assert 0 < layout.cached_bytes <= MIB // 3
+    assert {field for sub in layout.sub_groups for field in sub.cached} == {Field.COPY}
+    assert pinned_bytes - layout.cached_bytes == planned()[1]
