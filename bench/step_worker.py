@@ -26,7 +26,7 @@ Step = Callable[[], dict[str, Any]]
 
 def infinity_way(order: dict[str, Any]) -> Step:
     """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
-    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe."""
+    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-durable" commits every step."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -47,6 +47,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
             "pinned_bytes_max": order["pinned_bytes_max"],
             **({} if held else {"update": update}),
             **_VARIANTS.get(variant, {}),
+            "run_name": f"bench-{os.getpid()}",  # the other side removes what it leaves
             **({"host_cache_bytes": order["host_cache"]} if variant == "cached" else {}),
         },
     }
@@ -80,7 +81,11 @@ def infinity_way(order: dict[str, Any]) -> Step:
     return step
 
 
-_VARIANTS = {"full": {"master_weights": "full"}, "spilled": {"gradient_bytes_max": 0}}
+_VARIANTS = {
+    "full": {"master_weights": "full"},
+    "spilled": {"gradient_bytes_max": 0},
+    "durable": {"durability": "step"},
+}
 
 _COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")
 
