@@ -38,7 +38,7 @@ WAYS = (
     "memory",
     *(update + variant for update in UPDATES for variant in ("", "-full", "-cached", "-spilled", "-durable")),
 )
-"""In memory, or with the update then; with masters in full; with --host-cache; with all gradients on NVMe; with committed steps."""
+"""In memory, or with the update then; masters in full, --host-cache, all gradients on NVMe, every step committed."""
 
 
 _ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
