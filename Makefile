@@ -16,7 +16,7 @@ SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: error: no $(PYTHON)
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev demo test torture test-deepspeed test-transformers test-lightning lint lint-style \
+.PHONY: help setup setup-test setup-dev demo test torture fuzz test-deepspeed test-transformers test-lightning lint lint-style \
 	lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
@@ -39,7 +39,11 @@ test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 		--no-loadscope-reorder $(ARGS)
 
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
-	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) $(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
+	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) INFINITY_FLIPS=$(or $(FLIPS),200) \
+		$(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
+
+fuzz: ## fuzz the C++ core with clang, each program for SECONDS=60
+	tools/fuzz.sh $(or $(SECONDS),60)
 
 test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own
 	tools/test_integration.sh $(@:test-%=%) $(ARGS)

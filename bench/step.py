@@ -34,11 +34,13 @@ from infinity.schedule.floor import step_floor_seconds  # noqa: E402
 from infinity.units import GIB, MIB, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")
+VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable")
 WAYS = (
     "memory",
-    *(update + variant for update in UPDATES for variant in ("", "-full", "-cached", "-spilled", "-durable")),
+    *(update + variant for update in UPDATES for variant in VARIANTS),
 )
-"""In memory, or with the update then; masters in full, --host-cache, all gradients on NVMe, every step committed."""
+"""In memory, or with the update then; with masters in full; with --host-cache; with all gradients on NVMe; without checksums;
+with every step committed."""
 
 
 _ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
@@ -158,7 +160,8 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     """Medians over the rounds; every ratio is taken within its round first."""
     steps = [row[way] for row in rows]
     found: dict[str, Any] = {
-        part: median(step[part] for step in steps) for part in ("seconds", "forward", "backward", "step")
+        part: median(step[part] for step in steps)
+        for part in ("seconds", "forward", "backward", "step", "cpu_seconds", "ring_cpu_seconds")
     }
     found["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
     found["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
@@ -173,6 +176,12 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
         found[f"over_{update}"] = median(row[way]["seconds"] / row[update]["seconds"] for row in rows)
     if "deepspeed" in rows[0]:
         found["deepspeed_over_this"] = median(row["deepspeed"]["seconds"] / row[way]["seconds"] for row in rows)
+    if (without := f"{way}-unchecked") in rows[0]:
+        for part in ("seconds", "cpu_seconds"):
+            found[f"{part}_over_unchecked"] = median(row[way][part] / row[without][part] for row in rows)
+        extra = [row[way]["ring_cpu_seconds"] - row[without]["ring_cpu_seconds"] for row in rows]
+        found["ring_cpu_beyond_unchecked"] = median(extra)
+        found["of_all_cpu"] = median(more / row[without]["cpu_seconds"] for more, row in zip(extra, rows, strict=True))
     if "step_bytes" not in steps[0]:
         return found
     for name in ("read_bytes", "written_bytes"):
@@ -220,6 +229,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "B read": "disk_read_bytes_per_param",
         "B written": "disk_written_bytes_per_param",
         "peak GiB": "peak_rss_gib",
+        "CPU s": "cpu_seconds",
         "DeepSpeed /": "deepspeed_over_this",
     }
     table = Table("way", *columns)

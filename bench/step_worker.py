@@ -7,6 +7,7 @@ standard input with one JSON line: what a whole step took, its writes included.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -26,7 +27,8 @@ Step = Callable[[], dict[str, Any]]
 
 def infinity_way(order: dict[str, Any]) -> Step:
     """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
-    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-durable" commits every step."""
+    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no checksums, "-durable" commits
+    every step."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -81,9 +83,10 @@ def infinity_way(order: dict[str, Any]) -> Step:
     return step
 
 
-_VARIANTS = {
+_VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"master_weights": "full"},
     "spilled": {"gradient_bytes_max": 0},
+    "unchecked": {"checksums": False},
     "durable": {"durability": "step"},
 }
 
@@ -161,6 +164,22 @@ def disk_bytes() -> tuple[int, int]:
     return int(found["read_bytes"]), int(found["write_bytes"])
 
 
+def cpu_seconds() -> float:
+    """Of this process so far, in user code and in the kernel, all threads together."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def ring_cpu_seconds() -> float:
+    """Of the I/O engine's ring threads alone, which submit transfers and compute checksums."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            if (task / "comm").read_text().startswith("inf-ring"):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
@@ -168,9 +187,10 @@ def main() -> None:
     step = (deepspeed_way if order["way"].startswith("deepspeed") else infinity_way)(order)
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        before = disk_bytes()
+        before, cpu_before, rings_before = disk_bytes(), cpu_seconds(), ring_cpu_seconds()
         found = step()
         after = disk_bytes()
+        found |= {"cpu_seconds": cpu_seconds() - cpu_before, "ring_cpu_seconds": ring_cpu_seconds() - rings_before}
         found |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
         found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(found), file=answers, flush=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         InfinityError,
+        IntegrityError,
         IoError,
         StoreError,
     )
@@ -43,6 +44,7 @@ __all__ = [
     "DriveRates",
     "Engine",
     "InfinityError",
+    "IntegrityError",
     "IoError",
     "PagedAdam",
     "PagedAdamW",
@@ -66,7 +68,15 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "infinity.errors": ("BudgetError", "CheckpointError", "ConfigError", "InfinityError", "IoError", "StoreError"),
+    "infinity.errors": (
+        "BudgetError",
+        "CheckpointError",
+        "ConfigError",
+        "InfinityError",
+        "IntegrityError",
+        "IoError",
+        "StoreError",
+    ),
     "infinity.memory_needs": (
         "estimate_zero2_model_states_mem_needs_all_cold",
         "estimate_zero2_model_states_mem_needs_all_live",

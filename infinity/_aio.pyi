@@ -72,13 +72,17 @@ class File:
         fine_alignment: bool = False,
         read_only: bool = False,
         exclusive: bool = False,
+        checksums: bool = False,
     ) -> None:
         """Open `path` for reading and writing; `create` makes it, mode 0600, and refuses one that exists.
 
         `drive`, from 0, says which of an engine's drives it lies on. `fine_alignment`: take transfers aligned as finely as
         the drive does, see `alignment`. `read_only`: for files that one may not write. `exclusive`: for this
-        open file alone, until its last transfer has ended, and never what a link names. Raises IoError with the errno (EAGAIN
-        where somebody has it).
+        open file alone, until its last transfer has ended, and never what a link names. `checksums`: keep a CRC-32C of every
+        page of 4096 bytes that is written, and fail a read that finds something else with IntegrityError; transfers then
+        move whole pages. Pages that were never written are zeros in a file that `create` made, and unknown, so not
+        verified, in another; a page whose write failed is unknown until it is written again. A read of what is being
+        written may fail. Raises IoError with the errno (EAGAIN where somebody has the lock).
         """
 
     @property
@@ -101,6 +105,20 @@ class File:
     @property
     def size_bytes(self) -> int:
         """Its present size."""
+
+    @property
+    def checked(self) -> bool:
+        """Whether it keeps checksums."""
+
+    def checksums(self, offset: int, nbytes: int) -> bytes:
+        """What the pages of [offset, offset + nbytes) must hold: 4 bytes for each, its CRC-32C, little-endian.
+
+        0 stands for an unknown page, and 1 for a CRC-32C of 0 too. Of pages that are being written: the old or the new one.
+        Raises ValueError where the file keeps no checksums or the numbers aren't multiples of 4096.
+        """
+
+    def set_checksums(self, offset: int, sums: bytes) -> None:
+        """Say that the pages from `offset` on hold this, as `checksums` returned it for the same bytes. ValueError as there."""
 
     def reserve(self, nbytes: int) -> None:
         """Make room on the drive for at least `nbytes` bytes (fallocate); never shrinks the file.
@@ -140,6 +158,16 @@ class StripedFile:
     @property
     def notes(self) -> list[str]:
         """Those of all files."""
+
+    @property
+    def checked(self) -> bool:
+        """Whether all files keep checksums."""
+
+    def checksums(self, offset: int, nbytes: int) -> bytes:
+        """As `File.checksums`, in the order of the bytes that are striped over the files."""
+
+    def set_checksums(self, offset: int, sums: bytes) -> None:
+        """As `File.set_checksums`."""
 
     def reserve(self, nbytes: int) -> None:
         """Make room for `nbytes` bytes: each file reserves its share of whole stripes. Raises IoError."""
@@ -209,7 +237,8 @@ class Transfer:
     def wait(self) -> None:
         """Wait until it is done, without the GIL; Ctrl-C gets through.
 
-        Raises IoError, at every call, if it failed; then the bytes in its range are undefined. Raises RuntimeError in a
+        Raises IoError, at every call, if it failed, IntegrityError where it read something else than was written; then the
+        bytes in its range are undefined. Raises RuntimeError in a
         forked child while it isn't done.
         """
 
@@ -362,4 +391,16 @@ def probe() -> list[tuple[str, bool, str]]:
 def direct_alignment(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """(of memory, of offset and length) that direct transfers with the regular file at `path` must have; (0, 0) where it
     takes none. None where kernel (before Linux 6.1) or file system don't say. Raises IoError with the errno.
+    """
+
+def crc32c(data: bytes | bytearray | memoryview | PinnedSlab, crc: int = 0) -> int:
+    """The CRC-32C of `data` (anything whose bytes lie one behind the other); `crc`: of what comes before it."""
+
+def crc32c_ways() -> list[str]:
+    """How this processor can compute it, the way in use first: "avx512", "sse4.2", "table"."""
+
+def page_checksums(data: bytes | bytearray | memoryview | PinnedSlab, *, way: str = "") -> bytes:
+    """What `File.checksums` returns for a range that holds `data`; `way`: of `crc32c_ways`, to compute it.
+
+    Raises ValueError where that isn't whole pages, or there is no such way.
     """

@@ -52,3 +52,17 @@ class IoError(InfinityError, OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+    def concerning(self, what: str) -> None:
+        """From now on the message begins with `what` was moved, in the words of a floor above."""
+        self.strerror = f"{what}: {self.strerror}"
+        self.args = (self.errno, self.strerror)
+
+
+class IntegrityError(IoError):
+    """A read found something else on the drive than was written there; `errno` is EBADMSG. Nobody gets the bytes.
+
+    Attributes: those of IoError, and `page_offset`, where in the file the first wrong page of 4 KiB begins (bytes).
+    """
+
+    page_offset = -1

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <filesystem>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "crc32c.h"
 #include "engine.h"
 #include "volume.h"
 
@@ -39,12 +41,14 @@ py::list decode_all(const std::vector<std::string>& lines) {
   return list;
 }
 
-// infinity.errors.IoError, imported when first needed so that this module stands below every other.
+// infinity.errors.IoError or IntegrityError, imported when first needed so that this module stands below every other.
 void raise_io_error(const IoFailure& error) {
   const Failure& failure = error.failure();
-  py::object type = py::module_::import("infinity.errors").attr("IoError");
+  bool wrong = failure.wrong_page >= 0;
+  py::object type = py::module_::import("infinity.errors").attr(wrong ? "IntegrityError" : "IoError");
   py::object value = type(decode(error.what()), failure.error_number, failure.operation, decode(failure.path),
                           failure.offset, failure.length, failure.backend);
+  if (wrong) value.attr("page_offset") = failure.wrong_page;
   PyErr_SetObject(type.ptr(), value.ptr());
 }
 
@@ -203,6 +207,75 @@ py::buffer_info buffer_of(const PinnedSlab& slab) {
   return py::buffer_info(slab.data(), 1, py::format_descriptor<uint8_t>::format(), slab.bytes());
 }
 
+// Bytes that lie one behind the other, for as long as it lives; throws py::error_already_set (BufferError) for others.
+class Bytes {
+ public:
+  explicit Bytes(const py::object& object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  ~Bytes() { PyBuffer_Release(&view_); }
+
+  const std::byte* data() const { return static_cast<const std::byte*>(view_.buf); }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+uint32_t crc32c_of(const py::object& object, uint32_t crc) {
+  Bytes bytes(object);
+  py::gil_scoped_release release;
+  return crc32c(bytes.data(), bytes.size(), crc);
+}
+
+// Sums of pages are little-endian to Python, and to files.
+py::bytes packed(const std::vector<PageSum>& sums) {
+  std::string text;
+  text.reserve(sums.size() * 4);
+  for (PageSum sum : sums) {
+    for (int shift = 0; shift < 32; shift += 8) text.push_back(static_cast<char>((sum >> shift) & 0xff));
+  }
+  return text;
+}
+
+std::vector<PageSum> unpacked(const Bytes& bytes) {
+  if (bytes.size() % 4 != 0)
+    throw py::value_error("checksums are 4 bytes per page, got " + std::to_string(bytes.size()));
+  std::vector<PageSum> sums(bytes.size() / 4);
+  for (size_t i = 0; i < bytes.size(); ++i) sums[i / 4] |= static_cast<PageSum>(bytes.data()[i]) << (8 * (i % 4));
+  return sums;
+}
+
+py::bytes page_checksums(const py::object& object, const std::string& name) {
+  Bytes bytes(object);
+  const std::vector<Crc32c>& ways = crc32c_ways();
+  auto way = name.empty()
+                 ? ways.begin()
+                 : std::find_if(ways.begin(), ways.end(), [&name](const Crc32c& one) { return name == one.name; });
+  if (way == ways.end()) throw py::value_error("this processor has no way \"" + name + "\"");
+  if (bytes.size() % kPageBytes != 0) {
+    throw py::value_error("checksums are of whole pages of 4096 bytes, not of " + std::to_string(bytes.size()));
+  }
+  std::vector<PageSum> sums;
+  {
+    py::gil_scoped_release release;
+    sums = sums_of_pages(bytes.data(), bytes.size() / kPageBytes, *way);
+  }
+  return packed(sums);
+}
+
+template <typename AnyFile>
+py::bytes checksums_of(const AnyFile& file, int64_t offset, int64_t nbytes) {
+  return packed(file.volume()->checksums(offset, nbytes));
+}
+
+template <typename AnyFile>
+void set_checksums_of(const AnyFile& file, int64_t offset, const py::object& sums) {
+  file.volume()->set_checksums(offset, unpacked(Bytes(sums)));
+}
+
 void bind_slab(py::module_& module) {
   py::class_<PinnedSlab, std::shared_ptr<PinnedSlab>>(module, "PinnedSlab", py::buffer_protocol(), py::is_final(),
                                                       "Page-aligned memory for transfers; a writable buffer of bytes.")
@@ -229,18 +302,22 @@ void bind_file(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<File, std::shared_ptr<File>>(module, "File", py::is_final(), "A file for direct transfers.")
       .def(py::init([](const std::filesystem::path& path, bool create, int drive, bool fine_alignment, bool read_only,
-                       bool exclusive) {
+                       bool exclusive, bool checksums) {
              py::gil_scoped_release release;
              return std::make_shared<File>(path.native(),
-                                           FileOptions{create, drive, fine_alignment, read_only, exclusive});
+                                           FileOptions{create, drive, fine_alignment, read_only, exclusive, checksums});
            }),
            py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("drive") = 0,
-           py::arg("fine_alignment") = false, py::arg("read_only") = false, py::arg("exclusive") = false)
+           py::arg("fine_alignment") = false, py::arg("read_only") = false, py::arg("exclusive") = false,
+           py::arg("checksums") = false)
       .def_property_readonly("path", [](const File& file) { return decode(file.path()); })
       .def_property_readonly("direct", &File::direct)
       .def_property_readonly("alignment", &File::alignment)
       .def_property_readonly("notes", [](const File& file) { return decode_all(file.notes()); })
       .def_property_readonly("size_bytes", &File::size_bytes)
+      .def_property_readonly("checked", [](const File& file) { return file.volume()->checked(); })
+      .def("checksums", &checksums_of<File>, py::arg("offset"), py::arg("nbytes"))
+      .def("set_checksums", &set_checksums_of<File>, py::arg("offset"), py::arg("sums"))
       .def("reserve", &File::reserve, py::arg("nbytes"), NoGil())
       .def("sync", &File::sync, NoGil())
       .def("close", &File::close, NoGil())
@@ -265,6 +342,9 @@ void bind_striped_file(py::module_& module) {
            py::arg("files"), py::kw_only(), py::arg("pattern"), py::arg("stripe_bytes"))
       .def_property_readonly("path", [](const StripedFile& file) { return decode(file.path()); })
       .def_property_readonly("notes", [](const StripedFile& file) { return decode_all(file.notes()); })
+      .def_property_readonly("checked", [](const StripedFile& file) { return file.volume()->checked(); })
+      .def("checksums", &checksums_of<StripedFile>, py::arg("offset"), py::arg("nbytes"))
+      .def("set_checksums", &set_checksums_of<StripedFile>, py::arg("offset"), py::arg("sums"))
       .def("reserve", &StripedFile::reserve, py::arg("nbytes"), NoGil())
       .def("sync", &StripedFile::sync, NoGil())
       .def("close", &StripedFile::close, NoGil());
@@ -375,5 +455,12 @@ PYBIND11_MODULE(_aio, module) {
   aio::bind_transfer(module);
   aio::bind_engine(module);
   module.def("probe", &aio::probe);
+  module.def("crc32c", &aio::crc32c_of, py::arg("data"), py::arg("crc") = 0);
+  module.def("crc32c_ways", [] {
+    py::list names;
+    for (const aio::Crc32c& way : aio::crc32c_ways()) names.append(way.name);
+    return names;
+  });
+  module.def("page_checksums", &aio::page_checksums, py::arg("data"), py::kw_only(), py::arg("way") = "");
   module.def("direct_alignment", &aio::direct_alignment_of, py::arg("path"));
 }

@@ -16,6 +16,8 @@
 #include <thread>
 #include <utility>
 
+#include "checksums.h"
+
 namespace infinity::aio {
 namespace {
 
@@ -344,6 +346,7 @@ class Engine::RingThread {
   void run() {
     try {
       while (take_blocks()) {
+        sum_writes();
         backend_.submit(batch_);
         batch_.clear();
         completions_.clear();
@@ -373,6 +376,7 @@ class Engine::RingThread {
     ring_.reaped += static_cast<int64_t>(completions_.size());
     if (ring_.given_up && completions_.empty()) throw std::runtime_error(silence());
     ring_.given_up = false;  // it has answered after all
+    first_taken_ = batch_.size();
     while (!free_.empty()) {
       std::optional<Block> taken = drive_.take_block(options_.block_bytes, now);
       if (!taken.has_value()) break;
@@ -387,6 +391,16 @@ class Engine::RingThread {
     ring_.has_room = !free_.empty();
     ring_.in_flight = slots_.size() - free_.size();
     return !(state_.closing && free_.size() == slots_.size());
+  }
+
+  // Once for each block, however often it is submitted: what is in the slab belongs to the transfer and stays as it is.
+  void sum_writes() {
+    for (size_t i = first_taken_; i < batch_.size(); ++i) {
+      const Block& block = *batch_[i];
+      Checksums* checksums = block.file->checksums();
+      if (block.operation != Operation::kWrite || checksums == nullptr) continue;
+      checksums->set_from(block.address, block.offset, block.length);
+    }
   }
 
   std::string silence() const {
@@ -425,11 +439,11 @@ class Engine::RingThread {
   // A short direct transfer goes on at the sector that it did not finish: offsets and memory must stay aligned.
   void on_bytes(Block& block, int64_t moved) {
     moved = std::min(moved, block.length);
-    if (moved < block.length) moved -= moved % block.file->alignment();
+    if (moved < block.length && block.file->direct()) moved -= moved % block.file->alignment();
     moved_bytes_[static_cast<size_t>(block.operation)] += moved;
     block.advance(moved);
     if (block.length == 0) {
-      end(block, std::nullopt);
+      end(block, verified(block));
     } else if (moved > 0) {
       block.retries = 0;
       resubmit(block);
@@ -440,6 +454,18 @@ class Engine::RingThread {
       std::string reason = "nothing is written any more at offset " + std::to_string(block.offset);
       end(block, block.transfer->describe(block, EIO, std::move(reason)));
     }
+  }
+
+  // The failure of a read whose bytes have all moved and are not what was written.
+  static std::optional<Failure> verified(Block& block) {
+    const Checksums* checksums = block.file->checksums();
+    if (block.operation != Operation::kRead || checksums == nullptr) return std::nullopt;
+    block.rewind();
+    std::optional<Checksums::Mismatch> wrong = checksums->first_wrong(block.address, block.offset, block.length);
+    if (!wrong.has_value()) return std::nullopt;
+    Failure failure = block.transfer->describe(block, EBADMSG, wrong->in_words());
+    failure.wrong_page = wrong->offset;
+    return failure;
   }
 
   void on_interruption(Block& block, int error_number) {
@@ -461,6 +487,7 @@ class Engine::RingThread {
 
   void end(Block& block, std::optional<Failure> failure) {
     std::shared_ptr<Transfer> transfer = std::move(block.transfer);
+    if (failure.has_value() && block.operation == Operation::kWrite) forget_sums(block);
     int drive = block.file->drive();
     block.file.reset();
     free_.push_back(block.tag);
@@ -470,6 +497,14 @@ class Engine::RingThread {
     std::lock_guard<std::mutex> lock(state_.mutex);
     write_books(monotonic_seconds());
     held = state_.finish(transfer);
+  }
+
+  // Some pages of a write that failed are old and some new, as its transfer says.
+  static void forget_sums(Block& block) {
+    Checksums* checksums = block.file->checksums();
+    if (checksums == nullptr) return;
+    block.rewind();
+    checksums->forget(block.offset, block.length);
   }
 
   // The kernel was short of something: let it breathe before asking again.
@@ -505,6 +540,7 @@ class Engine::RingThread {
   std::vector<Block> slots_;    // as many as the backend's depth; a block never moves while in flight
   std::vector<uint32_t> free_;  // slots without a block
   std::vector<Block*> batch_;   // to be submitted next
+  size_t first_taken_ = 0;      // in batch_: what comes before it is submitted again
   std::vector<Completion> completions_;
   std::vector<Ended> ended_;
   std::array<int64_t, 2> moved_bytes_{0, 0};

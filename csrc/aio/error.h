@@ -16,13 +16,14 @@ std::string format_errno(int error_number);
 
 // One failed operation, as plain data: a transfer keeps it until somebody waits, and the binding turns it into IoError.
 struct Failure {
-  int error_number = 0;        // positive errno value; ENODATA when a file ends before the range that was asked for
+  int error_number = 0;  // positive errno value; ENODATA where a file ends too early, EBADMSG where a checksum fails
   const char* operation = "";  // "read", "write", "open", "reserve", "sync", "setup"; always a string literal
   std::string path;            // file concerned, or empty
   int64_t offset = 0;          // bytes, of the whole transfer
   int64_t length = 0;          // bytes, of the whole transfer
   std::string backend;         // backend that ran it, or empty
   std::string reason;          // in place of the errno's own text, or empty
+  int64_t wrong_page = -1;     // of a read with EBADMSG: offset in the file of the page that failed its checksum
 
   // "read 4 MiB at offset 12884901888 of /x/rank0.arena: EIO (Input/output error), backend io_uring"
   std::string message() const;

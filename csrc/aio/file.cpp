@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <stdexcept>
 
+#include "checksums.h"
 #include "error.h"
 #include "volume.h"
 
@@ -72,8 +73,15 @@ void lock_alone(int fd, const std::string& path) {
 
 }  // namespace
 
-Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment)
-    : fd_(fd), id_(next_id()), path_(std::move(path)), direct_(direct), drive_(drive), alignment_(alignment) {}
+Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment,
+                       std::unique_ptr<Checksums> checksums)
+    : fd_(fd),
+      id_(next_id()),
+      path_(std::move(path)),
+      direct_(direct),
+      drive_(drive),
+      alignment_(alignment),
+      checksums_(std::move(checksums)) {}
 
 Descriptor::~Descriptor() {
   if (!guard_.in_child()) {
@@ -82,12 +90,17 @@ Descriptor::~Descriptor() {
   ::close(fd_);
 }
 
+int64_t Descriptor::alignment() const noexcept {
+  if (checksums_ != nullptr) return kPageBytes;
+  return direct_ ? alignment_ : 1;
+}
+
 void Descriptor::on_close(std::function<void()> body) const {
   std::lock_guard<std::mutex> lock(mutex_);
   closers_.push_back(std::move(body));
 }
 
-File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive, false, false, false}) {}
+File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive}) {}
 
 File::File(const std::string& path, const FileOptions& options) : path_(path) {
   if (options.drive < 0) {
@@ -108,7 +121,8 @@ File::File(const std::string& path, const FileOptions& options) : path_(path) {
                      "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
   }
   int64_t alignment = direct_ && options.fine_alignment ? finest_alignment(fd) : kPageBytes;
-  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment);
+  auto checksums = options.checksums ? std::make_unique<Checksums>(/*zeros=*/options.create) : nullptr;
+  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums));
   volume_ = std::make_shared<const Volume>(descriptor_);
 }
 

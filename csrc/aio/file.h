@@ -14,6 +14,7 @@
 
 namespace infinity::aio {
 
+class Checksums;
 class Volume;
 
 // Alignment of offset, length and memory in direct transfers (bytes) that serves everywhere; some drives take finer
@@ -23,7 +24,8 @@ inline constexpr int64_t kPageBytes = 4096;
 // An open file descriptor: closed when the last owner (the File, or the last transfer on it) lets go.
 class Descriptor {
  public:
-  Descriptor(int fd, std::string path, bool direct, int drive = 0, int64_t alignment = kPageBytes);
+  Descriptor(int fd, std::string path, bool direct, int drive = 0, int64_t alignment = kPageBytes,
+             std::unique_ptr<Checksums> checksums = nullptr);
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor();
@@ -32,8 +34,11 @@ class Descriptor {
   uint64_t id() const noexcept { return id_; }  // never used twice, unlike the descriptor's number
   const std::string& path() const noexcept { return path_; }
   bool direct() const noexcept { return direct_; }
-  int64_t alignment() const noexcept { return direct_ ? alignment_ : 1; }  // of every transfer (bytes)
-  int drive() const noexcept { return drive_; }                            // which of the engine's drives it lies on
+  int64_t alignment() const noexcept;            // of every transfer (bytes)
+  int drive() const noexcept { return drive_; }  // which of the engine's drives it lies on
+
+  // What its pages must hold, or null where nobody keeps that: see [Note: integrity] in checksums.h.
+  Checksums* checksums() const noexcept { return checksums_.get(); }
 
   // `body` runs once, on the thread that drops the last reference, just before the descriptor is closed. A backend that
   // lends the file to the kernel (a registered-file table) takes it back there.
@@ -46,6 +51,7 @@ class Descriptor {
   const bool direct_;
   const int drive_;
   const int64_t alignment_;
+  const std::unique_ptr<Checksums> checksums_;
   ForkGuard guard_;
   mutable std::mutex mutex_;
   mutable std::vector<std::function<void()>> closers_;
@@ -57,9 +63,10 @@ struct FileOptions {
   bool fine_alignment =
       false;               // take transfers aligned as finely as the drive does, where it says so, not only at 4096
   bool read_only = false;  // for files that one may not write
-  // For this open file alone (flock), and never what a link names. The lock lasts as long as the last transfer, even of a
-  // process that was killed: whoever has it knows that nobody's write is still under way.
+  // For this open file alone (flock), and never what a link names. The lock lasts as long as the last transfer, even of
+  // a process that was killed: whoever has it knows that nobody's write is still under way.
   bool exclusive = false;
+  bool checksums = false;  // sum what is written, verify what is read; transfers then move whole pages
 };
 
 // A file for transfers. Opened O_DIRECT; buffered, with a note, where the file system refuses that. Calls may come from

@@ -54,9 +54,8 @@ void Request::check() const {
     }
     int64_t alignment = volume->alignment();
     if (range.offset % alignment != 0 || range.length % alignment != 0 || range.slab_offset % alignment != 0) {
-      refuse_numbers(
-          *this, range,
-          "a direct transfer needs offset, length and slab offset in multiples of " + std::to_string(alignment));
+      refuse_numbers(*this, range,
+                     "this file needs offset, length and slab offset in multiples of " + std::to_string(alignment));
     }
     if (range.length > INT64_MAX - total) refuse_numbers(*this, range, "the ranges are longer than any file");
     total += range.length;
@@ -68,6 +67,13 @@ void Block::advance(int64_t bytes) {
   address += bytes;
   offset += bytes;
   length -= bytes;
+}
+
+void Block::rewind() {
+  int64_t moved = taken_bytes - length;
+  address -= moved;
+  offset -= moved;
+  length = taken_bytes;
 }
 
 Transfer::Transfer(Request request, std::string backend)

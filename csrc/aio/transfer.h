@@ -96,6 +96,9 @@ struct Block {
   uint32_t tag = 0;         // the slot, given back in the completion
 
   void advance(int64_t bytes);
+
+  // Back to where it was when it was taken.
+  void rewind();
 };
 
 // Owned by the submitter; the engine holds a second reference until the last block's completion has been read, so the

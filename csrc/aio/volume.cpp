@@ -73,6 +73,47 @@ int64_t Volume::bytes_on(int member, int64_t begin, int64_t end) const {
   return total;
 }
 
+template <typename Body>
+void Volume::for_each_table(int64_t begin, int64_t length, Body body) const {
+  if (!checked()) throw std::invalid_argument(path() + ": no checksums are kept of it");
+  if (begin < 0 || length < 0 || begin > INT64_MAX - length || begin % kPageBytes != 0 || length % kPageBytes != 0) {
+    throw std::invalid_argument("checksums are of whole pages of 4096 bytes, not of " + std::to_string(length) +
+                                " bytes at offset " + std::to_string(begin));
+  }
+  int64_t end = begin + length;
+  while (begin < end) {
+    for (int member = 0; member < members(); ++member) {
+      std::optional<Piece> piece = first_on(member, begin, end);
+      if (!piece.has_value() || piece->at != begin) continue;
+      body(*file(member)->checksums(), piece->offset, static_cast<size_t>(piece->length / kPageBytes));
+      begin += piece->length;
+      break;
+    }
+  }
+}
+
+std::vector<PageSum> Volume::checksums(int64_t begin, int64_t length) const {
+  std::vector<PageSum> sums;
+  for_each_table(begin, length, [&sums](const Checksums& table, int64_t offset, size_t count) {
+    sums.resize(sums.size() + count);
+    table.get(offset, count, sums.data() + sums.size() - count);
+  });
+  return sums;
+}
+
+void Volume::set_checksums(int64_t begin, const std::vector<PageSum>& sums) const {
+  const PageSum* next = sums.data();
+  for_each_table(begin, static_cast<int64_t>(sums.size()) * kPageBytes,
+                 [&next](Checksums& table, int64_t offset, size_t count) {
+                   table.set(offset, count, next);
+                   next += count;
+                 });
+}
+
+bool Volume::checked() const {
+  return std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->checksums() != nullptr; });
+}
+
 std::string Volume::path() const {
   return joined_paths(files_);
 }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "checksums.h"
 #include "file.h"
 
 namespace infinity::aio {
@@ -39,6 +40,15 @@ class Volume {
   // How many of the logical bytes [begin, end) lie on `member`.
   int64_t bytes_on(int member, int64_t begin, int64_t end) const;
 
+  // What the pages of the logical bytes [begin, begin + length) must hold, in their order: to be kept beside a file
+  // that outlives this process, and given to its descriptors in the next one. Both throw std::invalid_argument where a
+  // file keeps no checksums, or the numbers aren't whole pages.
+  std::vector<PageSum> checksums(int64_t begin, int64_t length) const;
+  void set_checksums(int64_t begin, const std::vector<PageSum>& sums) const;
+
+  // Whether all its files keep checksums.
+  bool checked() const;
+
   int members() const noexcept { return static_cast<int>(files_.size()); }
   const std::shared_ptr<const Descriptor>& file(int member) const { return files_[static_cast<size_t>(member)]; }
   bool striped() const noexcept { return files_.size() > 1; }
@@ -48,6 +58,10 @@ class Volume {
   std::string path() const;
 
  private:
+  // Calls `body` with the table of each piece of the range, the piece's offset in the file, and its pages.
+  template <typename Body>
+  void for_each_table(int64_t begin, int64_t length, Body body) const;
+
   const std::vector<std::shared_ptr<const Descriptor>> files_;
   const std::vector<int> pattern_;  // empty for one file
   const int64_t stripe_bytes_;

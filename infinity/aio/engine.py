@@ -180,14 +180,21 @@ class IoEngine:
         return self._core.take_timings()
 
     def open(
-        self, path: str | os.PathLike[str], *, create: bool = False, drive: int = 0, exclusive: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        drive: int = 0,
+        exclusive: bool = False,
+        checksums: bool = False,
     ) -> File:
         """Open `path`, which lies on drive number `drive`, for direct I/O.
 
         Buffered where the file system refuses direct I/O; `File.notes` then says so. `exclusive`: locked (flock) until the last
         transfer on it has ended, and never what a link names; raises IoError (EAGAIN) where somebody has the lock.
+        `checksums`: sum every page that is written, and fail reads that find another with IntegrityError; see `File`.
         """
-        return File(os.fspath(path), create=create, drive=drive, exclusive=exclusive)
+        return File(os.fspath(path), create=create, drive=drive, exclusive=exclusive, checksums=checksums)
 
     def start(self, requests: Sequence[Request]) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.

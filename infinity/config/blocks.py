@@ -415,6 +415,11 @@ class InfinityConfig(Block):
         default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
     )
     lock_memory: Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
+    checksums: Flag = Field(
+        default=True,
+        description="Whether a CRC-32C of every 4 KiB written to NVMe is kept in memory and verified when it is "
+        "read, so that training stops before it uses what a drive has lost or changed.",
+    )
     checkpoint_keep: Count = Field(
         default=0,
         description="How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all.",

@@ -324,6 +324,7 @@ def _page(
             io=storage.io,
             bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
+            checksums=own.checksums,
             run=run,
         )
         undo.callback(swap.close)

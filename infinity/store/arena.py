@@ -36,6 +36,7 @@ class Arena:
         name: of the files.
         bandwidths: of the drives (any one unit); extents are striped over them in proportion. All the same where None.
         kept: how the bytes lie that are in the files already.
+        checksums: sum every page that is written, and fail reads that find another with IntegrityError.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Arena:
         name: str,
         bandwidths: Sequence[float] | None = None,
         kept: Place | None = None,
+        checksums: bool = True,
     ) -> None:
         given = [folders] if isinstance(folders, Folder) else list(folders)
         pattern = kept.pattern if kept is not None else stripe_pattern(bandwidths or [1.0] * len(given))
@@ -58,7 +60,7 @@ class Arena:
         self._folders = [given[drive] for drive in used]
         self._pattern = tuple(used.index(drive) for drive in pattern)
         self.stripe_bytes = kept.stripe_bytes if kept is not None else min(engine.block_bytes, STRIPE_BYTES_MAX)
-        self._files = [given[drive].open_arena(engine, name, drive) for drive in used]
+        self._files = [given[drive].open_arena(engine, name, drive, checksums=checksums) for drive in used]
         self.file: File | StripedFile = self._files[0]
         if len(self._files) > 1:
             self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self.stripe_bytes)

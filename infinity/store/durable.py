@@ -80,11 +80,13 @@ class DurableFolder(Folder):
         self._finalizer = weakref.finalize(self, os.close, self._lock)
         _live.add(self)
 
-    def open_arena(self, engine: IoEngine, name: str, drive: int) -> File:
+    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
         deadline = time.monotonic() + _ENDING_SECONDS_MAX
         while True:
             try:
-                return engine.open(self.path / name, create=self.fresh, drive=drive, exclusive=True)
+                return engine.open(
+                    self.path / name, create=self.fresh, drive=drive, exclusive=True, checksums=checksums
+                )
             except IoError as error:
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK) or time.monotonic() > deadline:
                     raise

@@ -42,8 +42,11 @@ class Folder(ABC):
         self.root = Path(root).absolute()
 
     @abstractmethod
-    def open_arena(self, engine: IoEngine, name: str, drive: int) -> File:
-        """The arena file `name`, on the engine's drive of that number. Raises StoreError or IoError."""
+    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
+        """The arena file `name`, on the engine's drive of that number; `checksums` as for `Arena`.
+
+        Raises StoreError or IoError.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -96,8 +99,8 @@ class RunFolder(Folder):
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, _remove, self.path, (self._lock, self._descriptor), os.getpid())
 
-    def open_arena(self, engine: IoEngine, name: str, drive: int) -> File:
-        file = engine.open(self.path / name, create=True, drive=drive)
+    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
+        file = engine.open(self.path / name, create=True, drive=drive, checksums=checksums)
         try:
             self.take_name(name)
         except BaseException:

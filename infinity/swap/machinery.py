@@ -32,8 +32,10 @@ class Drives:
         limits: Sequence[DriveLimit],
         faults: FaultPlan | None,
         run: DurableRun | None,
+        checksums: bool,
     ) -> None:
         self._io = io
+        self._checksums = checksums
         self._limits = list(limits)
         self._faults = faults
         self._rank = str(run.rank) if run is not None else os.environ.get("RANK", "0")
@@ -53,8 +55,14 @@ class Drives:
 
     def make_arena(self, engine: IoEngine) -> Arena:
         """This rank's arena, for the caller to close."""
-        name = f"rank{self._rank}.arena"
-        return Arena(self._folders, engine, name=name, bandwidths=self._bandwidths, kept=self._kept)
+        return Arena(
+            self._folders,
+            engine,
+            name=f"rank{self._rank}.arena",
+            bandwidths=self._bandwidths,
+            kept=self._kept,
+            checksums=self._checksums,
+        )
 
     def check_free(self, nbytes: int, what: str) -> None:
         """Raise StoreError, naming `what`, where they don't have so much space, and don't hold so much already."""

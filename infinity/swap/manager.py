@@ -90,6 +90,8 @@ class SwapManager:
         drive_limits: one per drive, to make drives slower than they are; for experiments.
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
+        checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
+            before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
         run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
         io_options: fields of `io` by name, which count instead: `backend="threads"`.
 
@@ -103,6 +105,7 @@ class SwapManager:
         host_bytes_max: int | str = "auto",
         io: IoSettings | None = None,
         lock_memory: bool = False,
+        checksums: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
         faults: FaultPlan | None = None,
@@ -118,7 +121,9 @@ class SwapManager:
             )
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         io = replace(io or IoSettings(), **io_options)
-        self._drives = Drives(paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run)
+        self._drives = Drives(
+            paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
+        )
         self._lock_memory = lock_memory
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
 from infinity.device import Device, Landing
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, IoError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.timeline import Timeline, measured
@@ -246,11 +246,15 @@ class Stager:
         chunk.move_to(ChunkState.STAGED)
 
     def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
-        if self.timeline is None:
-            self._engine.wait(chunk.transfers)
-            return
-        with self.timeline.stall(f"the {operation} of {chunk.name}" + (f", {why}" if why else "")):
-            self._engine.wait(chunk.transfers)
+        try:
+            if self.timeline is None:
+                self._engine.wait(chunk.transfers)
+                return
+            with self.timeline.stall(f"the {operation} of {chunk.name}" + (f", {why}" if why else "")):
+                self._engine.wait(chunk.transfers)
+        except IoError as error:
+            error.concerning(chunk.name)
+            raise
 
     def _wait_landed(self, chunk: Chunk) -> None:
         assert chunk.landing is not None

@@ -82,6 +82,8 @@ std::optional<Failure> failure_of(Body body) {
 
 // A drive in memory, shared by the fake backends of one engine. Set its script before the engine starts, or while held.
 struct FakeDrive {
+  explicit FakeDrive(int64_t size = 8 * kMiB) : bytes(static_cast<size_t>(size)) {}
+
   // The result of a submission: none moves the block, a positive one moves so many bytes, a negative one is an errno.
   std::function<std::optional<int64_t>(const Block&)> script = [](const Block&) { return std::nullopt; };
   bool reverse = false;     // completions come last first
@@ -93,7 +95,7 @@ struct FakeDrive {
   bool held = false;  // completions are kept back
   int instances = 0;
   size_t submitted = 0;
-  std::vector<std::byte> bytes = std::vector<std::byte>(8 * kMiB);
+  std::vector<std::byte> bytes;
   std::vector<std::pair<int64_t, int64_t>> log;  // offset and length of each submission, in order
 
   void hold() {
@@ -170,9 +172,11 @@ class FakeBackend final : public Backend {
 
 // An engine on a fake drive, a file of the wanted kind, and a slab.
 struct FakeMachine {
-  explicit FakeMachine(bool direct = true, int queue_depth = 4, int64_t block_bytes = 64 * kKiB, int rings = 1)
-      : file(std::make_shared<const Descriptor>(::open("/dev/null", O_RDWR | O_CLOEXEC), "fake.arena", direct)),
-        slab(std::make_shared<const PinnedSlab>(4 * kMiB)) {
+  explicit FakeMachine(bool direct = true, int queue_depth = 4, int64_t block_bytes = 64 * kKiB, int rings = 1,
+                       int64_t slab_bytes = 4 * kMiB, int64_t drive_bytes = 8 * kMiB)
+      : drive(std::make_shared<FakeDrive>(drive_bytes)),
+        file(std::make_shared<const Descriptor>(::open("/dev/null", O_RDWR | O_CLOEXEC), "fake.arena", direct)),
+        slab(std::make_shared<const PinnedSlab>(slab_bytes)) {
     options.queue_depth = queue_depth;
     options.block_bytes = block_bytes;
     options.rings = rings;
@@ -191,7 +195,7 @@ struct FakeMachine {
   }
 
   EngineOptions options;
-  std::shared_ptr<FakeDrive> drive = std::make_shared<FakeDrive>();
+  std::shared_ptr<FakeDrive> drive;
   std::shared_ptr<const Descriptor> file;
   std::shared_ptr<const PinnedSlab> slab;
   std::unique_ptr<Engine> engine;

@@ -27,7 +27,7 @@ FLAGS = [
     *(f"-I{CSRC}", f"-I{CSRC / 'aio'}"),
 ]
 SOURCES = {
-    "aio": [*(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp")],
+    "aio": [*(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")],
     "optim": [
         *(CSRC / "optim").glob("*.cpp"),
         CSRC / "aio/process.cpp",

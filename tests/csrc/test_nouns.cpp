@@ -129,8 +129,8 @@ TEST_CASE("requests outside slab or alignment are refused by their numbers") {
   check(buffered, 1, 3, 5);
   CHECK_THROWS_WITH_AS(
       check(direct, 77, 0, 4096),
-      "read of 4096 bytes at offset 77 of fake.arena and slab offset 0: a direct transfer needs offset, "
-      "length and slab offset in multiples of 4096",
+      "read of 4096 bytes at offset 77 of fake.arena and slab offset 0: this file needs offset, length and slab offset "
+      "in multiples of 4096",
       std::invalid_argument);
 }
 

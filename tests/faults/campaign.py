@@ -42,12 +42,9 @@ def seeds(default: int, share: float = 1.0) -> range:
 
 
 def plan_for(seed: int, *, blocks: int) -> FaultPlan:
-    """A plan of its own for every seed: gentle ones and hopeless ones, that begin anywhere in the first `blocks` submissions.
-
-    Without bits that are wrong and writes that are lost: nothing but a checksum can tell those from success.
-    """
+    """A plan of its own for every seed: gentle ones and hopeless ones, that begin in the first `blocks` submissions."""
     draw = random.Random(seed)
-    kinds = ("interrupted", "again", "io", "space", "memory", "short", "late", "overtaken", "stuck")
+    kinds = ("interrupted", "again", "io", "space", "memory", "short", "corrupt", "lost", "late", "overtaken", "stuck")
     rates = dict.fromkeys(kinds, 0.0)
     for kind in draw.sample(kinds[:-1], k=draw.randint(1, 4)):
         rates[kind] = 10.0 ** draw.uniform(-3, -0.7)

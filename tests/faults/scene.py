@@ -27,11 +27,11 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 IO_URING_SETUP = 425
 
 
-def config(path: Path | None) -> dict[str, Any]:
+def config(path: Path | None, update: str = "auto") -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
     return {
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0 if update == "backward" else 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "aio": {"block_size": 16384, "queue_depth": 4},
         "zero_optimization": {
@@ -41,7 +41,7 @@ def config(path: Path | None) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 100,
             "sub_group_size": 8192,
         },
-        "infinity": {"pinned_bytes_max": "12MiB"},
+        "infinity": {"pinned_bytes_max": "12MiB", "update": update},
     }
 
 
@@ -61,12 +61,10 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def make(path: Path | None, *, resume: bool = False, **own: Any) -> infinity.Engine:
+def make(path: Path | None, update: str = "auto", *, resume: bool = False, **own: Any) -> infinity.Engine:
     torch.manual_seed(0)
-    settings = config(path)
+    settings = config(path, update)
     settings["infinity"] |= own
-    if own.get("update") == "backward":
-        settings["gradient_clipping"] = 0.0
     engine, *_ = infinity.initialize(model=Model(), config=settings, resume=resume)
     return engine
 
@@ -93,8 +91,8 @@ def train(args: argparse.Namespace) -> None:
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(args.port)}
     if args.die:
         die_at(*args.die.split(":"))
-    own = {"durability": "step", "update": args.update} if args.durable else {}
-    engine = make(Path(args.folder), resume=args.durable, **own)
+    own = {"durability": "step"} if args.durable else {}
+    engine = make(Path(args.folder), args.update, resume=args.durable, **own)
     with engine:
         assert engine.swap is not None
         say("ready", engine.swap.backend, "; ".join(engine.swap.notes))

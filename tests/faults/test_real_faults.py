@@ -1,6 +1,7 @@
 """Faults that are real: full, shrinking, vanishing and failing file systems, refused rights, signals, and dying processes.
 
-`INFINITY_KILLS` is how often a training is killed (8 by default, more in `make torture`).
+`INFINITY_KILLS` is how often a training is killed, `INFINITY_FLIPS` how many bits are changed for each way of updating (8 and 3
+by default, more in `make torture`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import pytest
 import scene
+import torch
 import torch.distributed as dist
 from children import Nursery
 
@@ -33,6 +36,8 @@ from infinity.store import RunFolder
 HERE = Path(__file__).parent
 KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
 PATIENCE_SECONDS = 120
+MIB = 1 << 20
+FLIPS = int(os.environ.get("INFINITY_FLIPS", "3"))
 LEFT_BYTES_MAX = 64 << 10
 """What a killed run may leave until the next one comes: a folder with a lock and a note."""
 PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
@@ -146,6 +151,71 @@ def test_an_arena_truncated_underneath_is_an_error(nvme_path: Path) -> None:
         losses(engine, 1, 1)
     with contextlib.suppress(infinity.IoError):
         engine.close()
+
+
+def test_what_was_in_a_truncated_arena_before_it_grew_again_is_an_error(nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        swap.register("first", torch.ones(MIB))
+        swap.flush()
+        os.truncate(arena_descriptor(nvme_path), 4096)
+        swap.register("second", torch.full((MIB,), 2.0))
+        swap.flush()
+        with pytest.raises(infinity.IntegrityError, match=r"first: read 4 MiB .* doesn't hold"), swap.use("first"):
+            pass
+        with swap.use("second") as tensor:
+            assert torch.equal(tensor, torch.full((MIB,), 2.0))
+
+
+def flip(path: str, bit: int) -> None:
+    """Change one bit of a file, as a drive may."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        byte = os.pread(descriptor, 1, bit // 8)[0] ^ 1 << bit % 8
+        os.pwrite(descriptor, bytes([byte]), bit // 8)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("update", ["forward", "step", "backward"])
+def test_a_bit_that_a_drive_has_changed_is_never_used(update: str, nvme_path: Path) -> None:
+    """The training stops, and says where; unless the page is written anew before it is read, which changes nothing."""
+    draw = random.Random(update)
+    found = 0
+    with scene.make(None, update) as engine:
+        expected, last = losses(engine, 0, 3), scene.weights(engine)
+    for _ in range(FLIPS):
+        engine = scene.make(nvme_path, update)
+        assert engine.swap is not None
+        assert losses(engine, 0, 1) == expected[:1]
+        engine.swap.flush()
+        bit = draw.randrange(8 * engine.swap.stats().arena_bytes)
+        flip(arena_descriptor(nvme_path), bit)
+        refusal: infinity.IntegrityError | None = None
+        try:
+            assert losses(engine, 1, 1) == expected[1:2]
+            assert losses(engine, 2, 1) == expected[2:]
+            assert all(torch.equal(value, last[name]) for name, value in scene.weights(engine).items())
+        except infinity.IntegrityError as error:
+            refusal = error
+        if refusal is not None:
+            assert re.match(r"(sub-)?group .*: read .*\.arena: the page at offset", str(refusal))
+            assert refusal.page_offset == bit // 8 // 4096 * 4096
+            found += 1
+        with contextlib.suppress(infinity.IoError):
+            engine.close()
+    assert found > FLIPS // 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_without_checksums_nobody_finds_it(nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB", checksums=False) as swap:
+        swap.register("first", torch.ones(MIB))
+        swap.flush()
+        flip(arena_descriptor(nvme_path), 8 * 4096 + 3)
+        with swap.use("first") as tensor:
+            assert not torch.equal(tensor, torch.ones(MIB))
 
 
 @pytest.mark.usefixtures("one_rank")

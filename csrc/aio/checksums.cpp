@@ -1,0 +1,126 @@
+// The table in chunks, and a few pages at a time between it and memory.
+#include "checksums.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+
+#include "file.h"
+
+namespace infinity::aio {
+namespace {
+
+constexpr auto kPage = static_cast<size_t>(kPageBytes);
+constexpr size_t kPagesAtOnce = 64;
+constexpr int64_t kBytesAtOnce = kPagesAtOnce * kPageBytes;
+
+size_t pages_at_once(int64_t bytes_left) {
+  return std::min(kPagesAtOnce, static_cast<size_t>(bytes_left) / kPage);
+}
+
+void sum(const std::byte* pages, size_t count, PageSum* sums, const Crc32c& way = crc32c_ways().front()) {
+  way.pages(pages, count, sums);
+  for (size_t i = 0; i < count; ++i) sums[i] = sums[i] == kUnknownPage ? 1 : sums[i];
+}
+
+PageSum sum_of_zeros() {
+  std::array<std::byte, kPage> zeros{};
+  PageSum found;
+  sum(zeros.data(), 1, &found);
+  return found;
+}
+
+}  // namespace
+
+std::vector<PageSum> sums_of_pages(const std::byte* pages, size_t count, const Crc32c& way) {
+  std::vector<PageSum> sums(count);
+  sum(pages, count, sums.data(), way);
+  return sums;
+}
+
+Checksums::Checksums(bool zeros) : never_written_(zeros ? sum_of_zeros() : kUnknownPage) {}
+
+void Checksums::set_from(const std::byte* bytes, int64_t offset, int64_t length) {
+  std::array<PageSum, kPagesAtOnce> sums;
+  for (int64_t done = 0; done < length; done += kBytesAtOnce) {
+    size_t count = pages_at_once(length - done);
+    sum(bytes + done, count, sums.data());
+    set(offset + done, count, sums.data());
+  }
+}
+
+void Checksums::forget(int64_t offset, int64_t length) {
+  std::array<PageSum, kPagesAtOnce> unknown{};
+  for (int64_t done = 0; done < length; done += kBytesAtOnce) {
+    set(offset + done, pages_at_once(length - done), unknown.data());
+  }
+}
+
+std::optional<Checksums::Mismatch> Checksums::first_wrong(const std::byte* bytes, int64_t offset,
+                                                          int64_t length) const {
+  std::array<PageSum, kPagesAtOnce> expected;
+  std::array<PageSum, kPagesAtOnce> found;
+  for (int64_t done = 0; done < length; done += kBytesAtOnce) {
+    size_t count = pages_at_once(length - done);
+    get(offset + done, count, expected.data());
+    sum(bytes + done, count, found.data());
+    for (size_t i = 0; i < count; ++i) {
+      if (expected[i] == found[i] || expected[i] == kUnknownPage) continue;
+      return Mismatch{offset + done + static_cast<int64_t>(i * kPage), expected[i], found[i]};
+    }
+  }
+  return std::nullopt;
+}
+
+std::string Checksums::Mismatch::in_words() const {
+  std::array<char, 256> text;
+  std::snprintf(text.data(), text.size(),
+                "the page at offset %" PRId64 " of the file doesn't hold what was written there (CRC-32C %08" PRIx32
+                " instead of %08" PRIx32 "): see to the health of the drive (smartctl -a, dmesg) before using it again",
+                offset, found, expected);
+  return text.data();
+}
+
+void Checksums::get(int64_t offset, size_t count, PageSum* sums) const {
+  size_t page = static_cast<size_t>(offset) / kPage;
+  while (count > 0) {
+    size_t within = page % kChunkPages;
+    size_t here = std::min(count, kChunkPages - within);
+    if (const Chunk* chunk = find(page)) {
+      for (size_t i = 0; i < here; ++i) sums[i] = (*chunk)[within + i].load(std::memory_order_relaxed);
+    } else {
+      std::fill_n(sums, here, never_written_);
+    }
+    page += here, count -= here, sums += here;
+  }
+}
+
+void Checksums::set(int64_t offset, size_t count, const PageSum* sums) {
+  size_t page = static_cast<size_t>(offset) / kPage;
+  while (count > 0) {
+    size_t within = page % kChunkPages;
+    size_t here = std::min(count, kChunkPages - within);
+    Chunk& chunk = make(page);
+    for (size_t i = 0; i < here; ++i) chunk[within + i].store(sums[i], std::memory_order_relaxed);
+    page += here, count -= here, sums += here;
+  }
+}
+
+Checksums::Chunk* Checksums::find(size_t page) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = chunks_.find(page / kChunkPages);
+  return found == chunks_.end() ? nullptr : found->second.get();
+}
+
+Checksums::Chunk& Checksums::make(size_t page) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_ptr<Chunk>& chunk = chunks_[page / kChunkPages];
+  if (chunk == nullptr) {
+    auto made = std::make_unique<Chunk>();
+    for (std::atomic<PageSum>& one : *made) one.store(never_written_, std::memory_order_relaxed);
+    chunk = std::move(made);
+  }
+  return *chunk;
+}
+
+}  // namespace infinity::aio

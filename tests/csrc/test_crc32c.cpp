@@ -1,0 +1,79 @@
+// The checksum against the vectors of RFC 3720, and every way of computing it against the slowest.
+#include "crc32c.h"
+
+#include "support.h"
+
+namespace infinity::aio::testing {
+namespace {
+
+std::vector<std::byte> random_bytes(size_t length, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<std::byte> bytes(length);
+  for (std::byte& one : bytes) one = static_cast<std::byte>(random() & 0xff);
+  return bytes;
+}
+
+}  // namespace
+
+TEST_CASE("CRC-32C gives the vectors of RFC 3720 (B.4), whole and in parts") {
+  std::vector<std::byte> zeros(32, std::byte{0});
+  std::vector<std::byte> ones(32, std::byte{0xff});
+  std::vector<std::byte> up, down;
+  for (int i = 0; i < 32; ++i) {
+    up.push_back(static_cast<std::byte>(i));
+    down.push_back(static_cast<std::byte>(31 - i));
+  }
+  std::vector<std::byte> digits;
+  for (char digit : std::string("123456789")) digits.push_back(static_cast<std::byte>(digit));
+  std::vector<std::pair<std::vector<std::byte>, uint32_t>> vectors{
+      {{}, 0}, {zeros, 0x8a9136aa}, {ones, 0x62a8ab43}, {up, 0x46dd794e}, {down, 0x113fdb5c}, {digits, 0xe3069283}};
+  for (const Crc32c& way : crc32c_ways()) {
+    CAPTURE(way.name);
+    for (const auto& [bytes, sum] : vectors) {
+      CHECK(way.bytes(bytes.data(), bytes.size(), 0) == sum);
+      for (size_t cut = 0; cut <= bytes.size(); ++cut) {
+        CHECK(way.bytes(bytes.data() + cut, bytes.size() - cut, way.bytes(bytes.data(), cut, 0)) == sum);
+      }
+    }
+  }
+}
+
+TEST_CASE("every way gives the same sums for any number of pages, at any address") {
+  REQUIRE(std::string(crc32c_ways().back().name) == "table");
+  const Crc32c& table = crc32c_ways().back();
+  constexpr size_t kPages = 9;
+  std::vector<std::byte> bytes = random_bytes((kPages + 1) * 4096, 7);
+  std::fill(bytes.begin(), bytes.begin() + 4096, std::byte{0});
+  for (const Crc32c& way : crc32c_ways()) {
+    CAPTURE(way.name);
+    for (size_t shift : {0, 1, 8, 4000}) {
+      for (size_t count = 0; count <= kPages; ++count) {
+        std::vector<uint32_t> sums(kPages + 1, 42);
+        way.pages(bytes.data() + shift, count, sums.data());
+        for (size_t i = 0; i < count; ++i) REQUIRE(sums[i] == table.bytes(bytes.data() + shift + i * 4096, 4096, 0));
+        REQUIRE(sums[count] == 42);
+      }
+    }
+  }
+  uint32_t sum = 0;
+  crc32c_pages(bytes.data(), 1, &sum);
+  CHECK(sum == 0x98f94189);  // of a page of zeros
+}
+
+TEST_CASE("every single bit of a page changes its sum") {
+  std::vector<std::byte> page = random_bytes(4096, 3);
+  for (const Crc32c& way : crc32c_ways()) {
+    CAPTURE(way.name);
+    uint32_t sound = 0;
+    way.pages(page.data(), 1, &sound);
+    for (size_t bit = 0; bit < 4096 * 8; ++bit) {
+      page[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
+      uint32_t sum = 0;
+      way.pages(page.data(), 1, &sum);
+      REQUIRE(sum != sound);
+      page[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
+    }
+  }
+}
+
+}  // namespace infinity::aio::testing

@@ -1,0 +1,33 @@
+// The fuzzers' programs with bytes by lot, for machines and minutes without a fuzzer; `make fuzz` lets coverage lead.
+#include <doctest/doctest.h>
+
+#include <random>
+#include <vector>
+
+#include "fuzz/programs.h"
+
+namespace infinity::aio::testing {
+namespace {
+
+template <typename Program>
+void run_by_lot(Program program, int times) {
+  for (int seed = 0; seed < times; ++seed) {
+    CAPTURE(seed);
+    std::mt19937 lots(static_cast<unsigned>(seed));
+    std::vector<uint8_t> bytes(lots() % 400);
+    for (uint8_t& each : bytes) each = static_cast<uint8_t>(lots());
+    program(bytes.data(), bytes.size());
+  }
+}
+
+}  // namespace
+
+TEST_CASE("programs of transfers by lot do what their model does") {
+  run_by_lot(fuzz_engine, 150);
+}
+
+TEST_CASE("stripes by lot lie where counting finds them") {
+  run_by_lot(fuzz_volume, 2000);
+}
+
+}  // namespace infinity::aio::testing
