@@ -309,6 +309,7 @@ class PagedModel:
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self._open_stager: Stager | None = stager
         self._torn: str | None = None
+        self._sealed: str | None = None
         self.way_back = ""
         """In words, what else than loading makes torn values whole again."""
         assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
@@ -344,6 +345,13 @@ class PagedModel:
         No update is left: what is set anew is not to be updated.
         """
         self._torn = self._torn or why
+        self.updates.clear()
+        for group in self.groups:
+            self.expect(group)
+
+    def seal(self, why: str) -> None:
+        """From now on nothing is written, whatever comes: it is not known which half a record speaks of."""
+        self._sealed = self._sealed or why
         self.updates.clear()
         for group in self.groups:
             self.expect(group)
@@ -385,11 +393,19 @@ class PagedModel:
     def check_whole(self) -> None:
         """Raise InfinityError when the values are torn (naming the failure; they may still be set, not used), or gone."""
         _ = self._stager
+        self._check_not_sealed()
         if self._torn is not None:
             raise InfinityError(
                 f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
                 f"{self._torn}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) "
                 "before going on"
+            )
+
+    def _check_not_sealed(self) -> None:
+        if self._sealed is not None:
+            raise InfinityError(
+                f"nothing is written any more since this failed: {self._sealed}; start again with resume=True to go on from "
+                "the last committed step"
             )
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
@@ -602,6 +618,7 @@ class PagedModel:
         if not sub.layout.nbytes:
             self._stager.release(sub.chunk, keep=False)
             return
+        self._check_not_sealed()
         half = sub.written_half
         sub.chunk.writes = _whole(sub, half)
         self._stager.write_back(sub.chunk)
@@ -616,6 +633,7 @@ class PagedModel:
 
     def _leave_committed(self, sub: PagedSubGroup) -> None:
         """Before a range of a sub-group is written: where its values are committed, copy them to the other half."""
+        self._check_not_sealed()
         if sub.current != sub.committed:
             return
         half = sub.written_half

@@ -27,6 +27,7 @@ import pytest
 import scene
 import torch
 import torch.distributed as dist
+from children import Nursery
 
 import infinity
 from infinity.runtime import checkpoint
@@ -297,40 +298,6 @@ def test_io_uring_refused_by_seccomp(nvme_path: Path, expected: list[str]) -> No
     assert losses_in(output) == expected[: scene.STEPS]
     assert "ready io_uring" not in output
     assert "io_uring is refused here" in output
-
-
-class Nursery:
-    """Trainings as processes that can be killed, without a start of Python for each."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "nursery.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def start(self, *arguments: str) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(arguments) + "\n")
-        self.process.stdin.flush()
-        return int(self.until("child")[-1].split()[1])
-
-    def until(self, *words: str) -> list[str]:
-        """The lines up to the one that begins with one of `words`."""
-        assert self.process.stdout is not None
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line.strip())
-            if line.split()[0] in words:
-                break
-        return lines
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
