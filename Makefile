@@ -13,11 +13,14 @@ PYTHON_NAMED := $(if $(filter file,$(origin PYTHON)),,--this-python)
 SETUP = @command -v "$(PYTHON)" >/dev/null || { echo "setup: error: no $(PYTHON) here: install Python 3.10 or newer," \
 	"or name one, as in PYTHON=python3.12 make setup" >&2; exit 1; }; "$(PYTHON)" tools/setup_venv.py $(PYTHON_NAMED)
 
+# One more than there are cores, as tests wait for drives and for each other; beyond four they would only take memory.
+TEST_PROCESSES = $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))
+
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev demo test torture fuzz test-deepspeed test-transformers test-lightning lint lint-style \
-	lint-layout lint-types lint-cxx format clean distclean
+.PHONY: help setup setup-test setup-dev demo test torture fuzz test-deepspeed test-transformers \
+	test-lightning test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -35,7 +38,7 @@ demo: setup ## train a language model whose weights rest on disk (ARGS="--help" 
 	$(VENV_PYTHON) examples/train_lm.py $(ARGS)
 
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
-	$(VENV_PYTHON) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+	$(VENV_PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
 		--no-loadscope-reorder $(ARGS)
 
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
@@ -45,8 +48,12 @@ torture: setup-test ## the fault campaigns with thousands of seeds; an hour or s
 fuzz: ## fuzz the C++ core with clang, each program for SECONDS=60
 	tools/fuzz.sh $(or $(SECONDS),60)
 
-test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own
-	tools/test_integration.sh $(@:test-%=%) $(ARGS)
+test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own on top of .venv
+	tools/test_integration.sh $(@:test-%=%) $(SHORT) $(ARGS)
+
+test-integrations: ## all of them, side by side, without what takes minutes
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going SHORT='-m "not long"' \
+		test-deepspeed test-transformers test-lightning
 
 lint: setup-dev ## ruff, mypy --strict, clang-format; changes nothing
 	@$(MAKE) --no-print-directory --keep-going lint-style lint-layout lint-types lint-cxx

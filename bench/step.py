@@ -3,6 +3,7 @@
     python bench/step.py --params 40M --rounds 5 --nvme-path /local_nvme
     python bench/step.py --params 200M --ways memory,forward,backward,step,step-full --deepspeed-python ../ds/bin/python
     python bench/step.py --params 200M --ways memory,backward,backward-cached --host-cache 2GiB
+    python bench/step.py --params 200M --ways backward,backward-durable,forward,forward-durable
 
 Every round steps the same model each way, one after the other, and measures the drive in between. Prints a table and, last, one
 JSON line; with --save the line is appended to bench/results/step.jsonl.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -32,12 +34,13 @@ from infinity.schedule.floor import step_floor_seconds  # noqa: E402
 from infinity.units import GIB, MIB, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")
+VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable")
 WAYS = (
     "memory",
-    *(update + variant for update in UPDATES for variant in ("", "-full", "-cached", "-spilled", "-unchecked")),
+    *(update + variant for update in UPDATES for variant in VARIANTS),
 )
-"""In memory, or with the update then; with masters in full; with --host-cache; with all gradients on NVMe; without
-checksums."""
+"""In memory, or with the update then; with masters in full; with --host-cache; with all gradients on NVMe; without checksums;
+with every step committed."""
 
 
 _ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
@@ -49,6 +52,7 @@ class Worker:
 
     def __init__(self, way: str, order: dict[str, Any], python: str) -> None:
         self.way = way
+        self._nvme_path = order["nvme_path"]
         environment = dict(os.environ)
         if order["mmap_threshold"] is not None:
             environment["MALLOC_MMAP_THRESHOLD_"] = str(order["mmap_threshold"])
@@ -74,6 +78,8 @@ class Worker:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        left = Path(self._nvme_path) / f"infinity-durable-bench-{self._process.pid}"
+        shutil.rmtree(left, ignore_errors=True)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -165,6 +171,9 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
         found[f"{name}_per_param"] = median(step[name] / numel for step in steps)
     if "memory" in rows[0]:
         found["over_memory"] = median(row[way]["seconds"] / row["memory"]["seconds"] for row in rows)
+    update, _, variant = way.partition("-")
+    if variant and update in rows[0]:
+        found[f"over_{update}"] = median(row[way]["seconds"] / row[update]["seconds"] for row in rows)
     if "deepspeed" in rows[0]:
         found["deepspeed_over_this"] = median(row["deepspeed"]["seconds"] / row[way]["seconds"] for row in rows)
     if (without := f"{way}-unchecked") in rows[0]:

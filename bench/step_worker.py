@@ -27,7 +27,8 @@ Step = Callable[[], dict[str, Any]]
 
 def infinity_way(order: dict[str, Any]) -> Step:
     """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
-    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no checksums."""
+    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no checksums, "-durable" commits
+    every step."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -48,6 +49,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
             "pinned_bytes_max": order["pinned_bytes_max"],
             **({} if held else {"update": update}),
             **_VARIANTS.get(variant, {}),
+            "run_name": f"bench-{os.getpid()}",  # the other side removes what it leaves
             **({"host_cache_bytes": order["host_cache"]} if variant == "cached" else {}),
         },
     }
@@ -85,6 +87,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"master_weights": "full"},
     "spilled": {"gradient_bytes_max": 0},
     "unchecked": {"checksums": False},
+    "durable": {"durability": "step"},
 }
 
 _COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")

@@ -56,7 +56,8 @@ def some_path(text: str) -> Path:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="Ctrl-C ends the run and gives the space on the drive back."
+        description=__doc__.split("\n\n")[0],
+        epilog="Ctrl-C ends the run; without --durability step that gives the space on the drive back.",
     )
     parser.add_argument(
         "--config",
@@ -535,7 +536,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         summary = run(args, console)
     except KeyboardInterrupt:
-        console.print("interrupted: the space on the drive is given back", style="yellow")
+        kept = args.durability == "step"
+        console.print(
+            f"interrupted: {'--resume goes on' if kept else 'the space on the drive is given back'}", style="yellow"
+        )
         return 130
     except infinity.InfinityError as error:
         print(f"train_lm: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from infinity import checkpointing, ops, zero
+    from infinity import checkpointing, ops, utils, zero
     from infinity.errors import (
         BudgetError,
         CheckpointError,
@@ -64,6 +64,7 @@ __all__ = [
     "initialize",
     "measure_drive",
     "ops",
+    "utils",
     "zero",
 ]
 
@@ -91,7 +92,12 @@ _NAMES_OF = {
     "infinity.store.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),
 }
-_MODULES = {"checkpointing": "infinity.checkpointing", "ops": "infinity.ops", "zero": "infinity.zero"}
+_MODULES = {
+    "checkpointing": "infinity.checkpointing",
+    "ops": "infinity.ops",
+    "utils": "infinity.utils",
+    "zero": "infinity.zero",
+}
 _ALIASES = {"DeepSpeedEngine": "Engine"}
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
 

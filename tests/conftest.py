@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import hypothesis
+import launch
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,8 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if for_gpu:
         import torch
 
-        if not torch.cuda.is_available():
-            for item in for_gpu:
+        rehearsed = ROOT / "tests" / "gpu" if os.environ.get("INFINITY_REHEARSE_GPU") else None
+        for item in for_gpu if not torch.cuda.is_available() else ():
+            if item.path.parent != rehearsed:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
@@ -77,7 +80,7 @@ ABORT_AT_EXIT = "terminate called without an active exception"
 2.13 alone, once in some hundred runs). It says nothing about the test, which runs once more then."""
 
 
-class Torchrun(Protocol):
+class Ranks(Protocol):
     def __call__(
         self,
         script: Path,
@@ -90,59 +93,72 @@ class Torchrun(Protocol):
 
 
 @pytest.fixture
-def torchrun() -> Torchrun:
-    """Runs a Python file as `ranks` ranks on this machine, one thread each, and returns its exit status and output
-    (stdout and stderr together, as `stdout`). Fails the test, with the output, when a rank fails (unless `check` is
+def torchrun() -> Ranks:
+    """Runs a Python file as `ranks` ranks on this machine under torchrun, one thread each, and returns its exit status and
+    output (stdout and stderr together, as `stdout`). Fails the test, with the output, when a rank fails (unless `check` is
     false) or when `timeout_seconds` have passed; no rank outlives the call."""
+    return partial(run_ranks, start_torchrun)
 
-    def launch(
-        script: Path,
-        *arguments: str,
-        ranks: int = 2,
-        timeout_seconds: float = 300,
-        environment: dict[str, str] | None = None,
-        check: bool = True,
-    ) -> subprocess.CompletedProcess[str]:
-        done = launch_once(script, *arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment)
-        if done.returncode != 0 and ABORT_AT_EXIT in done.stdout:
-            warnings.warn(f"{script.name}: a rank aborted at exit; run again", stacklevel=2)
-            done = launch_once(
-                script, *arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment
-            )
-        if check and done.returncode != 0:
-            pytest.fail(f"{script.name} on {ranks} ranks: exit status {done.returncode}\n{done.stdout}", pytrace=False)
-        return done
 
-    def launch_once(
-        script: Path, *arguments: str, ranks: int, timeout_seconds: float, environment: dict[str, str] | None
-    ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(script), *arguments]
-        launcher = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env={**os.environ, **RANK_ENVIRONMENT, **(environment or {})},
-            start_new_session=True,
-        )
-        in_time = True
-        try:
-            output, _ = launcher.communicate(timeout=timeout_seconds)
-        except subprocess.TimeoutExpired:
-            in_time = False
-            end(launcher)
-            output, _ = launcher.communicate()
-        finally:
-            end(launcher)
-        if not in_time:
-            text = f"{script.name} on {ranks} ranks: no end after {timeout_seconds:g} s\n{output}"
-            pytest.fail(text, pytrace=False)
-        return subprocess.CompletedProcess(command, launcher.returncode, output)
+@pytest.fixture
+def forked_ranks() -> Ranks:
+    """The same without torchrun, by ranks that have torch already (tests/launch.py): seconds of a core less a call."""
+    return partial(run_ranks, fork_ranks)
 
-    return launch
+
+def run_ranks(
+    once: Callable[..., tuple[int | None, str]],
+    script: Path,
+    *arguments: str,
+    ranks: int = 2,
+    timeout_seconds: float = 300,
+    environment: dict[str, str] | None = None,
+    check: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    where = f"{script.name} on {ranks} ranks"
+    variables = {**os.environ, **RANK_ENVIRONMENT, **(environment or {})}
+    status, output = once(script, arguments, ranks, variables, timeout_seconds)
+    if status and ABORT_AT_EXIT in output:
+        warnings.warn(f"{where}: a rank aborted at exit; run again", stacklevel=2)
+        status, output = once(script, arguments, ranks, variables, timeout_seconds)
+    if status is None:
+        pytest.fail(f"{where}: no end after {timeout_seconds:g} s\n{output}", pytrace=False)
+    if check and status != 0:
+        pytest.fail(f"{where}: exit status {status}\n{output}", pytrace=False)
+    return subprocess.CompletedProcess([str(script), *arguments], status, output)
+
+
+def fork_ranks(
+    script: Path, arguments: tuple[str, ...], count: int, environment: dict[str, str], timeout_seconds: float
+) -> tuple[int | None, str]:
+    return launch.ranks(script, *arguments, count=count, environment=environment, timeout_seconds=timeout_seconds)
+
+
+def start_torchrun(
+    script: Path, arguments: tuple[str, ...], count: int, environment: dict[str, str], timeout_seconds: float
+) -> tuple[int | None, str]:
+    """Its exit status, None where it had to be ended, and the output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    launcher = subprocess.Popen(
+        [*command, str(script), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    )
+    in_time = True
+    try:
+        output, _ = launcher.communicate(timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        in_time = False
+        end(launcher)
+        output, _ = launcher.communicate()
+    finally:
+        end(launcher)
+    return launcher.returncode if in_time else None, output
 
 
 def end(launcher: subprocess.Popen[str]) -> None:

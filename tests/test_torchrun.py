@@ -1,4 +1,4 @@
-"""The launcher for several ranks: what is left of a rank that dies."""
+"""The launchers for several ranks: what is left of a rank that dies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.mark.slow
-def test_a_rank_that_crashes_says_where(torchrun, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("launcher", ["torchrun", "forked_ranks"])
+def test_a_rank_that_crashes_says_where(launcher: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     script = tmp_path / "crash.py"
     script.write_text(SCRIPT)
-    done = torchrun(script, ranks=2, check=False)
+    done = request.getfixturevalue(launcher)(script, ranks=2, check=False)
     assert done.returncode != 0
     assert "Segmentation fault" in done.stdout
     assert "where_it_was" in done.stdout

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests one integration in an environment of its own: .venv-NAME, made where it isn't there, with the newest versions that
-# pyproject.toml allows. The extension is the one that `make setup` has built.
+# pyproject.toml allows. It stands on .venv, which brings infinity, torch and pytest; only what NAME needs is installed.
 #
 #   tools/test_integration.sh deepspeed|transformers|lightning [pytest arguments]
 set -euo pipefail
@@ -15,22 +15,43 @@ case $name in
         ;;
 esac
 
-python=.venv-$name/bin/python
-make --no-print-directory setup
-if [[ ! -e .venv-$name/.complete ]]; then
+make_venv() {
+    echo "test_integration: making .venv-$name: $name, on top of .venv"
     rm -rf ".venv-$name"
-    .venv/bin/python -m venv ".venv-$name"
-    # The same build of torch as .venv's; `+cpu` is a build that only its own index, or a wheel at hand, has.
+    local sight=()
+    grep -qi 'system-site-packages *= *true' .venv/pyvenv.cfg && sight=(--system-site-packages)
+    .venv/bin/python -m venv --without-pip "${sight[@]}" ".venv-$name"
+    local own below
+    own=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    below=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "import site; site.addsitedir('$below')" >"$own/infinity-below.pth"
+    # `+cpu` is a build of torch that only its own index, or a wheel at hand, has; the one of .venv has to stay.
+    local torch
     torch=$(.venv/bin/python -c 'import importlib.metadata; print(importlib.metadata.version("torch"))')
-    index=()
-    [[ $torch == *+cpu ]] && index=(--extra-index-url https://download.pytorch.org/whl/cpu)
-    "$python" -m pip install --quiet "${index[@]}" "torch==$torch" "setuptools>=77" "pybind11>=2.13"
-    "$python" -m pip install --quiet pytest pytest-timeout hypothesis
-    "$python" -m pip install --quiet --no-build-isolation --editable ".[$name]"
+    echo "torch==$torch" >".venv-$name/constraints.txt"
+    local wanted
+    mapfile -t wanted < <("$python" - "$name" <<'PYTHON'
+import importlib.metadata, re, sys
+for line in importlib.metadata.requires("infinity-offload"):
+    requirement, _, condition = line.partition(";")
+    if re.search(rf"extra == .{sys.argv[1]}.$", condition.strip()):
+        print(requirement.strip())
+PYTHON
+)
+    # An index that doesn't answer is a failure, and soon.
+    "$python" -m pip install --quiet --no-compile --no-build-isolation --retries 1 --timeout 30 \
+        --constraint ".venv-$name/constraints.txt" "${wanted[@]}"
     touch ".venv-$name/.complete"
-fi
+}
+
+python=.venv-$name/bin/python
+export PYTHONDONTWRITEBYTECODE= # what is imported is compiled once, at its first import
+make --no-print-directory setup-test
+[[ -e .venv-$name/.complete ]] || make_venv
 if [[ $name == deepspeed ]]; then
     export DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv-$name/extensions}
+    rm -f "$PWD/.venv-$name/extensions"/*/lock # of a build that was killed: torch would wait for it for ever
     export PATH=$PWD/.venv-$name/bin:$PATH # ninja, with which DeepSpeed compiles, and its commands
 fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the models are tiny, and other jobs may run beside this one
 exec "$python" -m pytest "tests/integrations/test_$name.py" "$@"

@@ -2,7 +2,7 @@
 
 from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, page_checksums, probe
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request
-from infinity.aio.pool import Lease, PinnedPool
+from infinity.aio.pool import Lease, PinnedPool, PoolPart
 from infinity.aio.settings import IoSettings
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Lease",
     "PinnedPool",
     "PinnedSlab",
+    "PoolPart",
     "Priority",
     "Request",
     "StripedFile",

@@ -71,7 +71,7 @@ class FreeRanges:
 class Lease:
     """Temporary ownership of pinned bytes. It comes back exactly once: `give_back()` or the end of a `with` block."""
 
-    def __init__(self, pool: PinnedPool, offset: int, nbytes: int) -> None:
+    def __init__(self, pool: PinnedPool | PoolPart, offset: int, nbytes: int) -> None:
         self._pool = pool
         self.offset = offset
         self.nbytes = nbytes
@@ -166,3 +166,34 @@ class PinnedPool:
 
     def _return(self, lease: Lease) -> None:
         self._ranges.put(lease.offset, lease.nbytes)
+
+
+class PoolPart:
+    """A lease of a pool, lent out in smaller leases: the budget of one user, whom nobody else's leases can get in the way of.
+
+    The lease stays its owner's, who gives it back when all smaller ones are back.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.bytes: torch.Tensor = lease._pool.bytes
+        self._ranges = FreeRanges(lease.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The budget (bytes)."""
+        return self._ranges.nbytes
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes on lease now."""
+        return self._ranges.nbytes - self._ranges.free_bytes
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        """As `PinnedPool.try_lease`."""
+        size = align_up(max(nbytes, 1))
+        offset = self._ranges.take(size)
+        return None if offset is None else Lease(self, self.lease.offset + offset, size)
+
+    def _return(self, lease: Lease) -> None:
+        self._ranges.put(lease.offset - self.lease.offset, lease.nbytes)

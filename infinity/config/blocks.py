@@ -76,6 +76,11 @@ class AioConfig(Block):
     intra_op_parallelism: Positive = Field(
         default=1, description="I/O threads; another name for `infinity.rings`, and the larger of the two is used."
     )
+    use_gds: Flag = Field(
+        default=False,
+        description="Whether transfers should go between the drives and the GPU directly (GPUDirect Storage). They go "
+        "through pinned memory all the same; a note says what is missing.",
+    )
 
     units: ClassVar[Mapping[str, str]] = {
         "block_size": "bytes",
@@ -85,8 +90,9 @@ class AioConfig(Block):
     differs: ClassVar[Mapping[str, str]] = {
         "block_size": "1 MiB unless set.",
         "queue_depth": "8 unless set.",
+        "use_gds": "Acted on where there is a driver for it.",
     }
-    ignored_keys = names_of("single_submit overlap_events use_gds")
+    ignored_keys = names_of("single_submit overlap_events")
     old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
 
 
@@ -108,7 +114,8 @@ class OffloadParamConfig(Block):
     )
     pin_memory: Flag = Field(
         default=True,
-        description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
+        description="Whether host memory that a GPU copies from and to is registered with it, so that copies run beside "
+        "what it computes: FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme.",
     )
 
     units: ClassVar[Mapping[str, str]] = {
@@ -134,7 +141,8 @@ class OffloadOptimizerConfig(Block):
     )
     pin_memory: Flag = Field(
         default=True,
-        description="Page-locked host memory when `device` is cpu. With nvme all transfers are pinned anyway.",
+        description="Whether host memory that a GPU copies from and to is registered with it, so that copies run beside "
+        "what it computes: FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme.",
     )
 
     ratio: Share = Field(
@@ -187,11 +195,14 @@ class ZeroConfig(Block):
         "in backward the next group unless it is 0; auto is that one alone.",
     )
     stage3_param_persistence_threshold: Count = Field(
-        default=100_000, description="Parameters of fewer elements stay gathered. auto is 10 · hidden size."
+        default=100_000,
+        description="Parameters of fewer elements keep their 16-bit copy in host memory where the others' are on NVMe. "
+        "auto is 10 · hidden size.",
     )
     stage3_model_persistence_threshold: Count = Field(
         default=sys.maxsize,
-        description="Accepted, without effect yet: an upper bound on the elements that stay gathered because they are small.",
+        description="An upper bound on the elements of all parameters that stay because they are small: the first in the "
+        "model's order that fit.",
     )
     stage3_max_live_parameters: AutoCount = Field(
         default="auto",
@@ -211,11 +222,13 @@ class ZeroConfig(Block):
         "`Engine.save_16bit_model` writes them without that, whatever is set here.",
     )
     stage3_module_granularity_threshold: Count = Field(
-        default=0, description="Accepted, without effect: what is gathered together is said by `infinity.wrap`."
+        default=0,
+        description="Modules with at most this many elements per submodule (itself counted) are gathered as one, the "
+        "outermost such; 0 is none. For `infinity.wrap` auto: class names in it say themselves what is a group.",
     )
     reduce_bucket_size: Positive = Field(
         default=500_000_000,
-        description="Elements reduced at one time, as an upper bound: FSDP2 reduces one group at a time. auto is "
+        description="Accepted, without effect: gradients are reduced group by group, as `infinity.wrap` makes them. auto is "
         "hidden size².",
     )
     mics_shard_size: Annotated[int, SIZE_OR_ALL] = Field(
@@ -245,10 +258,9 @@ class ZeroConfig(Block):
         "stage": "0 shards nothing, 1 the optimizer's state alone; the same numbers in more memory.",
         "sub_group_size": "1e9 unless set.",
         "stage3_prefetch_bucket_size": "5e7 unless set, auto is 0.9 · hidden size²: less than a group here.",
-        "stage3_model_persistence_threshold": "Acted on.",
+        "stage3_param_persistence_threshold": "They stay gathered on the device.",
         "stage3_max_live_parameters": "1e9 unless set, and for prefetching only; here it always holds.",
         "stage3_max_reuse_distance": "1e9 unless set, which keeps most models gathered.",
-        "stage3_module_granularity_threshold": "Modules with fewer elements per submodule are fetched as one.",
         "reduce_bucket_size": "Elements reduced at one time.",
         "mics_shard_size": "Needs mics.MiCS_Init around the model; here the key is enough.",
         "zero_hpz_partition_size": "The same, with NVMe too.",
@@ -333,12 +345,10 @@ class ActivationCheckpointingConfig(Block):
 
     cpu_checkpointing: Flag = Field(
         default=False,
-        description="Accepted, without effect yet: keep saved activations in host memory between forward and backward.",
+        description="Keep what checkpointed parts save, their inputs, in host memory from forward to backward: as "
+        "`infinity.offload_activations` with device cpu, which moves what other parts save too.",
     )
 
-    differs: ClassVar[Mapping[str, str]] = {
-        "cpu_checkpointing": "Acted on.",
-    }
     ignored_keys = names_of(
         """
         contiguous_memory_optimization number_checkpoints partition_activations profile
@@ -350,7 +360,10 @@ class ActivationCheckpointingConfig(Block):
 class FlopsProfilerConfig(Block):
     """A count of floating-point operations at one step."""
 
-    enabled: Flag = Field(default=False, description="Accepted, without effect yet: whether to count.")
+    enabled: Flag = Field(
+        default=False,
+        description="Accepted, without effect: `torch.utils.flop_counter.FlopCounterMode` around a forward counts.",
+    )
     profile_step: Positive = Field(default=1, description="The step that is counted.")
     module_depth: Annotated[int, DEPTH] = Field(
         default=-1, description="Depth of nested modules to report; -1 is the innermost."
@@ -371,8 +384,40 @@ class FlopsProfilerConfig(Block):
     }
 
 
+class OffloadActivationsConfig(Block):
+    """Where activations that a forward saves are kept until their backward. Large tensors move, parameters never."""
+
+    device: Annotated[Device, choice(Device)] = Field(
+        default="none",
+        description="none leaves them on the device that computes; cpu is host memory, nvme the drives on which parameters "
+        "or optimizer state rest.",
+    )
+    bytes_min: Annotated[int, CACHE_BYTES] = Field(
+        default=1 << 20, description="Tensors of fewer bytes stay on the device."
+    )
+    host_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
+        default="auto",
+        description="With device cpu: at most so many bytes of host memory; the rest stays on the device. auto is no bound.",
+    )
+    buffer_bytes: Annotated[int, BUDGET_BYTES] = Field(
+        default=256 << 20,
+        description="With device nvme: pinned memory through which they pass, counted in `pinned_bytes_max`. A tensor larger "
+        "than a quarter of it stays on the device.",
+    )
+
+    units: ClassVar[Mapping[str, str]] = {
+        "bytes_min": "bytes",
+        "host_bytes_max": "bytes",
+        "buffer_bytes": "bytes",
+    }
+
+
 class InfinityConfig(Block):
     """What only infinity knows."""
+
+    offload_activations: OffloadActivationsConfig = Field(
+        default=OffloadActivationsConfig(), description="Where saved activations are kept from forward to backward."
+    )
 
     pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = Field(
         default="auto", description="Pinned host memory of this process, in bytes; every transfer goes through it."

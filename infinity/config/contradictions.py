@@ -38,6 +38,7 @@ def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]
             'infinity.checkpoint_format: got "arena" while nothing rests on NVMe, where its bytes would come from; set '
             "zero_optimization.offload_param.device or offload_optimizer.device to nvme, or leave it out"
         )
+    yield from _find_activation_contradictions(config)
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 
@@ -68,6 +69,21 @@ def _find_durability_contradictions(config: TopLevel) -> Iterator[str]:
             f'{path}: got "step" with zero_optimization.offload_optimizer.ratio {offload.ratio:g}, which keeps the rest in '
             "host memory; set it to 1"
         )
+
+
+def _find_activation_contradictions(config: TopLevel) -> Iterator[str]:
+    path = "infinity.offload_activations.device"
+    if config.infinity.offload_activations.device != "nvme":
+        return
+    if not config.nvme_paths:
+        yield (
+            f'{path}: got "nvme" while nothing rests on NVMe, so there are no drives to keep activations on; set '
+            "zero_optimization.offload_param or offload_optimizer to nvme, or this to cpu"
+        )
+    if config.activation_checkpointing.cpu_checkpointing:
+        yield f'{path}: got "nvme" with activation_checkpointing.cpu_checkpointing, which is cpu; set one of the two'
+    if config.infinity.durability == "step":
+        yield f'{path}: got "nvme" with infinity.durability "step", whose files hold nothing but what is committed; use cpu'
 
 
 def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:

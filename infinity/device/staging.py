@@ -1,7 +1,7 @@
-"""Floor 2. From pinned host memory to the device that computes.
+"""Floor 2. From pinned host memory to the device that computes, and back: what any device promises, and the CPU.
 
-On a CPU the staged bytes are used where they lie. On CUDA they are copied, and the host bytes are free when the copy's
-event has fired, not when the call returns. Runs on the training thread.
+On a CPU the staged bytes are used where they lie. A device with memory of its own gets copies: see streams.py. Called by the
+training thread, which in a backward on CUDA is autograd's.
 """
 
 from __future__ import annotations
@@ -14,31 +14,49 @@ from infinity.aio import PinnedSlab
 
 
 class Landing(Protocol):
-    """Says when host bytes that were handed to the device may be reused."""
+    """Says when bytes that a copy reads or writes in host memory may be touched."""
 
     def done(self) -> bool:
-        """Whether the device has taken all of them over; never blocks."""
+        """Whether the copy has ended; never blocks."""
 
     def wait(self) -> None:
         """Block until it has."""
+
+
+class Incoming(Protocol):
+    """Bytes on their way to the device. Whoever drops it before `hand_over` wants them no more."""
+
+    landing: Landing
+    """Fires when the host bytes may be reused."""
+
+    def hand_over(self) -> torch.Tensor:
+        """All of them on the device (1-D): whatever the current stream does from now on comes after their arrival."""
 
 
 class Device(Protocol):
     """What the swap floor needs from the device."""
 
     torch_device: torch.device
+    copies: bool
+    """Whether it has memory of its own, so that bytes are copied to it and back."""
 
     def register(self, slab: PinnedSlab) -> str | None:
         """Make the slab known to the device's copy engine; in words why that was refused, or None."""
 
     def unregister(self, slab: PinnedSlab) -> None:
-        """Undo `register`, before the slab is unmapped. Every copy from it has landed."""
+        """Undo `register`, before the slab is unmapped. Every copy from or to it has landed."""
 
-    def take(self, staged: torch.Tensor) -> torch.Tensor:
-        """`staged` on the device, ordered before whatever the current stream does next."""
+    def start_take(self, staged: torch.Tensor) -> Incoming:
+        """Begin to copy `staged` (1-D, host memory) to the device, whatever that computes meanwhile."""
 
     def landing(self) -> Landing:
         """Fires when everything taken so far has landed."""
+
+    def start_give(self, found: torch.Tensor, into: torch.Tensor) -> Landing:
+        """Begin to copy `found`, as the current stream leaves it, `into` host memory of the same shape and dtype.
+
+        `found` may be forgotten at once; nobody may look into `into` before the landing fired.
+        """
 
 
 class _Landed:
@@ -49,10 +67,20 @@ class _Landed:
         pass
 
 
+class _InPlace:
+    def __init__(self, staged: torch.Tensor) -> None:
+        self.landing: Landing = _Landed()
+        self._staged = staged
+
+    def hand_over(self) -> torch.Tensor:
+        return self._staged
+
+
 class CpuDevice:
     """Compute reads the staged bytes in place; every use of them is over when the call that used them returns."""
 
     torch_device = torch.device("cpu")
+    copies = False
 
     def register(self, slab: PinnedSlab) -> str | None:
         return None
@@ -60,52 +88,12 @@ class CpuDevice:
     def unregister(self, slab: PinnedSlab) -> None:
         pass
 
-    def take(self, staged: torch.Tensor) -> torch.Tensor:
-        return staged
+    def start_take(self, staged: torch.Tensor) -> Incoming:
+        return _InPlace(staged)
 
     def landing(self) -> Landing:
         return _Landed()
 
-
-class _EventLanding:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-class CudaDevice:
-    """Copies on the current stream, asynchronously where the slab could be registered with CUDA."""
-
-    def __init__(self, torch_device: torch.device) -> None:
-        self.torch_device = torch_device
-        self._registered: set[int] = set()  # addresses
-
-    def register(self, slab: PinnedSlab) -> str | None:
-        status = torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 1)
-        if int(status) != 0:
-            return f"cudaHostRegister refused the pinned pool ({status}): copies to the GPU are synchronous"
-        self._registered.add(slab.address)
-        return None
-
-    def unregister(self, slab: PinnedSlab) -> None:
-        if slab.address in self._registered:
-            self._registered.remove(slab.address)
-            torch.cuda.cudart().cudaHostUnregister(slab.address)
-
-    def take(self, staged: torch.Tensor) -> torch.Tensor:
-        return staged.to(self.torch_device, non_blocking=True)
-
-    def landing(self) -> Landing:
-        event = torch.cuda.Event()
-        event.record()
-        return _EventLanding(event)
-
-
-def device_for(torch_device: torch.device) -> Device:
-    """The Device of `torch_device`: CUDA, or the CPU."""
-    return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()
+    def start_give(self, found: torch.Tensor, into: torch.Tensor) -> Landing:
+        into.copy_(found)
+        return _Landed()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import Config
-from infinity.errors import CheckpointError, ConfigError, StoreError
+from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError
 from infinity.runtime.rest import decode, encode
 from infinity.store import DurableRun
 from infinity.store.commit import Commit, Record, bits
@@ -80,16 +80,27 @@ class Commits:
             return
         pending, self._pending = self._pending, None
         with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
-            try:
-                with together():
-                    commit = self._write(pending)
-            except BaseException:
-                self._leave_one_record(self._run.sequence)
-                raise
-            # All ranks have it: what the one before it speaks of may be written over.
-            self._leave_one_record(commit.sequence)
+            self._leave_one_record(self._write_together(pending).sequence)
         self._swap.paged.mark_committed()
         self._note_way_back(pending.step)
+
+    def _write_together(self, pending: _Pending) -> Commit:
+        """On return all ranks have their records, so that what those before speak of may be written over.
+
+        Where one couldn't make its own, all hear of it, and none keeps it. Where it can't be heard what the others did, because
+        one of them died, they may be past this point already: then both records stay, and nothing is written any more.
+        """
+        commit = None
+        try:
+            with together():
+                commit = self._write(pending)
+        except BaseException as error:
+            if commit is None or isinstance(error, InfinityError):
+                self._leave_one_record(self._run.sequence)
+            else:
+                self._swap.paged.seal(f"the commit of step {pending.step} ({error or type(error).__name__})")
+            raise
+        return commit
 
     def _leave_one_record(self, sequence: int) -> None:
         """Remove the record before this one, or one after it that not all ranks could make."""
@@ -97,10 +108,8 @@ class Commits:
             self._run.leave_one(sequence)
         except OSError as error:  # what is written next could be what a record speaks of
             why = f"removing an old record from {self._run.folders[0].path} ({error.strerror})"
-            self._swap.paged.tear(why)
-            raise StoreError(
-                error.errno or 0, f"{why} failed: nothing is written any more, start again with resume=True"
-            ) from None
+            self._swap.paged.seal(why)
+            raise StoreError(error.errno or 0, f"{why} failed: nothing is written any more, start again") from None
 
     def _write(self, pending: _Pending) -> Commit:
         paged = self._swap.paged
@@ -135,13 +144,15 @@ def open_run(config: Config, *, resume: bool) -> DurableRun | None:
     have, and StoreError where a live process has the files; on all ranks when on one.
     """
     own = config.infinity
-    with together():
-        if own.durability == "none":
-            if resume:
-                raise ConfigError('resume=True needs infinity.durability "step": without it nothing of a run stays')
-            return None
-        run = DurableRun(config.nvme_paths, own.run_name, dist.get_rank())
+    run: DurableRun | None = None
     try:
+        with together():
+            if own.durability == "step":
+                run = DurableRun(config.nvme_paths, own.run_name, dist.get_rank())
+            elif resume:
+                raise ConfigError('resume=True needs infinity.durability "step": without it nothing of a run stays')
+        if run is None:
+            return None
         sequence, launch = _agree(run, resume)
         with together():
             if sequence is None:
@@ -149,7 +160,8 @@ def open_run(config: Config, *, resume: bool) -> DurableRun | None:
             else:
                 run.go_on(sequence, launch)
     except BaseException:
-        run.close()
+        if run is not None:
+            run.close()
         raise
     if dist.get_rank() == 0 and resume:
         step = run.resumed.commit.step if run.resumed is not None else None

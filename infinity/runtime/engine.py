@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -31,6 +32,7 @@ from infinity.runtime.stored_arena import is_arena_checkpoint
 from infinity.runtime.wall_clock import WallClock, timed
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats, TraceSummary
+from infinity.swap.activations import Activations
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
@@ -68,6 +70,7 @@ class Engine:
         config: Config,
         swap: SwapManager | None,
         live: LiveParameters | None,
+        activations: Activations | None,
         commits: Commits | None,
         compute_dtype: torch.dtype,
         on_close: Callable[[], None],
@@ -78,6 +81,8 @@ class Engine:
         self.training_dataloader = training_dataloader
         self.config = config
         self.swap = swap
+        self.activations = activations
+        """What keeps saved activations elsewhere until their backward; None where they stay."""
         self.live = live
         """What stays gathered between uses, and what is gathered ahead; None below stage 3."""
         self.client_state: dict[str, Any] = {}
@@ -101,7 +106,7 @@ class Engine:
         self._loss_scale = make_loss_scale(config.fp16)
         self._on_close = on_close
         self._boundary: bool | None = None
-        self._grad_norm: float | None = None
+        self._grad_norm: float | torch.Tensor | None = None
         self._applied = False
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
@@ -120,8 +125,10 @@ class Engine:
 
     @timed("fwd")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        return self.module(*args, **kwargs)
+        """Run the model. With gradients, what it saves for the backward goes where the config keeps activations."""
+        saves = self.activations is not None and torch.is_grad_enabled()
+        with self.activations.saving() if saves and self.activations is not None else contextlib.nullcontext():
+            return self.module(*args, **kwargs)
 
     @timed("bwd")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -304,6 +311,8 @@ class Engine:
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the whole gradient at the last step, before clipping (inf or NaN: it was skipped); None before the first."""
+        if isinstance(self._grad_norm, torch.Tensor):
+            self._grad_norm = float(self._grad_norm)
         return self._grad_norm
 
     @property
@@ -516,6 +525,13 @@ class Engine:
 
     def _close(self) -> None:
         try:
+            if self.activations is not None:
+                self.activations.close()
+        finally:
+            self._close_rest()
+
+    def _close_rest(self) -> None:
+        try:
             if self.swap is not None:
                 self.swap.close()
         finally:
@@ -682,27 +698,33 @@ class Engine:
                         if group["amsgrad"]:
                             self.optimizer.state[parameter]["max_exp_avg_sq"] = torch.zeros_like(parameter.data)
 
-    def _gradient_factor(self) -> torch.Tensor | None:
+    def _gradient_factor(self) -> float | torch.Tensor | None:
         """What gradients are multiplied by before the step, to undo the loss scale and to clip; None where it must be skipped.
 
-        Notes their norm over all ranks, taken of them as they are.
+        Notes their norm over all ranks, taken of them as they are. The host waits for the device once, and only where it has to
+        know: whether gradients overflowed, or by what a paged optimizer, which runs on the host, clips.
         """
-        norm = self._scaled_norm()
-        factor = torch.tensor(1.0 / self.cur_scale, device=norm.device)
-        norm = norm * factor
-        self._grad_norm = float(norm)
-        if self.config.fp16.enabled and self._overflowed(norm):
-            return None
-        if self.config.gradient_clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
-            factor = torch.clamp(self.config.gradient_clipping / (norm + 1e-6), max=1.0) * factor
+        unscale = float(torch.tensor(1.0 / self.cur_scale))  # as a tensor of fp32 has it
+        norm = self._scaled_norm() * unscale
+        self._grad_norm = norm
+        clipping = self.config.gradient_clipping
+        factor: float | torch.Tensor = unscale
+        if clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
+            factor = torch.clamp(clipping / (norm + 1e-6), max=1.0) * unscale
+        if self.config.fp16.enabled or (isinstance(factor, torch.Tensor) and isinstance(self.optimizer, PagedAdam)):
+            known, factor = torch.stack([norm, torch.as_tensor(factor, device=norm.device)]).tolist()
+            self._grad_norm = known
+            if self.config.fp16.enabled and self._overflowed(known):
+                return None
         return factor
 
-    def _step_optimizer(self, factor: torch.Tensor) -> None:
+    def _step_optimizer(self, factor: float | torch.Tensor) -> None:
         """Step with the gradients multiplied by `factor`: on their way into the update where the optimizer is paged."""
         if isinstance(self.optimizer, PagedAdam):
-            self.optimizer.step(grad_scale=float(factor))
+            assert isinstance(factor, float)
+            self.optimizer.step(grad_scale=factor)
             return
-        if float(factor) != 1.0:
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
             torch._foreach_mul_([_local_of(p.grad) for p in self.module.parameters() if p.grad is not None], factor)
         self.optimizer.step()
 
@@ -720,9 +742,9 @@ class Engine:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0)  # as torch.nn.utils.get_total_norm computes it
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _overflowed(self, norm: torch.Tensor) -> bool:
+    def _overflowed(self, norm: float) -> bool:
         """Whether the step must be skipped; the loss scale hears of it, and so do those who ask the optimizer."""
-        overflow = not math.isfinite(float(norm))
+        overflow = not math.isfinite(norm)
         told = self._loss_scale.update(overflow=overflow)
         if told and dist.get_rank() == 0:
             log.warning(told)

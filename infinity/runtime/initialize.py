@@ -33,11 +33,13 @@ from infinity.runtime.materialize import (
 )
 from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
 from infinity.runtime.process_group import ensure_process_group
+from infinity.runtime.saved import make_activations
 from infinity.runtime.storage import choose_storage
 from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import STATE_BYTES, choose_update
 from infinity.store import DurableRun
 from infinity.swap import SwapManager
+from infinity.swap.activations import Activations
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.names import parameter_names
 from infinity.swap.plan import Placing
@@ -116,7 +118,7 @@ def initialize(
         if run is not None:
             undo.callback(run.close)
         resumed = run.resumed if run is not None else None
-        swap, live = _shard_and_page(model, settled, run, undo)
+        swap, live, activations = _shard_and_page(model, settled, run, undo)
         remember_sharded(model)
         with together():
             outside = outside_of(resumed) if resumed is not None else None
@@ -134,6 +136,7 @@ def initialize(
             config=settled,
             swap=swap,
             live=live,
+            activations=activations,
             commits=Commits(run, swap) if run is not None and swap is not None else None,
             compute_dtype=_compute_dtype(settled),
             on_close=close_group,
@@ -188,17 +191,14 @@ def _report_ignored(config: Config) -> None:
     if config.ignored:
         log.info("config keys without meaning here: %s", ", ".join(config.ignored))
     if later := _set_but_not_acted_on(config):
-        log.info("config keys that are not acted on yet: %s", ", ".join(later))
+        log.info("config keys that are not acted on: %s", ", ".join(later))
 
 
 _NOT_YET = {
-    "zero_optimization.stage3_model_persistence_threshold",
-    "zero_optimization.stage3_module_granularity_threshold",
     "zero_optimization.reduce_bucket_size",
-    "activation_checkpointing.cpu_checkpointing",
     "flops_profiler.enabled",
 }
-"""Keys that will mean something here, and don't yet."""
+"""Keys with a meaning that is not carried out here; docs/config.md says why."""
 
 
 def _set_but_not_acted_on(config: Config) -> list[str]:
@@ -215,7 +215,7 @@ def _set_but_not_acted_on(config: Config) -> list[str]:
 
 def _shard_and_page(
     model: nn.Module, config: Config, run: DurableRun | None, undo: ExitStack
-) -> tuple[SwapManager | None, LiveParameters | None]:
+) -> tuple[SwapManager | None, LiveParameters | None, Activations | None]:
     """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
     What can be known to be too small is refused before the model is sharded, which can't be undone.
@@ -240,11 +240,15 @@ def _shard_and_page(
             second_sharding=_secondary_ranks(config) is not None,
         )
         notes += live.notes
-    notes += _notes_on(config, mesh)
+        if swap is not None and swap.device_ahead is not None:
+            ahead = swap.device_ahead
+            ahead.bytes_max = min(ahead.bytes_max, live.spare_numel * _compute_dtype(config).itemsize)
+    activations, said = make_activations(config, swap, _torch_device())
+    notes += [*said, *_notes_on(config, mesh)]
     if dist.get_rank() == 0:
         for note in notes:
             log.info(note)
-    return swap, live
+    return swap, live, activations
 
 
 def _make_mesh(zero: ZeroConfig) -> DeviceMesh:
@@ -257,6 +261,10 @@ def _make_mesh(zero: ZeroConfig) -> DeviceMesh:
 
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _torch_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _secondary_ranks(config: Config) -> int | None:
@@ -302,6 +310,7 @@ def _page(
     placing = Placing(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
         resident_numel_below=zero.stage3_param_persistence_threshold,
+        resident_small_numel_max=zero.stage3_model_persistence_threshold,
         resident_numel_max=zero.offload_param.max_in_cpu,
         cache_bytes=_cache_bytes(config, model, mesh),
         update=choose_update(
@@ -315,6 +324,7 @@ def _page(
         hold_state=not nvme_state,
         gradient_dtype=_gradient_dtype(config),
         gradient_bytes_max=None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
+        activation_bytes=own.offload_activations.buffer_bytes if own.offload_activations.device == "nvme" else 0,
     )
     with together():
         storage = choose_storage(config)
@@ -324,6 +334,7 @@ def _page(
             io=storage.io,
             bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
+            pin_memory=_pins(zero),
             checksums=own.checksums,
             run=run,
         )
@@ -334,6 +345,11 @@ def _page(
     swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **asdict(placing))
     notes += [*storage.notes, *swap.notes]
     return swap
+
+
+def _pins(zero: ZeroConfig) -> bool:
+    """Whether nothing that rests on NVMe was asked not to pass through memory that is pinned for the GPU."""
+    return all(block.pin_memory for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme")
 
 
 def _gradient_dtype(config: Config) -> torch.dtype:
@@ -407,7 +423,7 @@ def _give_values(
         blank = {shard.name for shard in paged.shards if not shard.filled}
     else:
         blank = meta_parameters(model)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = _torch_device()
     if swap is None and blank:
         _allocate(model, device)
     if outside is not None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from infinity.config import ZeroConfig
 from infinity.errors import ConfigError
-from infinity.runtime.wrap import largest_part, modules_to_wrap
+from infinity.runtime.wrap import gather_small_as_one, largest_part, modules_to_wrap
 from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live
 from infinity.swap.fsdp2 import in_backward, outlined_groups
 from infinity.swap.names import clean_name
@@ -77,6 +77,8 @@ def choose_wrap(
     config names the classes itself or no finer ones would do.
     """
     wrap = modules_to_wrap(model, classes)
+    if classes is None and zero.stage3_module_granularity_threshold:
+        wrap = gather_small_as_one(wrap, model, zero.stage3_module_granularity_threshold)
     outline = Outline.of(model, wrap)
     bound = zero.stage3_max_live_parameters
     if zero.stage < 3 or bound == "auto" or least_live(outline.groups, outline.order)[0] <= bound:
@@ -134,6 +136,12 @@ class LiveParameters:
         return {name: self.plan.gathers(group, micro_batches=self._micro_batches) for group, name in enumerate(names)}
 
     @property
+    def spare_numel(self) -> int:
+        """Elements that may lie on the device beside what is gathered: what the bound leaves. On one rank FSDP2 gathers nothing
+        ahead, whatever the plan allows."""
+        return self._live_numel_max - (self.plan if self._holds_ahead else self._make_plan(ahead=False)).peak_numel
+
+    @property
     def notes(self) -> list[str]:
         """What stays gathered, a line."""
         kept = [group for group in self._order if not self.plan.reshard_after_forward[group]]
@@ -151,10 +159,12 @@ class LiveParameters:
             self._keeps = not last
             self._set_after_backward()
 
-    def _make_plan(self) -> LivePlan:
+    def _make_plan(self, *, ahead: bool = True) -> LivePlan:
         reuse, prefetch = self._zero.stage3_max_reuse_distance, self._zero.stage3_prefetch_bucket_size
         if len(set(self._expected)) < len(self._expected):
             prefetch = "auto"  # a list would name a group of which only one use follows
+        if not ahead:
+            prefetch = 0
         return plan_live(
             self.outline.groups,
             self._order,

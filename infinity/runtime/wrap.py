@@ -33,6 +33,30 @@ def modules_to_wrap(model: nn.Module, classes: Sequence[str] | None) -> list[nn.
     return _keeping_tied(reversed(found), model)
 
 
+def gather_small_as_one(wrap: Sequence[nn.Module], model: nn.Module, numel_per_module: int) -> list[nn.Module]:
+    """`wrap` with every outermost module of the model that has at most so many elements per submodule as one group.
+
+    A submodule counts with all below it, and the module itself counts too. What nobody calls, as a ModuleList, can't be one;
+    where the model itself is so small, all of it is the root group.
+    """
+    kept = list(wrap)
+
+    def visit(module: nn.Module) -> None:
+        parts = list(module.modules())
+        small = sum(p.numel() for p in module.parameters()) <= numel_per_module * len(parts)
+        if small and not isinstance(module, _CONTAINERS):
+            below = [each for each in kept if each in parts]
+            if below and module is not model and module not in kept:
+                kept.insert(kept.index(below[0]), module)
+            kept[:] = [each for each in kept if each not in below or each is module]
+            return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return _keeping_tied(kept, model)
+
+
 def largest_part(module: nn.Module, model: nn.Module, wrap: Collection[nn.Module]) -> nn.Module | None:
     """The largest module within the group of `module` that could be a group of its own; None where nothing could.
 

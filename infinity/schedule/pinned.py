@@ -42,17 +42,21 @@ SUB_GROUP_NUMEL_DEFAULT = 4 << 20
 
 @dataclass(frozen=True)
 class PinnedBudget:
-    """What the pool holds (bytes): the larger of `gather_bytes` and `pipeline_bytes`, `access_bytes` and `cache_bytes`."""
+    """What the pool holds (bytes): the larger of `gather_bytes` and `pipeline_bytes`, `access_bytes`, `cache_bytes` and what
+    saved activations pass through on their way to NVMe and back."""
 
     gather_bytes: int
     pipeline_bytes: int
     access_bytes: int = ACCESS_BYTES
     cache_bytes: int = 0
+    activation_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """The sum."""
-        return max(self.gather_bytes, self.pipeline_bytes) + self.access_bytes + self.cache_bytes
+        return (
+            max(self.gather_bytes, self.pipeline_bytes) + self.access_bytes + self.cache_bytes + self.activation_bytes
+        )
 
 
 def gather_bytes(group_bytes_max: int) -> int:

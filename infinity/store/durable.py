@@ -12,6 +12,8 @@ and what is written later goes to the other half. Three rules make every record 
      commit of step k+1 the halves of step k are free for step k+2, so the record of k goes right after it, ...
   3. ... but not before all ranks have theirs of k+1 (a barrier).
 
+A rank that can't hear whether the others have theirs, because one died, keeps both records and writes nothing more.
+
 So a rank has one record, or two between a commit and that barrier, whatever instant it is killed in, and by 1 and 2 both are
 whole. By 3, if any rank lacks the record of k+1, all still have that of k: there is always one that all ranks have, and the
 newest of those is where all go on. Records after it are removed before anything is written. A record that a drive has damaged

@@ -55,6 +55,8 @@ def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, larg
     """Raise BudgetError, with the number that would do, unless `pinned_bytes` holds `need`."""
     gathering = need.nbytes - max(need.gather_bytes, need.pipeline_bytes) + need.gather_bytes
     beside = f" beside the {format_bytes(need.cache_bytes)} of host_cache_bytes" if need.cache_bytes else ""
+    if need.activation_bytes:
+        beside += f" beside the {format_bytes(need.activation_bytes)} of offload_activations.buffer_bytes"
     if gathering > pinned_bytes:
         raise BudgetError(
             f"pinned_bytes_max (host_bytes_max) of {format_bytes(pinned_bytes)} is too small for group {largest_group} of "

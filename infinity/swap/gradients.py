@@ -18,6 +18,7 @@ import torch
 from infinity.aio import Lease
 from infinity.store.layout import Piece
 from infinity.swap.chunk import Chunk, Span
+from infinity.swap.host_gradients import HostGradients
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import measured
@@ -26,11 +27,13 @@ from infinity.swap.timeline import measured
 class Gradients:
     """Keeps the reduced gradients of the groups that it `takes`, in `dtype`, until their update.
 
-    `stager` gives what moves them, as long as that is open.
+    `stager` and `home` give what moves them, as long as that is open.
     """
 
-    def __init__(self, paged: PagedModel, stager: Callable[[], Stager], dtype: torch.dtype) -> None:
-        self._open_stager = stager
+    def __init__(
+        self, paged: PagedModel, stager: Callable[[], Stager], home: Callable[[], HostGradients], dtype: torch.dtype
+    ) -> None:
+        self._open_stager, self._home = stager, home
         self._dtype = dtype
         self._spilled = {sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient is not None}
         for sub, chunk in self._spilled.items():
@@ -77,12 +80,13 @@ class Gradients:
                     self._spill(sub, pieces, grads)
                 else:
                     if sub not in self._held:
-                        self._held[sub] = torch.empty(sub.layout.numel, dtype=self._dtype)
+                        self._held[sub] = self._home().memory(sub.layout.numel, self._dtype)
                     self._put(self._held[sub], pieces, grads)
         self._came.update(grads)
 
     def claim(self, sub: PagedSubGroup) -> torch.Tensor | None:
-        """The gradients that are kept of a sub-group (1-D), for its update; None where that will find them in its lease."""
+        """The gradients that are kept of a sub-group (1-D), for its update, which settles them; None where that will find them
+        in its lease."""
         return self._held.pop(sub, None)
 
     def staged(self, sub: PagedSubGroup, lease: Lease) -> torch.Tensor:
@@ -112,8 +116,9 @@ class Gradients:
             grad = grad[piece.start : piece.start + numel]
             place = kept[piece.offset : piece.offset + numel]
             if piece.shard in self._came:
+                self._home().settle()
                 grad.add_(place.to(grad.device))
-            place.copy_(grad)
+            self._home().fetch(grad, place)
 
     def _spill(self, sub: PagedSubGroup, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
         chunk = self._spilled[sub]
@@ -123,6 +128,7 @@ class Gradients:
         self._moved = (self._moved[0] + nbytes * begun, self._moved[1] + nbytes)
         try:
             self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
+            self._home().settle()
         except BaseException:
             self._stager.release(chunk, keep=False)
             raise
@@ -134,6 +140,7 @@ class Gradients:
         if self._dtype is torch.float32 or (held is not None and held.dtype is torch.float32):
             return
         if held is not None:
+            self._home().settle()
             self._held[sub] = held.float()
             return
         chunk = self._spilled[sub]

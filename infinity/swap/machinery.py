@@ -10,10 +10,11 @@ import os
 from collections.abc import Sequence
 
 from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool
-from infinity.device import Device
+from infinity.device import Device, HostBuffers
 from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
 from infinity.store.placement import step_bandwidth
 from infinity.store.probe import measure_drive
+from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager
 
 _MEASURE_BYTES = 64 << 20
@@ -92,6 +93,7 @@ class Machinery:
         self.engine = drives.make_engine(self.pool)
         self.arena = drives.make_arena(self.engine)
         self.stager = Stager(self.engine, self.pool, self.arena, device)
+        self._take_device(device, pin=False)
         self._notes: list[str] = []
         if drives.count > 1:
             parts = ", ".join(f"{share:.0%} on {path}" for path, share in self.arena.shares)
@@ -100,12 +102,12 @@ class Machinery:
     @property
     def notes(self) -> list[str]:
         """What the machine refused and what was done instead, a line each."""
-        return [*self.engine.notes, *self.pool.notes, *self.arena.notes, *self._notes]
+        return [*self.engine.notes, *self.pool.notes, *self.arena.notes, *self._notes, *self.host_memory.notes]
 
-    def adopt(self, device: Device) -> None:
-        """Compute happens on `device` from now on."""
-        self.stager.device = device
-        refused = device.register(self.pool.slab)
+    def adopt(self, device: Device, *, pin: bool) -> None:
+        """Compute happens on `device` from now on. `pin`: whether host memory is to be registered with it."""
+        self._take_device(device, pin=pin)
+        refused = device.register(self.pool.slab) if pin else None
         if refused:
             self._notes.append(refused)
 
@@ -114,9 +116,16 @@ class Machinery:
         with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
             closing.callback(self.arena.close)
             closing.callback(self.stager.device.unregister, self.pool.slab)
+            closing.callback(self.host_memory.close)
             closing.callback(self.engine.close)
             closing.callback(self.stager.drop_all)
+            closing.callback(self.gradients.close)
             self.stager.settle_all()
+
+    def _take_device(self, device: Device, *, pin: bool) -> None:
+        self.stager.device = device
+        self.host_memory = HostBuffers(device, pin=pin)
+        self.gradients = HostGradients(device, self.host_memory)
 
 
 def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease
-from infinity.device import Device, device_for
+from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease, PoolPart
+from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
@@ -37,6 +37,7 @@ from infinity.store import DurableRun, Field, Layout, Place
 from infinity.store.commit import describe, differences
 from infinity.store.copying import Copying
 from infinity.swap import budget
+from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
 from infinity.swap.fsdp2 import (
     GroupOutline,
@@ -48,12 +49,14 @@ from infinity.swap.fsdp2 import (
     sharded_groups,
 )
 from infinity.swap.gradients import Gradients
+from infinity.swap.host_gradients import HostGradients
 from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.plain_tensors import PlainTensors
 from infinity.swap.plan import Placing, plan_model
 from infinity.swap.policy import StagingPolicy
+from infinity.swap.shelves import ArenaShelf
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
@@ -92,6 +95,7 @@ class SwapManager:
         drive_limits: one per drive, to make drives slower than they are; for experiments.
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
+        pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
         checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
             before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
         run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
@@ -107,6 +111,7 @@ class SwapManager:
         host_bytes_max: int | str = "auto",
         io: IoSettings | None = None,
         lock_memory: bool = False,
+        pin_memory: bool = True,
         checksums: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
@@ -126,18 +131,21 @@ class SwapManager:
         self._drives = Drives(
             paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
         )
-        self._lock_memory = lock_memory
+        self._lock_memory, self._pin_memory = lock_memory, pin_memory
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)
         self._paged: PagedModel | None = None
         self._place: Place | None = None
         self._policy: StagingPolicy | None = None
         """Of the paged model."""
+        self._activation_part: PoolPart | None = None
         self._gradients: Gradients | None = None
         """The same."""
         self.update_at: Update = "step"
         """When the optimizer updates the paged parameters: `update` of `page`."""
-        self._device: Device = device_for(torch.device("cpu"))
+        self._device: Device = CpuDevice()
+        self._ahead: DeviceAhead | None = None
+        """What comes next on its way to the device, where that has memory of its own."""
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
         self._alone = True
@@ -186,6 +194,7 @@ class SwapManager:
         *,
         sub_group_size: int | None = None,
         resident_numel_below: int = 100_000,
+        resident_small_numel_max: int | None = None,
         resident_numel_max: int = 0,
         cache_bytes: int = 0,
         look_ahead_bytes: int | None = None,
@@ -195,6 +204,7 @@ class SwapManager:
         hold_state: bool = False,
         gradient_dtype: torch.dtype = torch.float32,
         gradient_bytes_max: int | None = None,
+        activation_bytes: int = 0,
     ) -> None:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
@@ -206,6 +216,7 @@ class SwapManager:
             sub_group_size: at most this many elements are stepped together: as many as the pinned budget holds three of
                 where None, never more than the default unless the budget is given too.
             resident_numel_below: parameters with fewer elements keep their copy in host memory.
+            resident_small_numel_max: no more than so many elements in all of those, the first that fit; any number where None.
             resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
             cache_bytes: so much of the pinned memory keeps copies and optimizer state from step to step, the best of them:
                 see [Note: What stays] in infinity/schedule/residency.py.
@@ -223,6 +234,8 @@ class SwapManager:
             hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
             gradient_dtype: how gradients wait for their update. One of 16 bits is for where it holds all of a gradient:
                 see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
+            activation_bytes: so much of the pinned memory is for saved activations on their way to NVMe and back: see
+                `shelf_for_activations`.
             gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
                 wait in memory where None. With either of these the gradients are taken in the backward, and `.grad` is None
                 after it; without a meaning where updates are in the backward.
@@ -236,6 +249,7 @@ class SwapManager:
         placing = Placing(
             sub_group_size=sub_group_size,
             resident_numel_below=resident_numel_below,
+            resident_small_numel_max=resident_small_numel_max,
             resident_numel_max=resident_numel_max,
             cache_bytes=cache_bytes,
             update=update,
@@ -244,6 +258,7 @@ class SwapManager:
             hold_state=hold_state,
             gradient_dtype=gradient_dtype,
             gradient_bytes_max=gradient_bytes_max,
+            activation_bytes=activation_bytes,
         )
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
@@ -254,7 +269,7 @@ class SwapManager:
             layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
             place = self._checked_place(layout, outlines, mesh.size(-1), dtype)
             machinery = self._open(pinned_bytes)
-            machinery.adopt(self._device_of(groups))
+            machinery.adopt(self._device_of(groups), pin=self._pin_memory)
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
@@ -264,6 +279,7 @@ class SwapManager:
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
+                host_memory=machinery.host_memory,
                 what=placing.what_is_stored,
             )
             arena = machinery.arena
@@ -272,10 +288,15 @@ class SwapManager:
             )
             replacements = self._take_over(groups, paged)
         self._paged, self.update_at = paged, update
-        self._gradients = Gradients(paged, lambda: self.stager, gradient_dtype)
+        self._gradients = Gradients(paged, lambda: self.stager, lambda: self.host_gradients, gradient_dtype)
         spilling = max(sub.gradient_bytes for sub in layout.sub_groups)  # a lease in the middle of a backward
-        room = machinery.pool.nbytes - layout.cached_bytes - spilling
+        room = machinery.pool.nbytes - layout.cached_bytes - spilling - activation_bytes
+        if activation_bytes:
+            self._activation_part = PoolPart(machinery.stager.make_room(activation_bytes, "saved activations"))
         self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
+        if self._device.copies:
+            largest = max(map(paged.copies_bytes, paged.groups))
+            self._ahead = DeviceAhead(paged, self._policy, self._look_ahead, bytes_max=largest)
         install(model, replacements)
         if update == "backward":
             for number, group in enumerate(groups):
@@ -377,13 +398,12 @@ class SwapManager:
             elif chunk.state is not ChunkState.IN_USE:
                 self._use(shard.group, training)
             shard.group.gathering.add(shard.index)
-        copies = self._device.torch_device.type != "cpu"
-        with measured(self.timeline if copies else None, "copy", shard.name):
-            taken = self._device.take(model.gathered_view(shard))
+        if self._ahead is not None and shard.resident is None:
+            self._ahead.ask(shard.group)
+        with measured(self.timeline if self._device.copies else None, "copy", shard.name):
+            taken = model.gathered_view(shard)
         if shard.group.gathering and shard.group.handed_over:
-            shard.group.landing = (
-                self._device.landing()
-            )  # on the stream that copies, which later is not the current one
+            shard.group.incoming = None  # the device's memory is FSDP2's now
         return taken
 
     def gathered(self, shard: PagedShard) -> None:
@@ -396,6 +416,37 @@ class SwapManager:
         group.gathering.discard(shard.index)
         if not group.gathering:
             self._give_back(group)
+            self._start_ahead()  # not before: small copies of this group would stand behind large ones of the next
+
+    @property
+    def host_gradients(self) -> HostGradients:
+        """For the optimizer: brings gradients from the device to where it uses them."""
+        return self._open().gradients
+
+    @property
+    def device(self) -> Device:
+        """Where the paged model computes."""
+        return self._device
+
+    def shelf_for_activations(self) -> ArenaShelf:
+        """Where saved activations go through what `page(activation_bytes=...)` set aside. Close it before this manager."""
+        if self._activation_part is None:
+            raise InfinityError(
+                "no pinned memory was set aside for saved activations: pass activation_bytes= to page()"
+            )
+        machinery = self._open()
+        stager = Stager(machinery.engine, self._activation_part, machinery.arena, self._device)
+        return ArenaShelf(stager, self._activation_part, machinery.arena)
+
+    @property
+    def groups_coming(self) -> int:
+        """For the optimizer: of how many groups it lets the gradients be on their way while it updates the one before."""
+        return int(self._device.copies)
+
+    @property
+    def device_ahead(self) -> DeviceAhead | None:
+        """What goes to the device before it is gathered, and how much may lie there; None where nothing is copied."""
+        return self._ahead
 
     def finish_updates(self) -> None:
         """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in paged_model.py.
@@ -404,7 +455,10 @@ class SwapManager:
         at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
         """
         layout, machinery = self.paged.layout, self._open()
-        ahead = budget.sub_groups_ahead(machinery.pool.nbytes - layout.cached_bytes, layout.sub_group_bytes_max)
+        room = (
+            machinery.pool.nbytes - layout.cached_bytes - (self._activation_part.nbytes if self._activation_part else 0)
+        )
+        ahead = budget.sub_groups_ahead(room, layout.sub_group_bytes_max)
         finish_updates(self.paged, machinery.stager, ahead)
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
@@ -434,6 +488,7 @@ class SwapManager:
         if self.timeline is not None:
             self.timeline.steps += 1
         self._look_ahead()
+        self._start_ahead(update=False)  # the step returns at once
 
     # What it took.
 
@@ -623,6 +678,7 @@ class SwapManager:
             group.gathering.clear()
 
     def _give_back(self, group: PagedGroup) -> None:
+        group.incoming = None
         if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
             stager = self._open().stager
             stager.release(group.chunk, keep=group.chunk in stager.wanted, landing=group.landing)
@@ -632,3 +688,7 @@ class SwapManager:
     def _look_ahead(self, using: PagedGroup | None = None) -> None:
         """Start the reads for what comes next; `using`: the group whose members are being updated now."""
         self._open().stager.want(self._staging.wanted(using))
+
+    def _start_ahead(self, *, update: bool = True) -> None:
+        if self._ahead is not None:
+            self._ahead.start(asked_for=self._copying, update=update)

@@ -9,6 +9,13 @@ updated, and the new copy goes from lease to lease, so that the gather needs no 
 or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What the update needs (gradient,
 hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an update at once.
 
+[Note: Ahead on the device]
+A device with memory of its own gets a group's copies in one piece, before the group is gathered where they are staged by then:
+the manager asks for it whenever a group was gathered. Until the gather the chunk stays staged, and its landing
+says when the device has the bytes; whatever is about to change the copies forgets the group, and what is on the device with it.
+An update that only waits for the gather, with everything that it reads staged, is run at that moment too: the host updates one
+group while the device computes the one before it.
+
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
 be updated as soon as its gradients are reduced, and they need no memory beyond that. The copies were read for its backward and
@@ -33,7 +40,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Lease
-from infinity.device import Landing
+from infinity.device import HostBuffer, HostBuffers, Incoming, Landing
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
@@ -166,6 +173,8 @@ class PagedShard:
     group: PagedGroup = field(repr=False)
     model: PagedModel = field(repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
+    landing: Landing | None = field(default=None, repr=False)
+    """Fires when the device has copied `resident` as it was taken last."""
     filled: bool = False
     stepped: bool = False
     """Whether its moments were ever written: if not, they read as zero."""
@@ -202,17 +211,24 @@ class PagedShard:
         else:
             self._write(which, start, values)
         if self.resident is not None:
-            self.resident[start : start + values.numel()].copy_(values)
+            self.set_resident(start, values)
         elif self.model.has_copy and not self._split:
             self._write(Field.COPY, start, values)
         self.filled = True
 
+    def set_resident(self, start: int, values: torch.Tensor) -> None:
+        """Set elements of the copy that stays in host memory, once the device has copied what they were."""
+        assert self.resident is not None
+        if self.landing is not None:
+            self.landing.wait()
+            self.landing = None
+        self.resident[start : start + values.numel()].copy_(values)
+
     def refresh_resident(self) -> None:
         """Set the copy that stays in host memory from the master."""
-        assert self.resident is not None
         for start in range(0, self.shape.numel(), _RANGE_NUMEL):
             numel = min(_RANGE_NUMEL, self.shape.numel() - start)
-            self.resident[start : start + numel].copy_(self.read(Field.MASTER, start, numel))
+            self.set_resident(start, self.read(Field.MASTER, start, numel))
 
     @property
     def _split(self) -> bool:
@@ -261,8 +277,10 @@ class PagedGroup:
     cached: torch.Tensor | None = field(default=None, repr=False)
     gathering: set[int] = field(default_factory=set)
     """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
+    incoming: Incoming | None = field(default=None, repr=False)
+    """Its copies on their way to the device, from before the first shard is handed over until the last one is."""
     landing: Landing | None = None
-    """Fires when the device has taken over the last of the shards that were handed over."""
+    """Fires when the device has the copies, so that they may change where they rest in host memory."""
 
     @property
     def completes(self) -> Chunk | None:
@@ -281,6 +299,7 @@ class PagedModel:
     Args:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
         in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
+        host_memory: for the copies that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: Two halves]. Nothing is held or cached then.
         what: names the bytes in an error about missing space.
 
@@ -299,6 +318,7 @@ class PagedModel:
         durable: bool = False,
         stager: Stager,
         arena: Arena,
+        host_memory: HostBuffers | None = None,
         what: str,
     ) -> None:
         self.layout = layout
@@ -311,6 +331,7 @@ class PagedModel:
         self._torn: str | None = None
         self._copying: Copying | None = None
         self._copied_halves: list[int] = []
+        self._sealed: str | None = None
         self.way_back = ""
         """In words, what else than loading makes torn values whole again."""
         assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
@@ -329,7 +350,8 @@ class PagedModel:
         for sub in self.sub_groups:
             for index in dict.fromkeys(piece.shard for piece in sub.layout.pieces):
                 self._by_shard[index].append(sub)
-        self._add_shards(shapes)
+        self._residents: HostBuffer | None = None
+        self._add_shards(shapes, host_memory)
         for group in self.groups:
             found = {
                 sub.layout.index: sub
@@ -349,6 +371,13 @@ class PagedModel:
         for group in self.groups:
             self.expect(group)
 
+    def seal(self, why: str) -> None:
+        """From now on nothing is written, whatever comes: it is not known which half a record speaks of."""
+        self._sealed = self._sealed or why
+        self.updates.clear()
+        for group in self.groups:
+            self.expect(group)
+
     def mend(self) -> None:
         """All values were set anew."""
         self._torn = None
@@ -364,7 +393,11 @@ class PagedModel:
             if group.chunk is not None:
                 group.chunk.fills = ()
         for shard in self.shards:
-            shard.resident = None
+            if shard.landing is not None:
+                shard.landing.wait()
+            shard.resident = shard.landing = None
+        if self._residents is not None:
+            self._residents.give_back()
         for sub in self.sub_groups:
             sub.held.clear()
         self.updates.clear()
@@ -383,6 +416,7 @@ class PagedModel:
     def check_whole(self) -> None:
         """Raise InfinityError when the values are torn (naming the failure; they may still be set, not used), or gone."""
         _ = self._stager
+        self._check_not_sealed()
         if self._torn is not None:
             raise InfinityError(
                 f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
@@ -390,16 +424,58 @@ class PagedModel:
                 "before going on"
             )
 
+    def _check_not_sealed(self) -> None:
+        if self._sealed is not None:
+            raise InfinityError(
+                f"nothing is written any more since this failed: {self._sealed}; start again with resume=True to go on from "
+                "the last committed step"
+            )
+
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
-        """The shard's copy (1-D, padded) in its group's lease, or where it is resident or cached. A chunk must be in use."""
+        """The shard's copy (1-D, padded) on the device. The group's chunk must be in use, where there is one."""
         if shard.resident is not None:
-            return shard.resident
+            incoming = self._stager.device.start_take(shard.resident)
+            shard.landing = incoming.landing
+            return incoming.hand_over()
+        group = shard.group
+        if group.incoming is None:
+            self._start_taking(group)
+        assert group.incoming is not None
         _, start = self.layout.place[shard.index]
-        numel = self.layout.shards[shard.index].numel
-        if shard.group.cached is not None:
-            return shard.group.cached[start : start + numel]
-        assert shard.group.chunk is not None and shard.group.chunk.lease is not None
-        return shard.group.chunk.lease.view(self.copy_dtype, start * self.copy_dtype.itemsize, numel)
+        return group.incoming.hand_over()[start : start + self.layout.shards[shard.index].numel]
+
+    def copies_bytes(self, group: PagedGroup) -> int:
+        """What the group's copies take on the device, those of resident shards aside."""
+        return group.cached.nbytes if group.cached is not None else group.chunk.lease_bytes if group.chunk else 0
+
+    def start_ahead(self, group: PagedGroup, look_ahead: Callable[[], None], *, update: bool) -> bool:
+        """Begin to copy a group's copies to the device before it is gathered, if that takes no waiting for the drive.
+
+        `update`: where members wait for an update that nothing has to be read for any more, they get it now, and `look_ahead`
+        is called after each. Returns whether the copies are on their way.
+        """
+        if group.incoming is not None:
+            return True
+        waiting = self.waiting(group)
+        needed = [sub.chunk for sub in waiting if sub.moves] + ([group.chunk] if group.chunk is not None else [])
+        if (waiting and not update) or not all(self._stager.is_ready(chunk) for chunk in needed):
+            return False
+        self.acquire(group, look_ahead)
+        try:
+            self._start_taking(group)
+        finally:
+            if group.chunk is not None:
+                self._stager.release(group.chunk, keep=True, landing=group.landing)
+        return True
+
+    def _start_taking(self, group: PagedGroup) -> None:
+        copies = group.cached
+        if copies is None:
+            assert group.chunk is not None and group.chunk.lease is not None
+            numel = sum(sub.layout.numel for sub in group.members)
+            copies = group.chunk.lease.view(self.copy_dtype, 0, numel)
+        group.incoming = self._stager.device.start_take(copies)
+        group.landing = group.incoming.landing
 
     def forget(self, group: PagedGroup) -> None:
         """Drop the group's staged copies, which are about to be stale, whoever was to gather them. Cached ones, which are about
@@ -408,6 +484,7 @@ class PagedModel:
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
         group.gathering.clear()
+        group.incoming = None
         if group.cached is not None and group.landing is not None:
             group.landing.wait()
         group.landing = None
@@ -568,6 +645,7 @@ class PagedModel:
         if not sub.layout.nbytes:
             self._stager.release(sub.chunk, keep=False)
             return
+        self._check_not_sealed()
         half = sub.written_half
         self._let_be_copied(sub, half)
         sub.chunk.writes = _whole(sub, half)
@@ -583,6 +661,7 @@ class PagedModel:
 
     def _leave_committed(self, sub: PagedSubGroup) -> None:
         """Before a range of a sub-group is written: where its values are committed, copy them to the other half."""
+        self._check_not_sealed()
         if sub.current != sub.committed:
             return
         half = sub.written_half
@@ -697,12 +776,18 @@ class PagedModel:
                 if which not in sub.held:
                     at = _place(sub, which, cache, at)
 
-    def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
+    def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]], host_memory: HostBuffers | None) -> None:
+        numel = sum(spec.numel for spec in self.layout.shards if spec.resident)
+        if host_memory is not None and numel:
+            self._residents = host_memory.lend(numel, self.copy_dtype)
+        residents = self._residents.tensor.zero_() if self._residents else torch.zeros(numel, dtype=self.copy_dtype)
+        at = 0
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
             group = self.groups[spec.group]
             shard = PagedShard(spec.name, index, shape, padded, spec.trained, group, self)
             if spec.resident:
-                shard.resident = torch.zeros(spec.numel, dtype=self.copy_dtype)
+                shard.resident = residents[at : at + spec.numel]
+                at += spec.numel
             group.shards.append(shard)
             self.shards.append(shard)
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
@@ -22,8 +23,9 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.kernel import GradPiece
 from infinity.store import Field
+from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup
+from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, Update
 from infinity.swap.paged_tensor import PagedTensor
 
 _MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
@@ -75,6 +77,8 @@ class PagedAdam(torch.optim.Adam):
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
         self._used: dict[nn.Parameter, AdamSettings] = {}
         """With what was updated in the backward since the last step."""
+        self._coming: list[tuple[PagedGroup, dict[PagedSubGroup, Update]]] = []
+        """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 shard = _trained_shard(parameter)
@@ -181,9 +185,9 @@ class PagedAdam(torch.optim.Adam):
             parameter.grad = None
 
     def _apply(self, group: PagedGroup) -> None:
-        """Update a group with the gradients that arrived."""
+        """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
         stepping = self._stepping(1.0, set(self._arrived.pop(group)))
-        updates = {}
+        updates: dict[PagedSubGroup, Update] = {}
         for sub in group.members:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
@@ -195,8 +199,16 @@ class PagedAdam(torch.optim.Adam):
             self.state[each.parameter]["step"] += 1
             each.shard.stepped = True
             each.parameter.grad = None
-        stepping.clear()
-        self._swap.update_in_backward(group, updates)
+        behind = self._swap.groups_coming
+        if behind and not self._coming:
+            Variable._execution_engine.queue_callback(self._apply_coming)
+        self._coming.append((group, updates))
+        self._apply_coming(leave=behind)
+
+    def _apply_coming(self, *, leave: int = 0) -> None:
+        """Update the groups whose gradients are on their way, but for the last `leave`."""
+        while len(self._coming) > leave:
+            self._swap.update_in_backward(*self._coming.pop(0))
 
     def _check_used(self, grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than this step would."""
@@ -210,6 +222,7 @@ class PagedAdam(torch.optim.Adam):
     def _end_backward(self) -> None:
         self._swap.gradients.forget()
         self.norms.clear()
+        self._coming.clear()
         self._arrived.clear()
         self._used.clear()
 
@@ -255,18 +268,22 @@ class PagedAdam(torch.optim.Adam):
 
     def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, _Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
+        has = self._swap.gradients.has
+        chosen = [
+            (parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if (parameter.grad is not None or has(_trained_shard(parameter))) and (only is None or parameter in only)
+        ]
+        left = {_trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
+        grads = dict(zip(left, self._swap.host_gradients.start([*left.values()]), strict=True))
         found: dict[int, _Stepping] = {}
-        for group in self.param_groups:
-            settings = _settings(group)
-            for parameter in group["params"]:
-                shard = _trained_shard(parameter)
-                kept = self._swap.gradients.has(shard)
-                if (parameter.grad is None and not kept) or (only is not None and parameter not in only):
-                    continue
-                self._init_state_of(parameter)
-                grad = None if parameter.grad is None else _local_of(parameter.grad).reshape(-1)
-                step = self.state[parameter]["step"].clone()
-                found[shard.index] = _Stepping(shard, parameter, settings, step, grad, grad_scale)
+        for parameter, group in chosen:
+            self._init_state_of(parameter)
+            shard = _trained_shard(parameter)
+            step = self.state[parameter]["step"].clone()
+            grad = grads.get(shard.index)
+            found[shard.index] = _Stepping(shard, parameter, _settings(group), step, grad, grad_scale)
         return found
 
     @torch.no_grad()
@@ -277,15 +294,18 @@ class PagedAdam(torch.optim.Adam):
         if kept is None and any(each.grad is None for each in stepping.values()):
             assert lease is not None
             kept = self._swap.gradients.staged(sub, lease)
+        elif kept is not None:
+            self._swap.host_gradients.settle()
         batches: dict[AdamSettings, list[_Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
             numel = min(piece.numel, each.numel - piece.start) if each else 0  # padding is never stepped
             if each is not None and numel > 0:
-                grad = _piece_of(each.grad, piece.start, numel) if each.grad is not None else None
-                if grad is None:
+                if each.grad is not None:
+                    grad = each.grad.wait()[piece.start : piece.start + numel]
+                else:
                     assert kept is not None
-                    grad = _piece_of(kept, piece.offset, numel)
+                    grad = kept[piece.offset : piece.offset + numel]
                 batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel, grad))
         for settings, batch in batches.items():
             if kernel.matches_torch(settings):
@@ -296,9 +316,7 @@ class PagedAdam(torch.optim.Adam):
         if resident:
             master = sub.master(lease)
             for done in resident:
-                copy = done.stepping.shard.resident
-                assert copy is not None
-                copy[done.start : done.start + done.numel].copy_(master[done.place])
+                done.stepping.shard.set_resident(done.start, master[done.place])
 
     def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
         """Make the state of a parameter that has none: step 0 and moments of zero (or left as they are in the arena)."""
@@ -341,7 +359,7 @@ class _Stepping:
     parameter: nn.Parameter
     settings: AdamSettings
     step: torch.Tensor
-    grad: torch.Tensor | None
+    grad: HostGradient | None
     grad_scale: float
 
     @property
@@ -442,11 +460,6 @@ def _settings(group: dict[str, Any]) -> AdamSettings:
         maximize=group["maximize"],
         fused=group["fused"],
     )
-
-
-def _piece_of(grad: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    """Elements of a gradient, on the CPU."""
-    return grad[start : start + numel].to("cpu")
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Pure but for one look at how much memory the machine has available.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ class Placing:
     hold_state: bool
     gradient_dtype: torch.dtype
     gradient_bytes_max: int | None
+    activation_bytes: int = 0
+    resident_small_numel_max: int | None = None
 
     @property
     def what_is_stored(self) -> str:
@@ -73,16 +76,19 @@ def plan_model(
     largest = max(range(len(groups)), key=group_bytes.__getitem__)
     largest_bytes = group_bytes[largest]
     if pinned_bytes is not None:
-        room = pinned_bytes - layout.cached_bytes - budget.GATHERS_IN_USE * largest_bytes
+        room = pinned_bytes - layout.cached_bytes - placing.activation_bytes - budget.GATHERS_IN_USE * largest_bytes
         bytes_per_element = max((sub.lease_bytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
         fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
         numel = min(placing.sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
     gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
-    pinned = pinned_bytes or budget.comfortable_bytes(gather, stepped) + layout.cached_bytes
+    beside = layout.cached_bytes + placing.activation_bytes
+    pinned = pinned_bytes or budget.comfortable_bytes(gather, stepped) + beside
     budget.check_available(pinned)
     pipeline = budget.pipeline_bytes(largest_bytes, stepped)
-    need = budget.PinnedBudget(gather, pipeline, cache_bytes=layout.cached_bytes)
+    need = budget.PinnedBudget(
+        gather, pipeline, cache_bytes=layout.cached_bytes, activation_bytes=placing.activation_bytes
+    )
     budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
     return layout, pinned
 
@@ -91,10 +97,14 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, placing: Placing) -> lis
     """What the layout needs to know of each parameter, and which copies stay resident."""
     shards = []
     left = placing.resident_numel_max
+    small_left = math.inf if placing.resident_small_numel_max is None else placing.resident_small_numel_max
     for index, group in enumerate(groups):
         for parameter in group.parameters:
             numel = padded_shape(parameter.shape, ranks).numel()
-            resident = placing.hold_parameters or parameter.shape.numel() < placing.resident_numel_below
+            whole_numel = parameter.shape.numel()
+            small = whole_numel < placing.resident_numel_below and whole_numel <= small_left
+            small_left -= whole_numel if small else 0
+            resident = placing.hold_parameters or small
             if not resident and numel <= left:
                 resident = True
                 left -= numel

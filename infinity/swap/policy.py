@@ -124,6 +124,19 @@ class StagingPolicy:
         """The chunks that should be staged now, soonest needed first; `using`: the group whose members are being updated."""
         return [chunk for unit in self._choose(self._upcoming(using)) if (chunk := self._units[unit]) is not None]
 
+    def next_gathers(self) -> Iterator[PagedGroup]:
+        """The groups that are gathered next, each once, until one that is updated in the backward before it is gathered."""
+        groups = self._paged.groups
+        seen: set[int] = set()
+        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
+            if index >= len(groups):
+                seen.add(-1 - self._paged.sub_groups[index - len(groups)].layout.space)
+            elif -1 - index in seen:
+                return
+            elif index not in seen:
+                seen.add(index)
+                yield groups[index]
+
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""
         stepped = [sub for sub in self._paged.sub_groups if sub.layout.trained]

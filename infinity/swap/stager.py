@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
+from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority, Request
 from infinity.device import Device, Landing
 from infinity.errors import BudgetError, IoError
 from infinity.store import Arena
@@ -30,7 +30,7 @@ log = logging.getLogger("infinity")
 class Stager:
     """Moves chunks between one arena and one pool. All calls come from the training thread."""
 
-    def __init__(self, engine: IoEngine, pool: PinnedPool, arena: Arena, device: Device) -> None:
+    def __init__(self, engine: IoEngine, pool: PinnedPool | PoolPart, arena: Arena, device: Device) -> None:
         self._engine = engine
         self._pool = pool
         self._arena = arena
@@ -65,12 +65,12 @@ class Stager:
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
         if any(other.state is ChunkState.WRITING for other in chunk.after):
-            self._reap()
+            self.reap()
             if any(other.state is ChunkState.WRITING for other in chunk.after):
                 return False
         lease = self._pool.try_lease(chunk.lease_bytes)
         if lease is None:
-            self._reap()
+            self.reap()
             lease = self._pool.try_lease(chunk.lease_bytes)
         while lease is None:
             idle = [c for c in self._staged if c not in self.wanted and _is_idle(c)]
@@ -107,6 +107,15 @@ class Stager:
         self._staged.remove(chunk)
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
+
+    def is_ready(self, chunk: Chunk) -> bool:
+        """Whether a chunk is staged, so that `acquire` waits for nothing. A read ahead that failed is only logged."""
+        if chunk.state is ChunkState.READING and all(t.done for t in chunk.transfers):
+            try:
+                self._finish_read(chunk)
+            except OSError as error:
+                log.warning("a read ahead failed: %s", error)
+        return chunk.state is ChunkState.STAGED and (not chunk.writes or chunk.landing is None or chunk.landing.done())
 
     def occupy(self, chunk: Chunk) -> Lease:
         """A lease for a chunk whose old bytes are not needed: as `acquire`, without the read."""
@@ -201,6 +210,16 @@ class Stager:
         if failure is not None:
             raise failure
 
+    def reap(self) -> bool:
+        """Take back what has ended by itself; whether anything had. Raises IoError where a write failed."""
+        ended = [c for c in self._writing if all(t.done for t in c.transfers)]
+        for chunk in ended:
+            self.settle(chunk)
+        landed = [c for c in self._landing if c.landing is not None and c.landing.done()]
+        for chunk in landed:
+            self._land(chunk)
+        return bool(ended or landed)
+
     def make_room(self, nbytes: int, who: str) -> Lease:
         """A lease of `nbytes`. What is staged and not wanted is dropped for it, then writes are waited for, then what is wanted
         is dropped, last needed first: it would have to be read again.
@@ -208,7 +227,7 @@ class Stager:
         Raises BudgetError, naming `who` and the budget, where all of that is not enough.
         """
         while (lease := self._pool.try_lease(nbytes)) is None:
-            if self._reap():
+            if self.reap():
                 continue
             last = max(self._staged, key=self._distance, default=None)
             if last is not None and last not in self.wanted:
@@ -278,16 +297,6 @@ class Stager:
         return [
             Request(operation, self._arena.file, s.offset, lease, s.lease_offset, s.nbytes, priority) for s in spans
         ]
-
-    def _reap(self) -> bool:
-        """Take back what has ended by itself; whether anything had."""
-        ended = [c for c in self._writing if all(t.done for t in c.transfers)]
-        for chunk in ended:
-            self.settle(chunk)
-        landed = [c for c in self._landing if c.landing is not None and c.landing.done()]
-        for chunk in landed:
-            self._land(chunk)
-        return bool(ended or landed)
 
     def _land(self, chunk: Chunk) -> None:
         self._wait_landed(chunk)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import infinity
 from infinity.cli.ckpt import main
 from infinity.runtime import consolidate as consolidation
+from infinity.utils import zero_to_fp32
 
 
 class Model(nn.Module):
@@ -304,3 +305,25 @@ def test_no_code_is_run(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["info", str(copy)]) == 1
     assert "posix.mkdir has no place in a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_converter_is_where_scripts_import_it_from(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, values = saved
+    assert zero_to_fp32.main([str(folder), str(tmp_path / "out"), "--max_shard_size", "1MB"]) == 0
+    written: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        written |= load_file(file)
+    assert values.keys() - written.keys() == {"head.weight"}  # tied: written once
+    assert all(torch.equal(written[name], values[name]) for name in written)
+    fresh = Model()
+    assert zero_to_fp32.load_state_dict_from_zero_checkpoint(fresh, folder) is fresh
+    held = fresh.state_dict()
+    assert all(torch.equal(held[name], values[name]) for name in values)
+    assert infinity.utils.zero_to_fp32 is zero_to_fp32
+
+
+def test_the_converter_tells_in_a_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert zero_to_fp32.main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("zero_to_fp32: ")

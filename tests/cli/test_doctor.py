@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import torch
 
@@ -46,8 +47,7 @@ def environment() -> dict[str, str]:
 def doctor(*arguments: str | Path, cwd: Path | None = None, before: str = "") -> subprocess.CompletedProcess[str]:
     """The program as a user runs it, its output piped; `before` is Python that runs first in the same process."""
     code = f"import sys; {before}\nfrom infinity.cli.bench import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "doctor", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment())
+    return launch.code(code, "doctor", *map(str, arguments), cwd=cwd, environment=environment())
 
 
 def marks(section: Section) -> dict[str, Mark]:

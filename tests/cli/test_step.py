@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import torch
 
@@ -21,8 +22,7 @@ KEYS = {
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "infinity.cli.bench", "step", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return launch.program("infinity.cli.bench", "step", *map(str, arguments))
 
 
 def small(nvme_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -125,7 +125,7 @@ TEST_CASE("whatever aligned parts are written and read, every read verifies") {
     CheckedMachine machine(name, 2);
     std::mt19937 random(5);
     CHECK_FALSE(machine.read(0, 2 * kMiB).has_value());  // nothing but zeros
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < 20; ++round) {
       auto first = static_cast<int64_t>(random() % 512);
       auto pages = static_cast<int64_t>(1 + random() % 80);
       int64_t length = std::min(pages, 512 - first) * 4096;
@@ -145,7 +145,7 @@ TEST_CASE("a bit that is flipped on the drive is found, wherever it is") {
     Intruder intruder(machine.path.get());
     std::mt19937_64 random(1);
     std::vector<int64_t> bits{0, 7, 4096 * 8 - 1, 4096 * 8, kMiB * 8 - 1, kMiB * 8, 2 * kMiB * 8 - 1};
-    for (int i = 0; i < 60; ++i) bits.push_back(static_cast<int64_t>(random() % (2 * kMiB * 8)));
+    for (int i = 0; i < 20; ++i) bits.push_back(static_cast<int64_t>(random() % (2 * kMiB * 8)));
     for (int64_t bit : bits) {
       CAPTURE(bit);
       intruder.flip(bit);
@@ -287,7 +287,7 @@ TEST_CASE("a checked file takes whole pages only, though it be buffered") {
 }
 
 TEST_CASE("small faults of the drive are no mismatches, whatever the seed") {
-  for (uint64_t seed = 0; seed < 30; ++seed) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
     CAPTURE(seed);
     CheckedFake fake(seed % 2 == 0, 1 + static_cast<int>(seed % 3));
     FaultPlan plan;
@@ -311,7 +311,7 @@ TEST_CASE("small faults of the drive are no mismatches, whatever the seed") {
 
 TEST_CASE("no corrupted transfer and no lost write goes unnoticed, whatever the seed") {
   int64_t corrupted = 0;
-  for (uint64_t seed = 0; seed < 60; ++seed) {
+  for (uint64_t seed = 0; seed < 24; ++seed) {
     CAPTURE(seed);
     CheckedFake fake(true, 1 + static_cast<int>(seed % 2));
     FaultPlan plan;
@@ -319,7 +319,7 @@ TEST_CASE("no corrupted transfer and no lost write goes unnoticed, whatever the 
     for (Fault fault : {Fault::kCorrupt, Fault::kLost}) plan.rates[static_cast<size_t>(fault)] = 0.03;
     fake.machine.options.faults = plan;
     Engine& engine = fake.machine.start();
-    for (int round = 0; round < 3; ++round) {
+    for (int round = 0; round < 2; ++round) {
       int seed_of_round = static_cast<int>(seed) + round;
       fill(*fake.machine.slab, 0, kMiB, 0, seed_of_round);
       REQUIRE_FALSE(fake.move(Operation::kWrite, 0, 0, kMiB).has_value());  // it reports success, whatever it did
@@ -337,7 +337,7 @@ TEST_CASE("no corrupted transfer and no lost write goes unnoticed, whatever the 
     if (faults == 0) CHECK(counters.failed_transfers == 0);
     corrupted += counters.failed_transfers;
   }
-  CHECK(corrupted > 60);
+  CHECK(corrupted > 20);
 }
 
 TEST_CASE("a page whose write failed is unknown until it is written again") {

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
+from fake import FakeRuntime, Hazard, LateRuntime
 
 from infinity.aio import PinnedPool
-from infinity.device import CpuDevice, CudaDevice, device_for
-from infinity.device import staging as module
+from infinity.device import CpuDevice, HostBuffers, StreamDevice, device_for
+from infinity.device import cuda as module
+from infinity.device.cuda import CudaRuntime
 
 
 def test_cpu_uses_staged_bytes_where_they_lie() -> None:
     pool = PinnedPool(4096)
     device = CpuDevice()
     staged = pool.lease(4096).view(torch.float32)
-    taken = device.take(staged)
+    incoming = device.start_take(staged)
+    taken = incoming.hand_over()
     assert taken.data_ptr() == staged.data_ptr()
     assert taken.device == device.torch_device == torch.device("cpu")
+    assert incoming.landing.done() and not device.copies
 
 
 def test_cpu_has_landed_at_once() -> None:
@@ -25,52 +31,78 @@ def test_cpu_has_landed_at_once() -> None:
     landing.wait()
 
 
+def test_cpu_gives_at_once() -> None:
+    into = torch.zeros(4)
+    assert CpuDevice().start_give(torch.ones(4), into).done()
+    assert torch.equal(into, torch.ones(4))
+
+
 def test_cpu_has_nothing_to_register() -> None:
     assert CpuDevice().register(PinnedPool(4096).slab) is None
 
 
-def test_device_is_chosen_by_kind() -> None:
+def test_device_is_chosen_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(device_for(torch.device("cpu")), CpuDevice)
+    monkeypatch.setattr(CudaRuntime, "new_stream", lambda self: object())
     chosen = device_for(torch.device("cuda", 1))
-    assert isinstance(chosen, CudaDevice)
-    assert chosen.torch_device == torch.device("cuda", 1)
+    assert isinstance(chosen, StreamDevice)
+    assert chosen.torch_device == torch.device("cuda", 1) and chosen.copies
 
 
-class FakeEvent:
-    def __init__(self) -> None:
-        self.recorded = self.fired = False
-        self.waits = 0
-
-    def record(self) -> None:
-        self.recorded = True
-
-    def query(self) -> bool:
-        return self.fired
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        self.fired = True
-
-
-def test_cuda_landing_is_an_event_recorded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[FakeEvent] = []
-
-    def make() -> FakeEvent:
-        events.append(FakeEvent())
-        return events[-1]
-
-    monkeypatch.setattr(module.torch.cuda, "Event", make)
-    landing = CudaDevice(torch.device("cuda", 0)).landing()
-    (event,) = events
-    assert event.recorded
-    assert not landing.done()
-    assert event.waits == 0
-    landing.wait()
-    assert event.waits == 1
-    assert landing.done()
+def test_bytes_are_on_the_device_when_handed_over_and_the_landing_says_when_they_left() -> None:
+    pool, runtime = PinnedPool(4096), LateRuntime()
+    device = StreamDevice(runtime)
+    assert device.register(pool.slab) is None
+    staged = pool.lease(4096).view(torch.int32)
+    staged.copy_(torch.arange(1024, dtype=torch.int32))
+    with runtime.watching():
+        incoming = device.start_take(staged)
+        assert not incoming.landing.done() and not device.landing().done()
+        taken = incoming.hand_over()
+        assert torch.equal(taken, torch.arange(1024, dtype=torch.int32))
+        incoming.landing.wait()
+        staged.zero_()
+        assert taken[7] == 7
 
 
-class FakeRuntime:
+def test_bytes_come_back_as_the_current_stream_leaves_them() -> None:
+    runtime = LateRuntime()
+    device = StreamDevice(runtime)
+    buffers = HostBuffers(device, pin=True)
+    buffer = buffers.lend(1000, torch.float32)
+    with runtime.watching():
+        landing = device.start_give(torch.ones(1000) * 3, buffer.tensor)
+        with pytest.raises(Hazard, match="before the copy into it has ended"):
+            buffer.give_back()
+        landing.wait()
+        assert torch.equal(buffer.tensor, torch.full((1000,), 3.0))
+
+
+def test_a_buffer_is_lent_again_for_its_own_size_and_never_rounded_to_a_power_of_two() -> None:
+    buffers = HostBuffers(StreamDevice(FakeRuntime()), pin=True)
+    first = buffers.lend(5 * 1024, torch.float32)
+    other = buffers.lend(5 * 1024, torch.float32)
+    assert buffers.nbytes == 2 * 20480
+    address = first.tensor.data_ptr()
+    first.give_back()
+    again = buffers.lend(10 * 1024, torch.bfloat16)
+    assert again.tensor.data_ptr() == address
+    assert other.tensor.data_ptr() != address and buffers.nbytes == 2 * 20480
+    buffers.close()
+
+
+def test_what_refuses_to_be_pinned_is_said_once_and_used_all_the_same() -> None:
+    buffers = HostBuffers(StreamDevice(FakeRuntime(refuses="no")), pin=True)
+    assert buffers.lend(10, torch.float32).tensor.numel() == 10
+    buffers.lend(10, torch.float32)
+    assert buffers.notes == ["no"]
+    unpinned = FakeRuntime(refuses="not asked")
+    quiet = HostBuffers(StreamDevice(unpinned), pin=False)
+    quiet.lend(10, torch.float32)
+    assert quiet.notes == []
+
+
+class ScriptedCuda:
     def __init__(self, status: int) -> None:
         self.status = status
         self.calls: list[tuple[int, int, int]] = []
@@ -86,30 +118,41 @@ class FakeRuntime:
 
 
 def test_cuda_registers_the_whole_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = FakeRuntime(0)
+    runtime = ScriptedCuda(0)
     monkeypatch.setattr(module.torch.cuda, "cudart", lambda: runtime)
     slab = PinnedPool(8192).slab
-    assert CudaDevice(torch.device("cuda", 0)).register(slab) is None
+    assert CudaRuntime(torch.device("cuda", 0)).pin(slab) is None
     assert [(address, nbytes) for address, nbytes, _ in runtime.calls] == [(slab.address, slab.nbytes)]
 
 
 def test_cuda_forgets_a_slab_once_and_only_one_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = FakeRuntime(0)
+    runtime = ScriptedCuda(0)
     monkeypatch.setattr(module.torch.cuda, "cudart", lambda: runtime)
-    device, slab = CudaDevice(torch.device("cuda", 0)), PinnedPool(8192).slab
-    device.unregister(slab)
+    device, slab = CudaRuntime(torch.device("cuda", 0)), PinnedPool(8192).slab
+    device.unpin(slab)
     assert runtime.undone == []
-    device.register(slab)
-    device.unregister(slab)
-    device.unregister(slab)
+    device.pin(slab)
+    device.unpin(slab)
+    device.unpin(slab)
     assert runtime.undone == [slab.address]
 
 
-def test_refused_registration_is_a_sentence_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.torch.cuda, "cudart", lambda: FakeRuntime(712))
-    note = CudaDevice(torch.device("cuda", 0)).register(PinnedPool(4096).slab)
+def test_refused_registration_is_a_sentence_that_names_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.torch.cuda, "cudart", lambda: ScriptedCuda(2))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    monkeypatch.setattr(module, "number_of", lambda file: 3 << 30)
+    note = CudaRuntime(torch.device("cuda", 0)).pin(PinnedPool(4096).slab)
     assert note is not None
-    assert "cudaHostRegister refused" in note and "712" in note and "synchronous" in note
+    for said in ("refused 4.00 KiB", "CUDA error 2", "synchronous", "ulimit -l) is 8.00 MiB", "cgroup", "3.00 GiB"):
+        assert said in note
+
+
+def test_refused_registration_without_limits_says_that_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.torch.cuda, "cudart", lambda: ScriptedCuda(712))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(module, "number_of", lambda file: None)
+    note = CudaRuntime(torch.device("cuda", 0)).pin(PinnedPool(4096).slab)
+    assert note is not None and "no limit on locked memory or of the cgroup is set" in note
 
 
 @pytest.mark.gpu
@@ -119,10 +162,10 @@ def test_cuda_takes_bytes_over_and_frees_them_when_landed() -> None:
     assert device.register(pool.slab) is None
     staged = pool.lease(pool.nbytes).view(torch.int32)
     staged.copy_(torch.arange(staged.numel(), dtype=torch.int32))
-    taken = device.take(staged)
-    landing = device.landing()
-    landing.wait()
-    assert landing.done()
+    incoming = device.start_take(staged)
+    taken = incoming.hand_over()
+    incoming.landing.wait()
+    assert incoming.landing.done()
     staged.zero_()
     assert taken.device.type == "cuda"
     assert torch.equal(taken.cpu(), torch.arange(taken.numel(), dtype=torch.int32))

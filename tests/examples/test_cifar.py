@@ -29,10 +29,11 @@ def figures(output: str) -> tuple[list[float], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_it_learns_under_torchrun(ranks: int, torchrun: Any, nvme_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "ranks"), [("forked_ranks", 1), ("torchrun", 2)])
+def test_it_learns(launcher: str, ranks: int, request: pytest.FixtureRequest, nvme_path: Path) -> None:
     config = settings_at(nvme_path)
-    done = torchrun(EXAMPLES / "cifar.py", "--deepspeed", "--deepspeed_config", config, ranks=ranks)
+    run = request.getfixturevalue(launcher)
+    done = run(EXAMPLES / "cifar.py", "--deepspeed", "--deepspeed_config", config, ranks=ranks)
     Path(config).unlink()
     losses, accuracy = figures(done.stdout)
     assert losses[0] > 2.0 > 0.5 > losses[-1]
@@ -41,9 +42,9 @@ def test_it_learns_under_torchrun(ranks: int, torchrun: Any, nvme_path: Path) ->
 
 
 @pytest.mark.slow
-def test_it_learns_in_fp16(torchrun: Any, nvme_path: Path) -> None:
+def test_it_learns_in_fp16(forked_ranks: Any, nvme_path: Path) -> None:
     config = settings_at(nvme_path, bf16={"enabled": False}, fp16={"enabled": True, "initial_scale_power": 24})
-    done = torchrun(EXAMPLES / "cifar.py", "--deepspeed_config", config, "-e", "3", ranks=1)
+    done = forked_ranks(EXAMPLES / "cifar.py", "--deepspeed_config", config, "-e", "3", ranks=1)
     Path(config).unlink()
     assert "Skipping step. Attempted loss scale: 16777216, " in done.stdout
     assert figures(done.stdout)[1] > 90

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 from rich.console import Console
 
@@ -21,9 +22,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "C
 
 
 def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=300
-    )
+    done = launch.program(SCRIPT, *SMALL, *arguments, environment=ENVIRONMENT)
     assert done.returncode == 0 or not check, done.stdout + done.stderr
     return done
 
@@ -81,11 +80,32 @@ def test_going_on_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
     assert len(losses(tmp_path / "after.json")) == 2
 
 
+def test_killed_and_gone_on_with(nvme_path: Path, tmp_path: Path) -> None:
+    command = ["--nvme-path", str(nvme_path), "--no-sample", "--steps", "6", "--durability", "step"]
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *SMALL, *command], stdout=subprocess.PIPE, env=ENVIRONMENT, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step    3/6"):
+            break
+    process.kill()
+    process.communicate()
+    refused = run(*command, check=False)
+    assert refused.returncode == 1 and "is committed there" in refused.stderr
+    shown = run(*command, "--resume", "--json", str(tmp_path / "after.json")).stdout
+    found = json.loads((tmp_path / "after.json").read_text())["steps"]
+    first = found[0]["step"]
+    assert first >= 3 and f"resuming after step {first - 1}" in shown
+    run("--in-memory", "--no-sample", "--steps", "6", "--json", str(tmp_path / "memory.json"))
+    assert losses(tmp_path / "after.json") == losses(tmp_path / "memory.json")[first - 1 :]
+
+
 @pytest.mark.slow
-def test_two_ranks(torchrun: Any, nvme_path: Path, tmp_path: Path) -> None:
+def test_two_ranks(torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     arguments = [*SMALL, "--no-sample", "--json"]
     torchrun(SCRIPT, *arguments, str(tmp_path / "nvme.json"), "--nvme-path", str(nvme_path))
-    torchrun(SCRIPT, *arguments, str(tmp_path / "memory.json"), "--in-memory")
+    forked_ranks(SCRIPT, *arguments, str(tmp_path / "memory.json"), "--in-memory")
     assert losses(tmp_path / "nvme.json") == losses(tmp_path / "memory.json")
     assert not list(nvme_path.iterdir())
 

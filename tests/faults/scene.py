@@ -1,6 +1,7 @@
 """A small training whose every step is known, and the same as a program: `scene.py FOLDER [--save DIR] [--steps N] ...`.
 
-The program prints "ready", then a line per step with its loss to the last bit.
+The program prints "ready", then a line per step with its loss to the last bit. With `--durable` its steps are committed, and it
+goes on from the last one; `--die` kills it at one instant of a commit.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import signal
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.runtime.commits import Commits
+from infinity.store import Arena, DurableRun, durable
 
 STEPS = 4
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
@@ -56,9 +61,11 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def make(path: Path | None, update: str = "auto") -> infinity.Engine:
+def make(path: Path | None, update: str = "auto", *, resume: bool = False, **own: Any) -> infinity.Engine:
     torch.manual_seed(0)
-    engine, *_ = infinity.initialize(model=Model(), config=config(path, update))
+    settings = config(path, update)
+    settings["infinity"] |= own
+    engine, *_ = infinity.initialize(model=Model(), config=settings, resume=resume)
     return engine
 
 
@@ -75,21 +82,75 @@ def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The program."""
+    """The program. On one thread: tensors this small are faster so, most of all beside other work."""
+    torch.set_num_threads(1)
     if args.no_io_uring:
         refuse_io_uring()
-    engine = make(Path(args.folder))
+    if args.ranks > 1:
+        os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(args.rank)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(args.port)}
+    if args.die:
+        die_at(*args.die.split(":"))
+    own = {"durability": "step"} if args.durable else {}
+    engine = make(Path(args.folder), args.update, resume=args.durable, **own)
     with engine:
         assert engine.swap is not None
-        print("ready", engine.swap.backend, "; ".join(engine.swap.notes), flush=True)
-        if args.resume:
+        say("ready", engine.swap.backend, "; ".join(engine.swap.notes))
+        if args.resume and not args.durable:
             engine.load_checkpoint(args.save)
         while engine.global_steps < args.steps:
             number = engine.global_steps
-            print("step", number, step(engine, number).hex(), flush=True)
+            say("step", number, step(engine, number).hex())
             if args.save:
                 engine.save_checkpoint(args.save)
-    print("done", flush=True)
+    say("done")
+
+
+def say(*words: object) -> None:
+    """A line, in one piece: another rank may write to the same pipe."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+INSTANTS: dict[str, tuple[Any, str, bool]] = {
+    "before the sync": (Arena, "sync", False),
+    "before the record": (durable, "write_durably", False),
+    "before its name": (Path, "rename", False),
+    "after its name": (Path, "rename", True),
+    "before the barrier": (DurableRun, "write", True),
+    "after the barrier": (DurableRun, "leave_one", False),
+    "after the older went": (DurableRun, "leave_one", True),
+    "after the commit": (Commits, "make", True),
+}
+"""Of a commit, in their order: whose call, and whether the instant is after it."""
+
+
+def die_at(instant: str, count: str) -> None:
+    """From now on, kill this process at that instant, when it comes for the `count`th time since the first step's commit began.
+
+    Blanks of the instant are given as underscores.
+    """
+    owner, name, after = INSTANTS[instant.replace("_", " ")]
+    commits = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal commits
+        commits += args[0]._pending is not None
+        return make_commit(*args, **kwargs)
+
+    make_commit: Callable[..., Any] = Commits.make
+    Commits.make = counted  # type: ignore[method-assign]
+    original = getattr(owner, name)
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        due = commits == int(count)
+        if due and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if commits == int(count) and after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, deadly)
 
 
 def refuse_io_uring() -> None:
@@ -118,6 +179,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--save")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--durable", action="store_true")
+    parser.add_argument("--update", default="auto")
+    parser.add_argument("--die", metavar="INSTANT:COUNT")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--no-io-uring", action="store_true")
     return parser
 

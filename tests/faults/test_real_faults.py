@@ -27,6 +27,7 @@ import pytest
 import scene
 import torch
 import torch.distributed as dist
+from children import Nursery
 
 import infinity
 from infinity.runtime import checkpoint, checkpoint_arena
@@ -156,13 +157,15 @@ def test_an_arena_truncated_underneath_is_an_error(nvme_path: Path) -> None:
         engine.close()
 
 
-def test_what_was_in_a_truncated_arena_before_it_grew_again_is_an_error(nvme_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "read ahead"])
+def test_what_was_in_a_truncated_arena_before_it_grew_again_is_an_error(ahead: bool, nvme_path: Path) -> None:
     with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
         swap.register("first", torch.ones(MIB))
         swap.flush()
         os.truncate(arena_descriptor(nvme_path), 4096)
         swap.register("second", torch.full((MIB,), 2.0))
         swap.flush()
+        assert not ahead or swap.prefetch("first")
         with pytest.raises(infinity.IntegrityError, match=r"first: read 4 MiB .* doesn't hold"), swap.use("first"):
             pass
         with swap.use("second") as tensor:
@@ -193,6 +196,7 @@ def test_a_bit_that_a_drive_has_changed_is_never_used(update: str, nvme_path: Pa
         assert engine.swap is not None
         assert losses(engine, 0, 1) == expected[:1]
         engine.swap.flush()
+        engine.swap.stager.drop_all()  # what is read ahead already would be written before it is read again
         bit = draw.randrange(8 * engine.swap.stats().arena_bytes)
         flip(arena_descriptor(nvme_path), bit)
         refusal: infinity.IntegrityError | None = None
@@ -298,40 +302,6 @@ def test_io_uring_refused_by_seccomp(nvme_path: Path, expected: list[str]) -> No
     assert losses_in(output) == expected[: scene.STEPS]
     assert "ready io_uring" not in output
     assert "io_uring is refused here" in output
-
-
-class Nursery:
-    """Trainings as processes that can be killed, without a start of Python for each."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "nursery.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def start(self, *arguments: str) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(arguments) + "\n")
-        self.process.stdin.flush()
-        return int(self.until("child")[-1].split()[1])
-
-    def until(self, *words: str) -> list[str]:
-        """The lines up to the one that begins with one of `words`."""
-        assert self.process.stdout is not None
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line.strip())
-            if line.split()[0] in words:
-                break
-        return lines
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import launch
 import pytest
 import torch
 
@@ -20,6 +19,8 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: tools/test_
 
 from infinity.integrations import deepspeed as ours
 from infinity.integrations.aio_handle import AioHandle
+
+launch.import_also("deepspeed", "few_kernels")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "integrations" / "deepspeed_nvme.py"
 SMALL = ["--hidden-size", "128", "--layers", "2", "--steps", "4"]
@@ -124,43 +125,35 @@ def test_ds_nvme_tune_runs_on_us(nvme_path: Path, tmp_path: Path) -> None:
 
 
 def command(*arguments: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "infinity.integrations.deepspeed", *arguments],
-        capture_output=True, text=True, timeout=300, cwd=cwd,
-    )  # fmt: skip
+    done = launch.program("infinity.integrations.deepspeed", *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def losses(torchrun: Any, nvme_path: Path, tmp_path: Path, *arguments: str, ranks: int = 1) -> list[float]:
+def losses(launcher: Any, nvme_path: Path, tmp_path: Path, *arguments: str, ranks: int = 1) -> list[float]:
     figures = tmp_path / "figures.json"
-    torchrun(
-        EXAMPLE,
-        *SMALL,
-        *arguments,
-        "--nvme-path",
-        str(nvme_path),
-        "--json",
-        str(figures),
-        ranks=ranks,
-        timeout_seconds=550,
-    )
+    places = ("--nvme-path", str(nvme_path), "--json", str(figures))
+    launcher(EXAMPLE, *SMALL, *places, *arguments, ranks=ranks, timeout_seconds=550)
     found: list[float] = json.loads(figures.read_text())["losses"]
     return found
 
 
 @pytest.mark.slow
-def test_training_gives_the_numbers_of_its_own_handle(torchrun: Any, nvme_path: Path, tmp_path: Path) -> None:
+@pytest.mark.long  # DeepSpeed compiles its own handle first, and its Adam
+def test_training_gives_the_numbers_of_its_own_handle(forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     if not builder()().is_compatible():
         pytest.skip("DeepSpeed's own handle can't be built here: libaio-dev is missing")
-    own = losses(torchrun, nvme_path, tmp_path, "--io", "deepspeed")
+    own = losses(forked_ranks, nvme_path, tmp_path, "--io", "deepspeed")
     assert own[-1] < own[0]
-    assert losses(torchrun, nvme_path, tmp_path) == own
-    assert losses(torchrun, nvme_path, tmp_path, "--pipeline") == own
+    assert losses(forked_ranks, nvme_path, tmp_path) == own
+    assert losses(forked_ranks, nvme_path, tmp_path, "--pipeline") == own
 
 
 @pytest.mark.slow
-def test_training_on_two_ranks(torchrun: Any, nvme_path: Path, tmp_path: Path) -> None:
-    synchronous = losses(torchrun, nvme_path, tmp_path, ranks=2)
-    assert losses(torchrun, nvme_path, tmp_path, "--pipeline", ranks=2) == synchronous
+@pytest.mark.long  # DeepSpeed compiles its Adam first
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_learns_the_same_pipelined(ranks: int, forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
+    synchronous = losses(forked_ranks, nvme_path, tmp_path, ranks=ranks)
+    pipelined = losses(forked_ranks, nvme_path, tmp_path, "--pipeline", ranks=ranks)
+    assert pipelined == synchronous
     assert synchronous[-1] < synchronous[0]

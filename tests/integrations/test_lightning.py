@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 
 pytest.importorskip("lightning", reason="Lightning is not installed: tools/test_integration.sh lightning")
@@ -28,6 +28,8 @@ import infinity
 from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.lightning import InfinityStrategy
 
+launch.import_also("lightning.pytorch")
+
 NAMES = ["infinity", *(f"infinity_stage_{tail}" for tail in ("1", "2", "2_offload", "3", "3_offload"))]
 
 
@@ -35,10 +37,9 @@ NAMES = ["infinity", *(f"infinity_stage_{tail}" for tail in ("1", "2", "2_offloa
 def run(nvme_path: Path, tmp_path: Path) -> Any:
     def train(*arguments: str, output: str = "output") -> dict[str, Any]:
         figures = tmp_path / "figures.json"
-        command = [sys.executable, lightning_mlp.__file__, "--nvme-path", str(nvme_path)]
-        command += ["--output", str(tmp_path / output), "--json", str(figures), *arguments]
+        places = ("--nvme-path", str(nvme_path), "--output", str(tmp_path / output), "--json", str(figures))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+        done = launch.program(Path(lightning_mlp.__file__), *places, *arguments, environment=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         found: dict[str, Any] = json.loads(figures.read_text())
         return found

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import torch
 
@@ -29,13 +30,17 @@ from infinity import init_empty
 from infinity.errors import ConfigError
 from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
 
+launch.import_also(
+    "accelerate", "safetensors.torch", "transformers.trainer", "transformers.models.llama.modeling_llama"
+)
+
 
 @pytest.fixture
-def run(torchrun: Any, nvme_path: Path, tmp_path: Path) -> Any:
-    def train(*arguments: str, ranks: int = 1, output: str = "output") -> dict[str, Any]:
+def run(forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> Any:
+    def train(*arguments: str, ranks: int = 1, output: str = "output", under: Any = forked_ranks) -> dict[str, Any]:
         figures = tmp_path / "figures.json"
         places = ("--nvme-path", str(nvme_path), "--output", str(tmp_path / output), "--json", str(figures))
-        torchrun(Path(trainer_llama.__file__), *places, *arguments, ranks=ranks)
+        under(Path(trainer_llama.__file__), *places, *arguments, ranks=ranks)
         found: dict[str, Any] = json.loads(figures.read_text())
         return found
 
@@ -78,8 +83,8 @@ def test_a_checkpoint_of_two_ranks_is_resumed_by_one(run: Any, tmp_path: Path) -
     assert (tmp_path / "output" / "checkpoint-7").is_dir()
 
 
-def test_bf16_trains(run: Any) -> None:
-    found = losses(run("--bf16", "--evaluate-first"))
+def test_bf16_trains_under_torchrun(run: Any, torchrun: Any) -> None:
+    found = losses(run("--bf16", "--evaluate-first", under=torchrun))
     assert found[-1] < found[0]
 
 

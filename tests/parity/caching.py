@@ -1,4 +1,5 @@
-"""Trains a few steps with a part of the state cached, and compares the bytes of a step with the optimum. For torchrun too."""
+"""Trains a few steps with a part of the state cached, and compares the bytes of a step with the optimum. A script for several
+ranks too."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import caching
 import pytest
@@ -31,7 +32,9 @@ def _one_rank() -> Iterator[None]:
 @pytest.mark.parametrize("name", training.CASES)
 def test_nvme_equals_memory(name: str, nvme_path: Path) -> None:
     case = training.CASES[name]
-    assert not training.differences(training.with_engine(case, None), training.with_engine(case, str(nvme_path)))
+    assert not training.differences(
+        training.in_memory(training.with_engine, case), training.with_engine(case, str(nvme_path))
+    )
     assert not list(nvme_path.iterdir())
 
 
@@ -39,7 +42,9 @@ def test_nvme_equals_memory(name: str, nvme_path: Path) -> None:
 def test_nvme_equals_memory_with_each_backend(name: str, nvme_path: Path, backend: str) -> None:
     case = training.CASES[name]
     ours = dataclasses.replace(case, backend=backend)
-    assert not training.differences(training.with_engine(case, None), training.with_engine(ours, str(nvme_path)))
+    assert not training.differences(
+        training.in_memory(training.with_engine, case), training.with_engine(ours, str(nvme_path))
+    )
 
 
 class Either(nn.Module):
@@ -89,13 +94,15 @@ def test_a_parameter_that_misses_steps_keeps_its_value(master: str, update: str,
 @pytest.mark.parametrize("name", ["plain", "accumulation and clipping", "frozen parameters", "fp32"])
 def test_own_loop_equals_stock_fsdp2_and_adamw(name: str, fused: bool, nvme_path: Path) -> None:
     case = dataclasses.replace(training.CASES[name], fused=fused)
-    assert not training.differences(training.with_own_loop(case, None), training.with_own_loop(case, str(nvme_path)))
+    assert not training.differences(
+        training.in_memory(training.with_own_loop, case), training.with_own_loop(case, str(nvme_path))
+    )
 
 
 def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: one master bit, in one step, is enough."""
     case = training.CASES["plain"]
-    expected = training.with_engine(case, None)
+    expected = training.in_memory(training.with_engine, case)
     update = infinity.PagedAdam._update
     spoiled = []
 
@@ -117,24 +124,24 @@ def test_a_step_moves_the_fewest_bytes_that_its_cache_allows(share: Fraction, up
 
 
 @pytest.mark.slow
-def test_steps_of_two_ranks_move_the_fewest_bytes_that_their_caches_allow(torchrun, nvme_path: Path) -> None:  # type: ignore[no-untyped-def]
-    torchrun(Path(caching.__file__), str(nvme_path), ranks=2)
+def test_steps_of_two_ranks_move_the_fewest_bytes_that_their_caches_allow(forked_ranks: Any, nvme_path: Path) -> None:
+    forked_ranks(Path(caching.__file__), str(nvme_path), ranks=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_several_ranks_equal_memory(ranks: int, torchrun, nvme_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_several_ranks_equal_memory(ranks: int, forked_ranks: Any, nvme_path: Path) -> None:
     available = [name for name, works, _ in infinity.aio.probe() if works]
     script = Path(training.__file__)
-    torchrun(script, str(nvme_path), ",".join(available), ranks=ranks, timeout_seconds=500)
+    forked_ranks(script, str(nvme_path), ",".join(available), ranks=ranks, timeout_seconds=500)
     assert not list(nvme_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_three(torchrun, nvme_path: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_three(forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     script = Path(training.__file__).with_name("reshard.py")
     digests = set()
     for verb, ranks in (("save", 2), ("load", 1), ("load", 3)):
-        done = torchrun(script, verb, str(nvme_path), str(tmp_path), ranks=ranks)
+        done = forked_ranks(script, verb, str(nvme_path), str(tmp_path), ranks=ranks)
         digests |= {line for line in done.stdout.splitlines() if line.startswith("digest")}
     assert len(digests) == 1

@@ -39,6 +39,7 @@ class Case:
     parameters_on: str = "nvme"
     sub_group_size: int = 4096
     meta: bool = False
+    gradient_bytes_max: int | str = "auto"
 
 
 CASES = {
@@ -50,6 +51,7 @@ CASES = {
     "backward, masters in full": Case(update="backward", master="full", threshold=0, meta=True),
     "fp16 that skips steps": Case(fp16=True, clipping=0.5),
     "frozen parameters": Case(frozen=True, meta=True),
+    "gradients on NVMe": Case(clipping=1.0, gradient_bytes_max=0, threshold=0),
     "copies in host memory": Case(parameters_on="none", sub_group_size=8192),
 }
 
@@ -107,6 +109,7 @@ def config(path: Path | str | list[str], case: Case, **own: Any) -> dict[str, An
             "update": case.update,
             "master_weights": case.master,
             "durability": "step",
+            "gradient_bytes_max": case.gradient_bytes_max,
             **own,
         },
     }

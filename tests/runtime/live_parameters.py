@@ -1,4 +1,4 @@
-"""What is gathered, sampled whenever FSDP2 gathers or releases a group. Under torchrun, `live_parameters.py FOLDER` runs all.
+"""What is gathered, sampled whenever FSDP2 gathers or releases a group. As ranks, `live_parameters.py FOLDER` runs all.
 
 The sampler looks at FSDP2's own state, and at the memory behind it; it knows nothing of plans.
 """

@@ -1,5 +1,5 @@
 """Every stage and mesh against the same training by torch alone, bit for bit. In the process of the tests beside it, and as a
-script under torchrun: `stages.py FOLDER NAME ...`."""
+script of several ranks: `stages.py FOLDER NAME ...`."""
 
 from __future__ import annotations
 

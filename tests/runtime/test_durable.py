@@ -230,6 +230,35 @@ def test_a_commit_that_fails_leaves_the_one_before(
         assert [*losses[:first], step(engine)] == expected(nvme_path / "whole", first + 1)
 
 
+def test_a_commit_of_which_the_other_ranks_do_not_answer_stops_all_writing(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have made theirs, and removed the one before: whichever it is, one that all have must stay."""
+
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        yield
+        raise RuntimeError("Connection closed by peer")
+
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine)]
+        engine.commit()
+        losses.append(step(engine))
+        with monkeypatch.context() as patch:
+            patch.setattr("infinity.runtime.commits.together", broken)
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                step(engine)
+        with pytest.raises(infinity.InfinityError, match=r"nothing is written any more.*closed by peer"):
+            step(engine)
+        with pytest.raises(infinity.InfinityError, match="nothing is written any more"), torch.no_grad():
+            next(engine.module.parameters()).zero_()
+        raise Crash
+    assert len(list((nvme_path / "infinity-durable-run").glob("rank0.commit-*"))) == 2
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 2
+        assert [*losses[:2], step(engine)] == expected(nvme_path / "whole", 3)
+
+
 def test_a_training_goes_on_after_a_commit_that_failed(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state is whole, only not committed; and what is committed stays."""
 

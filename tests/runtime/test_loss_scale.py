@@ -193,7 +193,7 @@ def test_a_checkpoint_keeps_the_scale(nvme_path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_on_one_rank_skips_the_step_on_all(torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, "overflowing_alone", str(nvme_path))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, "overflowing_alone", str(nvme_path))
     assert done.stdout.count("skipped together") == 2, done.stdout
     assert done.stdout.count("OVERFLOW!") == 1, done.stdout

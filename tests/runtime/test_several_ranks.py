@@ -11,8 +11,8 @@ SCRIPT = Path(__file__).with_name("several_ranks.py")
 
 
 @pytest.mark.slow
-def test_an_engine_after_an_engine_in_one_process(torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, "again_and_again", str(nvme_path))
+def test_an_engine_after_an_engine_in_one_process(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, "again_and_again", str(nvme_path))
     assert done.stdout.count("made three engines") == 2
     assert not list(nvme_path.iterdir())
 
@@ -22,18 +22,18 @@ def test_an_engine_after_an_engine_in_one_process(torchrun: Any, nvme_path: Path
     ("scene", "words"),
     [("failing_alone", "all were told"), ("writing_rank_fails", "told of the writer's failure")],
 )
-def test_a_failure_on_one_rank_is_told_to_all(scene: str, words: str, torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, scene, str(nvme_path))
+def test_a_failure_on_one_rank_is_told_to_all(scene: str, words: str, forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, scene, str(nvme_path))
     assert done.stdout.count(words) == 2, done.stdout
 
 
 @pytest.mark.slow
-def test_a_gathered_parameter_is_what_one_rank_made_it(torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, "set_by_one", str(nvme_path))
+def test_a_gathered_parameter_is_what_one_rank_made_it(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, "set_by_one", str(nvme_path))
     assert done.stdout.count("set by one") == 2, done.stdout
 
 
 @pytest.mark.slow
-def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, "long_prefetch_lists", str(nvme_path))
+def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, "long_prefetch_lists", str(nvme_path))
     assert done.stdout.count("the pool was enough") == 2, done.stdout

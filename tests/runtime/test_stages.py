@@ -30,16 +30,16 @@ def test_every_stage_equals_torch_alone(nvme_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_stage_equals_torch_alone_on_two_ranks(torchrun: Any, nvme_path: Path) -> None:
-    done = torchrun(SCRIPT, str(nvme_path), *stages.CASES, "whole replicas")
+def test_every_stage_equals_torch_alone_on_two_ranks(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, str(nvme_path), *stages.CASES, "whole replicas")
     assert done.stdout.count("equal") == 2 * (len(stages.CASES) + 1), done.stdout
     assert not list(nvme_path.iterdir())
 
 
 @pytest.mark.slow
-def test_meshes_of_four_ranks_equal_fsdp2_on_the_same_mesh(torchrun: Any, nvme_path: Path) -> None:
+def test_meshes_of_four_ranks_equal_fsdp2_on_the_same_mesh(forked_ranks: Any, nvme_path: Path) -> None:
     names = [*stages.REPLICAS, *stages.SECONDARY]
-    done = torchrun(SCRIPT, str(nvme_path), *names, ranks=4)
+    done = forked_ranks(SCRIPT, str(nvme_path), *names, ranks=4)
     assert done.stdout.count("equal") == 4 * len(names), done.stdout
     assert done.stdout.count("refused") == 4, done.stdout
     assert not list(nvme_path.iterdir())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from infinity.config import ZeroConfig
 from infinity.errors import ConfigError
-from infinity.runtime.wrap import largest_part, modules_to_wrap
+from infinity.runtime.live import choose_wrap
+from infinity.runtime.wrap import gather_small_as_one, largest_part, modules_to_wrap
 
 
 class Block(nn.Module):
@@ -73,3 +75,39 @@ def test_nothing_is_split_off_that_is_tied_to_the_rest() -> None:
 def test_a_class_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"names Blok, but the model has only .*Block"):
         modules_to_wrap(Model(tied=False), ["Blok"])
+
+
+class Tower(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+
+class Towers(nn.Module):
+    """Two towers, of 1 640 and of 33 024 elements per submodule or about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = Tower(40), Tower(180)
+        self.bare = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+
+def test_modules_with_small_parts_are_gathered_as_one() -> None:
+    model = Towers()
+    small, large, bare = model.small.layers, model.large.layers, model.bare
+    wrap = modules_to_wrap(model, None)
+    assert wrap == [*small, *large, *bare]
+    assert gather_small_as_one(wrap, model, 5) == wrap
+    assert gather_small_as_one(wrap, model, 1000) == [model.small, *large, *bare]  # 820 for each of 4
+    assert gather_small_as_one(wrap, model, 10_000) == []  # the model itself: 6 866 for each of 11
+    assert gather_small_as_one([model.small, *small], model, 1000) == [model.small]
+
+
+def test_the_granularity_threshold_is_for_groups_that_nobody_named() -> None:
+    model = Towers()
+    zero = ZeroConfig(stage=3, stage3_module_granularity_threshold=1000)
+    wrap, outline, _ = choose_wrap(model, None, zero)
+    assert model.small in wrap
+    assert outline.numel == sum(p.numel() for p in model.parameters())
+    wrap, _, _ = choose_wrap(model, ["Linear"], zero)
+    assert model.small not in wrap

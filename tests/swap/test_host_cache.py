@@ -160,13 +160,22 @@ class LateLanding:
         self.taken.clear()
 
 
+class LateIncoming:
+    def __init__(self, taken: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.landing = LateLanding(taken)
+        self.tensor = taken[-1][1]
+
+    def hand_over(self) -> torch.Tensor:
+        return self.tensor
+
+
 class LateDevice(CpuDevice):
     def __init__(self) -> None:
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def take(self, staged: torch.Tensor) -> torch.Tensor:
+    def start_take(self, staged: torch.Tensor) -> LateIncoming:
         self.taken.append((staged, staged.clone()))
-        return self.taken[-1][1]
+        return LateIncoming(self.taken)
 
     def landing(self) -> LateLanding:
         return LateLanding(self.taken)
@@ -180,7 +189,7 @@ def test_cached_copies_are_stepped_once_the_device_has_them(
     with started(nvme_path, 1 << 30, update=update) as engine:
         assert engine.swap is not None
         late = LateDevice()
-        monkeypatch.setattr(engine.swap, "_device", late)
+        monkeypatch.setattr(engine.swap.stager, "device", late)
         for _ in range(3):
             loss = engine(torch.ones(2, 64)).float().square().mean()
             assert late.taken

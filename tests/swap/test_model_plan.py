@@ -60,6 +60,14 @@ def test_small_parameters_stay_then_so_many_elements_of_the_first_groups() -> No
     assert len(resident(planned(hold_parameters=True)[0])) == 8
 
 
+def test_all_the_small_parameters_that_stay_are_bounded() -> None:
+    biases = [f"blocks.{index}.bias" for index in range(4)]
+    assert resident(planned(resident_numel_below=9, resident_small_numel_max=32)[0]) == biases
+    assert resident(planned(resident_numel_below=9, resident_small_numel_max=31)[0]) == biases[:3]
+    layout, _ = planned(resident_numel_below=9, resident_small_numel_max=16, resident_numel_max=ROWS)
+    assert resident(layout) == ["blocks.0.weight", *biases[:2]]
+
+
 def test_a_rank_has_its_share_of_the_elements() -> None:
     whole, shared = (planned(ranks=ranks)[0] for ranks in (1, 4))
     assert [shard.numel for shard in whole.shards[:2]] == [ROWS, 8]

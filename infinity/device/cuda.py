@@ -1,0 +1,73 @@
+"""Floor 2. Streams, events and memory of one CUDA device, through torch alone: nothing is linked.
+
+A thin layer: every decision about order is in streams.py.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.aio import PinnedSlab
+from infinity.kernel_files import number_of
+from infinity.units import format_bytes
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_UNLIMITED_BYTES = 1 << 60
+"""What cgroup v1 says where there is no limit is a little less than 2^63."""
+
+
+class CudaRuntime:
+    """See `Runtime` in streams.py."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._pinned: set[int] = set()  # addresses
+
+    def pin(self, slab: PinnedSlab) -> str | None:
+        status = int(torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 1))
+        if status != 0:
+            return _refused(slab.nbytes, status)
+        self._pinned.add(slab.address)
+        return None
+
+    def unpin(self, slab: PinnedSlab) -> None:
+        if slab.address in self._pinned:
+            self._pinned.remove(slab.address)
+            torch.cuda.cudart().cudaHostUnregister(slab.address)
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream(self.torch_device)
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def empty(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(like.shape, dtype=like.dtype, device=self.torch_device)
+
+    def start_copy(self, into: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            into.copy_(source, non_blocking=True)
+
+    def note_use(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+
+def _refused(nbytes: int, status: int) -> str:
+    """What CUDA did not want, which limits could be the reason, and what follows."""
+    limits = []
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY:
+        limits.append(f"the limit on locked memory (ulimit -l) is {format_bytes(locked)}")
+    group = next((found for file in _CGROUP_LIMITS if (found := number_of(file)) is not None), None)
+    if group is not None and group < _UNLIMITED_BYTES:
+        limits.append(f"the cgroup's limit on memory is {format_bytes(group)}")
+    why = " and ".join(limits) or "no limit on locked memory or of the cgroup is set"
+    return (
+        f"cudaHostRegister refused {format_bytes(nbytes)} of host memory (CUDA error {status}): copies between it and the GPU "
+        f"are synchronous and overlap with nothing; {why}: raise what is too low, or lower pinned_bytes_max"
+    )

@@ -1,0 +1,32 @@
+"""Floor 5. Where saved activations go, as the config says: which shelf, of what device and drives."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.config import Config
+from infinity.device import HostBuffers, device_for
+from infinity.swap import SwapManager
+from infinity.swap.activations import Activations
+from infinity.swap.shelves import HostShelf, Shelf
+
+
+def make_activations(
+    config: Config, swap: SwapManager | None, torch_device: torch.device
+) -> tuple[Activations | None, list[str]]:
+    """What moves saved activations, or None where nothing does; and notes."""
+    asked = config.infinity.offload_activations
+    where = "cpu" if asked.device == "none" and config.activation_checkpointing.cpu_checkpointing else asked.device
+    if where == "none":
+        return None, []
+    device = swap.device if swap is not None else device_for(torch_device)
+    if where == "cpu" and not device.copies:
+        return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
+    shelf: Shelf
+    if where == "nvme":
+        assert swap is not None  # the config says so
+        shelf = swap.shelf_for_activations()
+    else:
+        bound = None if asked.host_bytes_max == "auto" else asked.host_bytes_max
+        shelf = HostShelf(device, HostBuffers(device, pin=True), bytes_max=bound)
+    return Activations(shelf, bytes_min=asked.bytes_min), []

@@ -1,0 +1,261 @@
+"""Floor 4. Places for tensors that are put away and come back soon, last put first: host memory, and the arena.
+
+A shelf owns the bytes of its items until they are dropped. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol, cast
+
+import torch
+
+from infinity.aio import Lease, PoolPart
+from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
+from infinity.errors import BudgetError, InfinityError
+from infinity.store import Arena, Extent
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.stager import Stager
+from infinity.units import align_up, format_bytes
+
+log = logging.getLogger("infinity")
+
+BUFFER_SHARES = 4
+"""A tensor larger than this part of the buffer is not put away: one is filled while others are written or read."""
+
+
+class Item(Protocol):
+    """One tensor that was put away."""
+
+    nbytes: int
+
+
+class Shelf(Protocol):
+    """Where tensors are put away. All are 1-D, on the device that computes."""
+
+    def try_put(self, tensor: torch.Tensor) -> Item | None:
+        """Put a tensor away as the current stream leaves it; the caller may forget it. None where there is no room for it.
+
+        Raises StoreError without space on the drives, IoError where a transfer failed.
+        """
+
+    def start_back(self, items: Iterable[Item]) -> None:
+        """These are asked for next, soonest first: start what the shelf has room for."""
+
+    def take_back(self, item: Item) -> torch.Tensor:
+        """The tensor on the device. May be asked for again. Raises IoError, or InfinityError where it was lost."""
+
+    def drop(self, item: Item) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Every item was dropped."""
+
+
+@dataclass(eq=False)
+class _InHost:
+    buffer: HostBuffer
+    landing: Landing
+    nbytes: int
+    incoming: Incoming | None = field(default=None, repr=False)
+
+
+class HostShelf:
+    """Host memory, which it closes at its end. bytes_max: at most so much of it (None: no bound)."""
+
+    def __init__(self, device: Device, host_memory: HostBuffers, *, bytes_max: int | None) -> None:
+        self._device, self._host_memory, self._bytes_max = device, host_memory, bytes_max
+        self._used = 0
+        self._told = False
+
+    def try_put(self, tensor: torch.Tensor) -> Item | None:
+        nbytes = align_up(tensor.nbytes)
+        if self._bytes_max is not None and self._used + nbytes > self._bytes_max:
+            if not self._told:
+                self._told = True
+                log.info("saved activations fill their %s of host memory: the rest stay", format_bytes(self._bytes_max))
+            return None
+        buffer = self._host_memory.lend(tensor.numel(), tensor.dtype)
+        self._used += nbytes
+        return _InHost(buffer, self._device.start_give(tensor, buffer.tensor), nbytes)
+
+    def start_back(self, items: Iterable[Item]) -> None:
+        for item in islice(items, 1):  # on the device it takes what it saves there
+            self._start(cast(_InHost, item))
+
+    def take_back(self, item: Item) -> torch.Tensor:
+        kept = cast(_InHost, item)
+        self._start(kept)
+        assert kept.incoming is not None
+        tensor = kept.incoming.hand_over()
+        kept.landing, kept.incoming = kept.incoming.landing, None
+        return tensor if self._device.copies else tensor.clone()
+
+    def drop(self, item: Item) -> None:
+        kept = cast(_InHost, item)
+        landing = kept.incoming.landing if kept.incoming is not None else kept.landing
+        landing.wait()
+        kept.incoming = None
+        kept.buffer.give_back()
+        self._used -= kept.nbytes
+
+    def close(self) -> None:
+        self._host_memory.close()
+
+    def _start(self, kept: _InHost) -> None:
+        if kept.incoming is None:
+            kept.landing.wait()
+            kept.incoming = self._device.start_take(kept.buffer.tensor)
+
+
+@dataclass(eq=False)
+class _InArena:
+    chunk: Chunk
+    extent: Extent
+    nbytes: int
+    numel: int
+    dtype: torch.dtype
+    lost: str | None = None
+
+    def lose(self, why: str) -> None:
+        self.lost = why
+
+
+class ArenaShelf:
+    """The arena, by way of a part of the pinned pool: what comes is copied there and written, and read again in time.
+
+    Half of the part holds what came last, which is asked for first and needs no drive. A place in the arena is used again by
+    the next tensor of its size, so after the first step it grows no more.
+    """
+
+    def __init__(self, stager: Stager, part: PoolPart, arena: Arena) -> None:
+        self._stager, self._part, self._arena = stager, part, arena
+        self._free: dict[int, list[Extent]] = {}
+        self._in_hand: dict[_InArena, Landing] = {}
+        """In their leases, the first one first, and not written yet; the device may still copy into or out of them."""
+        self._ending: list[_InArena] = []
+        """Dropped while being written."""
+        self._told = False
+
+    def try_put(self, tensor: torch.Tensor) -> Item | None:
+        nbytes = align_up(tensor.nbytes)
+        if nbytes > self._part.nbytes // BUFFER_SHARES:
+            self._tell_too_large(nbytes)
+            return None
+        self._sweep()
+        item = self._item(tensor, nbytes)
+        lease = self._room_for(item)
+        into = lease.view(tensor.dtype, 0, tensor.numel())
+        self._in_hand[item] = self._stager.device.start_give(tensor, into)
+        self._write_early()
+        return item
+
+    def start_back(self, items: Iterable[Item]) -> None:
+        self._stager.reap()
+        room = self._part.nbytes - self._part.nbytes // BUFFER_SHARES
+        coming = []
+        for item in items:
+            room -= item.nbytes
+            if room < 0:
+                break
+            if item not in self._in_hand:
+                coming.append(cast(_InArena, item).chunk)
+        self._stager.want(coming)
+
+    def take_back(self, item: Item) -> torch.Tensor:
+        kept = cast(_InArena, item)
+        if kept in self._in_hand:
+            self._in_hand[kept].wait()
+            assert kept.chunk.lease is not None
+            tensor, self._in_hand[kept] = self._copied(kept, kept.chunk.lease)
+            return tensor
+        if kept.lost is None:
+            self._stager.settle(kept.chunk)
+        if kept.lost is not None:
+            raise InfinityError(
+                f"{kept.chunk.name} is lost, since a write of it failed: {kept.lost}; do the step again"
+            )
+        tensor, landing = self._copied(kept, self._stager.acquire(kept.chunk))
+        self._stager.release(kept.chunk, keep=False, landing=landing)
+        return tensor
+
+    def drop(self, item: Item) -> None:
+        kept = cast(_InArena, item)
+        if kept in self._in_hand:
+            landing = self._in_hand.pop(kept)
+            landing.wait()
+            self._stager.release(kept.chunk, keep=False, landing=landing)
+        self._stager.drop(kept.chunk)
+        self._ending.append(kept)
+        self._sweep()
+
+    def close(self) -> None:
+        self._stager.drop_all()
+        for item in self._ending:
+            self._settle_ended(item)
+
+    def _item(self, tensor: torch.Tensor, nbytes: int) -> _InArena:
+        free = self._free.get(nbytes)
+        extent = free.pop() if free else self._arena.reserve([nbytes], "a saved activation")[0]
+        span = (Span(extent.offset, 0, extent.nbytes),)
+        shape = "x".join(map(str, tensor.shape))
+        chunk = Chunk(f"saved activation of {shape} {tensor.dtype}", nbytes, span, span)
+        item = _InArena(chunk, extent, nbytes, tensor.numel(), tensor.dtype)
+        chunk.on_lost = item.lose
+        return item
+
+    def _copied(self, kept: _InArena, lease: Lease) -> tuple[torch.Tensor, Landing]:
+        incoming = self._stager.device.start_take(lease.view(kept.dtype, 0, kept.numel))
+        tensor = incoming.hand_over()
+        return tensor if self._stager.device.copies else tensor.clone(), incoming.landing
+
+    def _room_for(self, item: _InArena) -> Lease:
+        while True:
+            try:
+                return self._stager.occupy(item.chunk)
+            except BudgetError:
+                if not self._in_hand:
+                    raise
+                self._write_first()
+
+    def _write_early(self) -> None:
+        """While there is still room: what has arrived first."""
+        while self._part.leased_bytes > self._part.nbytes // 2 and self._in_hand:
+            if not next(iter(self._in_hand.values())).done():
+                break
+            self._write_first()
+            self._stager.reap()
+
+    def _write_first(self) -> None:
+        item = next(iter(self._in_hand))
+        self._in_hand.pop(item).wait()
+        self._stager.write_back(item.chunk)
+
+    def _sweep(self) -> None:
+        """The places of what was dropped are free once nothing is written there any more."""
+        ending, self._ending = self._ending, []
+        for item in ending:
+            if item.chunk.state is ChunkState.WRITING and not all(t.done for t in item.chunk.transfers):
+                self._ending.append(item)
+                continue
+            self._settle_ended(item)
+            self._free.setdefault(item.nbytes, []).append(item.extent)
+
+    def _settle_ended(self, item: _InArena) -> None:
+        try:
+            self._stager.settle(item.chunk)
+        except OSError as error:
+            log.warning("a saved activation that nobody needs could not be written: %s", error)
+
+    def _tell_too_large(self, nbytes: int) -> None:
+        if not self._told:
+            self._told = True
+            log.info(
+                "a saved activation of %s stays on the device: with infinity.offload_activations.buffer_bytes of at least %d "
+                "it would move",
+                format_bytes(nbytes),
+                BUFFER_SHARES * nbytes,
+            )

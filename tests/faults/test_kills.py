@@ -1,0 +1,254 @@
+"""kill -9 at any instant, one rank of two too, and injected faults: a durable training goes on from its last committed step.
+
+What it computes after that is what it would have computed, to the last bit. `INFINITY_KILLS` is how often a training is killed
+at random (8 by default, more in `make torture`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import scene
+import torch
+import torch.distributed as dist
+from campaign import Report, engines_fail, plan_for, run, seeds
+from children import Nursery
+
+import infinity
+
+KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
+STEPS = 12
+PATIENCE_SECONDS = 20
+DEADLY = ("after its name", "after the older went") if KILLS < 50 else tuple(scene.INSTANTS)
+"""The instants of a commit at which one rank of two is killed."""
+UPDATES = ("step", "forward", "backward")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes that are killed
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[str]]:
+    """The losses of the same training held in memory, to the last bit, by when it updates (one way doesn't clip)."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = {}
+        for update in UPDATES:
+            with scene.make(None, update=update) as engine:
+                found[update] = [scene.step(engine, number).hex() for number in range(STEPS)]
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
+class Trainings:
+    """One training after another in the same folder, on one rank or two."""
+
+    def __init__(self, nursery: Nursery, path: Path, update: str, ranks: int = 1) -> None:
+        self.nursery, self.path, self.update, self.ranks = nursery, path, update, ranks
+
+    def start(self, *, die: str = "", dying: int = 0) -> list[int]:
+        """Its processes, by rank; `die`: where the one of rank `dying` kills itself."""
+        common = [str(self.path), "--durable", "--update", self.update, "--steps", str(STEPS)]
+        common += ["--ranks", str(self.ranks), "--port", str(free_port())]
+        return [
+            self.nursery.start(*common, "--rank", str(rank), *(["--die", die] if die and rank == dying else []))
+            for rank in range(self.ranks)
+        ]
+
+    def end(self) -> list[str]:
+        """Wait until all have ended: what they said."""
+        return [line for _ in range(self.ranks) for line in self.nursery.until("end")]
+
+    def losses(self) -> dict[int, set[str]]:
+        """Go on to the last step, and by step: the losses that the ranks say."""
+        self.start()
+        found: dict[int, set[str]] = {}
+        lines = self.end()
+        for words in (line.split() for line in lines if line.startswith("step ")):
+            found.setdefault(int(words[1]), set()).add(words[2])
+        assert [line.split()[2] for line in lines if line.startswith("end ")] == ["0"] * self.ranks, lines
+        return found
+
+    def check(self, expected: list[str], *, at_least: int = 0) -> int:
+        """It goes on to the right end. At which step it did."""
+        found = self.losses()
+        first = min(found, default=STEPS)
+        assert first >= at_least, f"at step {first} where {at_least} had been committed"
+        assert found == {number: {expected[number]} for number in range(first, STEPS)}
+        return first
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_killed_at_every_instant_of_a_commit(nursery: Nursery, nvme_path: Path, expected: dict[str, list[str]]) -> None:
+    told = Counter[str]()
+    for (number, instant), update in zip(enumerate(scene.INSTANTS), itertools.cycle(UPDATES)):
+        trainings = Trainings(nursery, nvme_path / str(number), update)
+        trainings.start(die=f"{instant.replace(' ', '_')}:3")
+        assert trainings.end()[-1].endswith(f" {-signal.SIGKILL}")
+        committed = 3 if number >= list(scene.INSTANTS).index("after its name") else 2
+        assert trainings.check(expected[update]) == committed, instant
+        told[update] += 1
+        shutil.rmtree(trainings.path)
+    print(f"\nkilled at {len(scene.INSTANTS)} instants of a commit: all went on bit for bit {dict(told)}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_killed_at_any_instant(nursery: Nursery, nvme_path: Path, expected: dict[str, list[str]]) -> None:
+    draw = random.Random(0)
+    began = time.monotonic()
+    Trainings(nursery, nvme_path / "whole", "forward").start()
+    nursery.until("step")
+    stepping = time.monotonic()
+    nursery.until("end")
+    start_seconds, step_seconds = stepping - began, time.monotonic() - stepping
+    resumed = Counter[int]()
+    killed = 0
+    for number in itertools.count():
+        if killed >= KILLS:
+            break
+        trainings = Trainings(nursery, nvme_path / str(number), UPDATES[number % len(UPDATES)])
+        committed = 0
+        for _ in range(draw.randint(1, 3)):  # what was gone on with may be killed again
+            (process,) = trainings.start()
+            lines = nursery.until("step", "end") if number % 4 else []
+            time.sleep(draw.uniform(0, step_seconds if number % 4 else start_seconds))
+            kill(process)
+            if not lines or not lines[-1].startswith("end "):
+                lines += trainings.end()
+            killed += lines[-1].endswith(f" {-signal.SIGKILL}")  # it may have ended before
+            said = [int(line.split()[1]) for line in lines if line.startswith("step ")]
+            committed = max([committed, *said])  # the last loss is told when the step before it is committed
+        first = trainings.check(expected[trainings.update], at_least=committed)
+        resumed[first] += 1
+        shutil.rmtree(trainings.path)
+    print(
+        f"\nkilled {killed} times, {sum(resumed.values())} trainings: all went on bit for bit, by their step "
+        f"{dict(sorted(resumed.items()))}"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_one_rank_of_two_killed(nursery: Nursery, nvme_path: Path) -> None:
+    """In the middle of a commit, where the other rank may have made it or not; and at random, INFINITY_KILLS / 8 times."""
+    draw = random.Random(1)
+    said = Trainings(nursery, nvme_path / "whole", "forward", ranks=2).losses()
+    expected = {number: next(iter(found)) for number, found in said.items()}
+    assert len(said) == STEPS
+    assert all(len(found) == 1 for found in said.values())  # both ranks see the whole batch
+    resumed = Counter[int]()
+    killed = 0
+    for number in itertools.count():
+        if killed >= len(DEADLY) + KILLS // 8:
+            break
+        die = DEADLY[number] if number < len(DEADLY) else ""
+        trainings = Trainings(nursery, nvme_path / str(number), "forward", ranks=2)
+        processes = trainings.start(die=die and f"{die.replace(' ', '_')}:3", dying=number % 2)
+        lines = []
+        if not die:
+            for _ in range(draw.randint(1, STEPS)):
+                lines += nursery.until("step", "end")
+            time.sleep(draw.uniform(0, 0.05))
+            kill(processes[number % 2])
+        # What is left of a pair ends by itself, where it hears of it: it is not waited for longer than this.
+        timer = threading.Timer(PATIENCE_SECONDS, kill, [processes[1 - number % 2]])
+        timer.start()
+        while sum(line.startswith("end ") for line in lines) < len(processes):
+            lines += nursery.until("end")
+        timer.cancel()
+        ends = dict(line.split()[1:] for line in lines if line.startswith("end "))
+        killed += ends[str(processes[number % 2])] == str(-signal.SIGKILL)  # it may have ended before
+        found = trainings.losses()
+        first = min(found, default=STEPS)
+        assert found == {step: {expected[step]} for step in range(first, STEPS)}, f"after {die or 'a kill'}"
+        assert not die or first in (2, 3)
+        resumed[first] += 1
+        shutil.rmtree(trainings.path)
+    print(f"\nkilled one rank of two {killed} times: both went on bit for bit, by step {dict(sorted(resumed.items()))}")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("_one_rank")
+def test_faults_leave_a_committed_step_to_go_on_from(nvme_path: Path, expected: dict[str, list[str]]) -> None:
+    report = Report("durable training")
+    with scene.make(None) as engine:
+        for number in range(scene.STEPS):
+            scene.step(engine, number)
+        last = scene.weights(engine)
+
+    def one(seed: int) -> str:
+        path = nvme_path / str(seed)
+        update = ("step", "forward")[seed % 2]
+        first, outcome = 0, "right"
+        with engines_fail(plan_for(seed, blocks=400)) as made:
+            try:
+                with make(path, update) as engine:
+                    first = engine.global_steps
+                    go_on(engine, expected[update])
+            except infinity.InfinityError:
+                outcome = "resumed after an error"
+            report.faults.update(made[0].faults)
+        with make(path, update) as engine:
+            assert engine.global_steps >= first
+            go_on(engine, expected[update])
+            found = scene.weights(engine)
+            assert all(torch.equal(found[name], last[name]) for name in last), "a weight is wrong"
+        shutil.rmtree(path)
+        return outcome
+
+    def make(path: Path, update: str) -> infinity.Engine:
+        return scene.make(path, resume=True, durability="step", update=update)
+
+    def go_on(engine: infinity.Engine, right: list[str]) -> None:
+        while engine.global_steps < scene.STEPS:
+            number = engine.global_steps
+            loss = scene.step(engine, number).hex()
+            assert loss == right[number], f"the loss of step {number} is {loss} instead of {right[number]}"
+
+    run(report, seeds(6, share=0.1), one)

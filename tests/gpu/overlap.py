@@ -1,0 +1,38 @@
+"""How much of the copying a device does beside computing: from intervals, in whatever unit they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Intervals = list[tuple[float, float]]
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    """The same moments, in pieces that don't touch, ascending."""
+    found: Intervals = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def exposed(copies: Iterable[tuple[float, float]], computing: Iterable[tuple[float, float]]) -> float:
+    """For how long something is copied while nothing is computed."""
+    total = 0.0
+    busy = union(computing)
+    for begin, end in union(copies):
+        at = begin
+        for from_, until in busy:
+            if until <= at or from_ >= end:
+                continue
+            total += max(0.0, from_ - at)
+            at = max(at, until)
+        total += max(0.0, end - at)
+    return total
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """For how long any of them lasts."""
+    return sum(end - begin for begin, end in union(intervals))

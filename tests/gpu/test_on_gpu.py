@@ -1,0 +1,173 @@
+"""What only a GPU can show: parity, overlap, memory, and a model that fits in none of the memories it is given.
+
+`INFINITY_REHEARSE_GPU=1` runs the same on a machine without one, on its CPU and small: what needs CUDA's own figures is left
+out then, and says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from overlap import exposed, length
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import infinity
+from infinity.units import GIB, MIB
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from gpt import GPT, config_for
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+STEPS = 6 if ON_GPU else 2
+SMALL = 2_000_000 if ON_GPU else 100_000
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads if ON_GPU else 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def engine_for(
+    numel: int, context: int, path: Path | None, *, checkpointing: bool = False, **more: Any
+) -> infinity.Engine:
+    """`path`: where everything rests; None: in host memory, where the same kernel steps it."""
+    where = {"device": "cpu"} if path is None else {"device": "nvme", "nvme_path": str(path)}
+    own = more.pop("infinity", {})
+    zero = more.pop("zero", {})
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": where, "offload_optimizer": where, **zero},
+        "infinity": own,
+        "steps_per_print": 0,
+        **more,
+    }
+    torch.manual_seed(0)
+    with infinity.init_empty():
+        model = GPT(config_for(numel, context, checkpoint_activations=checkpointing))
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def step(engine: infinity.Engine, number: int, context: int) -> float:
+    for micro in range(engine.gradient_accumulation_steps()):
+        generator = torch.Generator().manual_seed(100 * number + micro)
+        batch = torch.randint(0, 256, (2, context + 1), generator=generator).to(DEVICE)
+        logits = engine(batch[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+    return loss.item()
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: (p.data.full_tensor() + 0).cpu() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "infinity": {"update": "forward"}},
+        {"infinity": {"update": "step"}},
+        {"checkpointing": True},
+        {"checkpointing": True, "infinity": {"offload_activations": {"device": "nvme", "bytes_min": 4096}}},
+    ],
+    ids=["backward", "forward", "step", "checkpointing", "activations on NVMe"],
+)
+def test_nvme_equals_host_memory_bit_for_bit(more: dict[str, Any], nvme_path: Path) -> None:
+    """The oracle keeps masters and state in host memory, where the kernel that steps them is the same: CUDA's own rounds
+    otherwise in the last bit."""
+    outcomes = []
+    for path in (None, nvme_path):
+        own = {key: value for key, value in more.get("infinity", {}).items() if path is not None}
+        with engine_for(SMALL, 16, path, **{**more, "infinity": own}) as engine:
+            losses = [step(engine, number, 16) for number in range(STEPS)]
+            outcomes.append((losses, weights(engine.module)))
+    (expected, held), (losses, paged) = outcomes
+    assert losses == expected
+    assert all(torch.equal(held[name], paged[name]) for name in held)
+
+
+def test_copies_to_the_device_are_hidden_once_the_order_is_known(nvme_path: Path) -> None:
+    numel, context = (1_000_000_000, 1024) if ON_GPU else (100_000, 16)
+    with engine_for(numel, context, nvme_path) as engine:
+        for number in range(3):
+            step(engine, number, context)
+        if not ON_GPU:
+            pytest.skip("rehearsed: trained; how copies overlap is a question to a GPU")
+        assert engine.swap is not None and engine.swap.device_ahead is not None
+        late = engine.swap.device_ahead.late
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            step(engine, 3, context)
+            torch.cuda.synchronize()
+        late = engine.swap.device_ahead.late - late
+    copies, kernels = [], []
+    for event in profiler.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = copies if "HtoD" in event.name else kernels if "Memcpy" not in event.name else None
+            if kind is not None:
+                kind.append((event.time_range.start, event.time_range.end))
+    print(f"late {late}, copied {length(copies):.0f} us, of these exposed {exposed(copies, kernels):.0f} us")
+    assert late <= 2, "groups that were not on their way when they were asked for"
+    assert exposed(copies, kernels) <= 0.1 * length(copies)
+
+
+def test_peak_device_memory_is_within_the_bound(nvme_path: Path) -> None:
+    numel, context = (1_000_000_000, 512) if ON_GPU else (100_000, 16)
+    with engine_for(numel, context, nvme_path, checkpointing=True) as engine:
+        assert engine.live is not None
+        live = engine.live.plan.peak_numel
+        largest = max(group.numel for group in engine.live.outline.groups)
+        for number in range(2):
+            step(engine, number, context)
+        if not ON_GPU:
+            pytest.skip("rehearsed: trained; how much memory of a device it takes is a question to a GPU")
+        peak = torch.cuda.max_memory_allocated()
+        logits = 2 * context * 256 * (2 + 4 + 4)
+    gathered = 2 * live  # bf16
+    one_group = largest * (
+        2 + 2 + 2 + 4 + 4
+    )  # ahead; gathering; its gradient, whole, and twice in fp32 as it is reduced
+    activations = 512 * MIB + logits
+    print(f"peak {peak / GIB:.2f} GiB, of which gathered {gathered / GIB:.2f} GiB")
+    assert peak <= gathered + 2 * one_group + activations
+    assert peak < 16 * numel // 4, "a model in memory takes 16 bytes a parameter"
+
+
+@pytest.mark.slow
+def test_billions_of_parameters_within_a_budget_of_each_memory(nvme_path: Path) -> None:
+    numel, device_bytes, pinned_bytes = (3_000_000_000, 12 * GIB, 4 * GIB) if ON_GPU else (300_000, 0, 32 * MIB)
+    if ON_GPU:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / total))
+    try:
+        own = {"pinned_bytes_max": pinned_bytes}
+        with engine_for(numel, 256, nvme_path, checkpointing=True, infinity=own) as engine:
+            losses = [step(engine, 0, 256) for _ in range(4)]
+            stats = engine.swap_stats()
+        assert losses[-1] < losses[0]
+        assert stats is not None and stats.pinned_peak_bytes <= stats.pinned_bytes <= pinned_bytes
+    finally:
+        if ON_GPU:
+            torch.cuda.set_per_process_memory_fraction(1.0)

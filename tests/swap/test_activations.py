@@ -1,0 +1,261 @@
+"""Saved activations elsewhere: the numbers stay the same, what moves is what is worth it, and nothing is kept for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import infinity
+from infinity.aio import PinnedPool, PoolPart
+from infinity.device import CpuDevice, HostBuffers, StreamDevice
+from infinity.swap import manager
+from infinity.swap.activations import Activations
+from infinity.swap.shelves import ArenaShelf, HostShelf
+from infinity.swap.stager import Stager
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
+import training
+from fake import FakeRuntime
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def trained(
+    case: training.Case, path: Path, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[training.Outcome, Any]:
+    """The outcome with activations offloaded, and the counters at its end."""
+    made: list[infinity.Engine] = []
+    initialize = infinity.initialize
+
+    def with_more(*, model: nn.Module, config: dict[str, Any]) -> Any:
+        config["infinity"] |= own
+        made.append(found := initialize(model=model, config=config)[0])
+        close = found.close
+
+        def noting() -> None:
+            assert found.activations is not None
+            stats.append(found.activations.stats)
+            close()
+
+        monkeypatch.setattr(found, "close", noting)
+        return found, None, None, None
+
+    stats: list[Any] = []
+    monkeypatch.setattr(infinity, "initialize", with_more)
+    outcome = training.with_engine(dataclasses.replace(case, pinned_bytes_max="32MiB"), str(path))
+    monkeypatch.setattr(infinity, "initialize", initialize)
+    return outcome, stats[-1]
+
+
+NVME = {"offload_activations": {"device": "nvme", "bytes_min": 4096, "buffer_bytes": "256KiB"}}
+HOST = {"offload_activations": {"device": "cpu", "bytes_min": 4096}}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("name", "own", "late"),
+    [
+        ("accumulation and clipping", NVME, False),
+        ("activation checkpointing", NVME, False),
+        ("evaluation between steps", NVME, True),
+        ("activation checkpointing", HOST, True),
+        ("plain", HOST, True),
+    ],
+)
+def test_training_is_the_same_bit_for_bit(
+    name: str, own: dict[str, Any], late: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "STEPS", 3)
+    case, runtime = training.CASES[name], FakeRuntime()
+    expected = training.with_engine(case, None)
+    if late:
+        monkeypatch.setattr(manager, "device_for", lambda torch_device: StreamDevice(runtime))
+        with runtime.watching():
+            outcome, stats = trained(case, nvme_path, own, monkeypatch)
+    else:
+        outcome, stats = trained(case, nvme_path, own, monkeypatch)
+    assert not training.differences(expected, outcome)
+    assert stats.moved > 0 and stats.kept_bytes == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_on_a_cpu_host_memory_is_no_other_place(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    with caplog.at_level("INFO"), infinity.initialize(model=nn.Linear(4, 4), config=config)[0] as engine:
+        assert engine.activations is None
+    assert "the CPU is the device that computes" in caplog.text
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_buffer_is_a_line_of_the_pinned_sum(nvme_path: Path) -> None:
+    device = {"device": "nvme", "nvme_path": str(nvme_path)}
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
+        "infinity": {"pinned_bytes_max": "16MiB", "offload_activations": {"device": "nvme", "buffer_bytes": "15MiB"}},
+    }
+    with pytest.raises(infinity.BudgetError, match=r"15.00 MiB of offload_activations.buffer_bytes"):
+        infinity.initialize(model=nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), config=config)
+
+
+class Bench:
+    """Activations on one shelf, with a small network of which every second tensor is worth moving."""
+
+    def __init__(self, shelf: HostShelf | ArenaShelf, bytes_min: int = 1024) -> None:
+        self.activations = Activations(shelf, bytes_min=bytes_min)
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        self.x = torch.randn(64, 32)
+
+    def loss(self) -> torch.Tensor:
+        with self.activations.saving():
+            return self.net(self.x).sum()
+
+    def gradients(self, loss: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+        self.net.zero_grad()
+        loss.backward(**options)
+        return [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
+
+
+def in_host(bytes_max: int | None = None) -> HostShelf:
+    return HostShelf(CpuDevice(), HostBuffers(CpuDevice(), pin=False), bytes_max=bytes_max)
+
+
+@pytest.fixture(params=["host", "arena"])
+def bench(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[Bench]:
+    if request.param == "host":
+        yield Bench(in_host())
+        return
+    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+        machinery = swap._open()
+        part = PoolPart(machinery.stager.make_room(32768, "the test"))
+        made = Bench(ArenaShelf(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena))
+        yield made
+        made.activations.close()
+
+
+def test_gradients_are_the_same_and_nothing_is_kept_after_the_backward(bench: Bench) -> None:
+    expected = bench.gradients(bench.net(bench.x).sum())
+    for _ in range(3):
+        found = bench.gradients(bench.loss())
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert bench.activations.stats.kept_bytes == 0
+    assert bench.activations.stats.moved >= 9
+
+
+def test_a_backward_may_come_twice(bench: Bench) -> None:
+    loss = bench.loss()
+    first = bench.gradients(loss, retain_graph=True)
+    assert bench.activations.stats.kept_bytes > 0
+    again = bench.gradients(loss)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    del loss
+    assert bench.activations.stats.kept_bytes == 0
+
+
+def test_a_loss_that_is_thrown_away_leaves_nothing(bench: Bench) -> None:
+    for _ in range(5):
+        bench.loss()
+        assert bench.activations.stats.kept_bytes == 0
+
+
+def test_a_forward_that_fails_leaves_nothing(bench: Bench) -> None:
+    with pytest.raises(RuntimeError, match="shapes"), bench.activations.saving():
+        bench.net[2](bench.net[1](bench.net[0](bench.x)))[:, :5] @ torch.ones(7, 7)
+    assert bench.activations.stats.moved > 0
+    assert bench.activations.stats.kept_bytes == 0
+
+
+def test_places_are_used_again_so_that_the_arena_grows_no_more(nvme_path: Path) -> None:
+    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+        machinery = swap._open()
+        part = PoolPart(machinery.stager.make_room(32768, "the test"))
+        bench = Bench(ArenaShelf(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena))
+        grown = []
+        for _ in range(4):
+            bench.gradients(bench.loss())
+            machinery.engine.drain()
+            grown.append(swap.stats().arena_bytes)
+        assert grown[1] == grown[-1] > 0
+        assert swap.stats().written_bytes > 0, "what the buffer can't hold went to the drive"
+        assert part.leased_bytes == 0
+        bench.activations.close()
+
+
+def test_parameters_views_and_small_tensors_stay() -> None:
+    bench = Bench(in_host(), bytes_min=1024)
+    moved = []
+    put = bench.activations._put
+    bench.activations._put = lambda tensor: moved.append(tensor.shape) or put(tensor)  # type: ignore[method-assign, func-returns-value]
+    bench.gradients(bench.loss())
+    assert moved and set(moved) == {torch.Size([64, 32])}, "the weights are 32 x 32"
+    with bench.activations.saving():
+        whole = torch.randn(64, 64, requires_grad=True) * 2
+        part = whole[:32]
+        part.pow(2).sum().backward()
+        (torch.randn(4, requires_grad=True) * 2).pow(2).sum().backward()
+    assert set(moved) == {torch.Size([64, 32])}
+
+
+def test_what_several_operations_save_moves_once_and_what_changed_moves_again() -> None:
+    activations = Activations(in_host(), bytes_min=1024)
+    x = torch.randn(32, 32, requires_grad=True) * 1
+    with activations.saving():
+        loss = x.sin().sum() + x.cos().sum() + x.pow(2).sum()
+    assert activations.stats.moved == 1
+    loss.backward()
+    y = torch.randn(32, 32, requires_grad=True) * 1
+    with activations.saving():
+        a = y.detach().sin_()
+        first = (a * torch.ones(1, requires_grad=True)).sum()
+        a.add_(1)
+        second = (a * torch.ones(1, requires_grad=True)).sum()
+    assert activations.stats.moved == 3
+    del first, second
+    assert activations.stats.kept_bytes == 0
+
+
+def test_host_memory_has_a_bound_and_the_rest_stays() -> None:
+    bench = Bench(in_host(bytes_max=16384))
+    expected = bench.gradients(bench.net(bench.x).sum())
+    found = bench.gradients(bench.loss())
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert bench.activations.stats.moved == 2 and bench.activations.stats.left >= 1
+
+
+def test_a_part_of_the_pool_lends_what_is_its_own() -> None:
+    pool = PinnedPool(1 << 16)
+    first = pool.lease(4096)
+    part = PoolPart(pool.lease(8192))
+    one, two = part.try_lease(1), part.try_lease(4096)
+    assert one is not None and two is not None and part.try_lease(1) is None
+    assert part.leased_bytes == part.nbytes == 8192
+    one.view(torch.uint8).fill_(1)
+    two.view(torch.uint8).fill_(2)
+    assert part.lease.view(torch.uint8).unique().tolist() == [1, 2]
+    one.give_back()
+    assert part.leased_bytes == 4096 and pool.leased_bytes == 12288
+    two.give_back()
+    part.lease.give_back()
+    first.give_back()
+    assert pool.leased_bytes == 0
