@@ -1,4 +1,4 @@
-"""Arena checkpoints of several ranks, and of a process that is killed: `arena_checkpoints.py SCENE NVME CHECKPOINTS`.
+"""Arena checkpoints of several ranks, and of a process that is killed: `arena_checkpoints.py SCENE NVME CHECKPOINTS [INSTANT]`.
 
 Used by the tests beside it, under torchrun or by itself.
 """
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from durable_training import CASES, Case, Outcome, config, differences, step, weights
 
 import infinity
+from infinity.runtime import checkpoint_arena, checkpoint_folder
 from infinity.store import copying
 
 SAVED, END = 2, 4
@@ -99,8 +100,18 @@ def go_on(engine: infinity.Engine) -> Outcome:
     return losses, weights(engine)
 
 
+INSTANTS = {
+    "piece": (copying, "_put"),
+    "record": (checkpoint_arena, "write_durably"),
+    "manifest": (checkpoint_folder, "write_durably"),
+    "name": (checkpoint_folder, "sync"),
+    "latest": (checkpoint_folder, "_note"),
+}
+"""Before what a save is killed."""
+
+
 def killed(nvme: Path, folder: Path) -> None:
-    """Killed in the middle of copying, with a whole checkpoint there."""
+    """Killed in the middle of a save, with a whole checkpoint there."""
     engine = make(nvme, CASE)
     step(engine)
     engine.save_checkpoint(folder, tag="good")
@@ -110,8 +121,11 @@ def killed(nvme: Path, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     step(engine)
-    copying._put = kill  # type: ignore[assignment]
+    module, name = INSTANTS[sys.argv[4]]
+    if module is not checkpoint_folder:
+        setattr(module, name, kill)
     engine.save_checkpoint(folder, tag="next")
+    setattr(module, name, kill)
     engine.finish_checkpoint()
 
 

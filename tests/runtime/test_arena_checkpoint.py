@@ -22,6 +22,7 @@ import durable_training
 import pytest
 import torch
 import torch.distributed as dist
+from arena_checkpoints import INSTANTS
 from durable_training import CASES, Case, Outcome, differences, step, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -267,12 +268,15 @@ def test_an_error_in_the_training_gives_it_up(nvme_path: Path, tmp_path: Path, m
     assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "two"]
 
 
-def test_a_process_that_is_killed_while_copying_leaves_the_last_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
-    killed = subprocess.run(
-        [sys.executable, SCRIPT, "killed", str(nvme_path), str(tmp_path)], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(
+    "instant", ["piece", *(pytest.param(each, marks=pytest.mark.slow) for each in INSTANTS if each != "piece")]
+)
+def test_a_save_that_is_killed_leaves_the_last_checkpoint(instant: str, nvme_path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, "killed", str(nvme_path), str(tmp_path), instant]
+    killed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert sorted(each.name for each in tmp_path.iterdir()) == [".next.partial", "good", "latest"]
+    left = "next" if instant == "latest" else ".next.partial"
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([left, "good", "latest"])
     assert ckpt.main(["verify", str(tmp_path)]) == 0
     with make(nvme_path, Case()) as engine:
         engine.load_checkpoint(tmp_path)
