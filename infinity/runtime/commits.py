@@ -23,10 +23,11 @@ from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError
 from infinity.runtime.rest import decode, encode
 from infinity.store import DurableRun
-from infinity.store.commit import Commit, Record, bits
+from infinity.store.commit import SUM_BYTES, Commit, Record, bits
 from infinity.swap import SwapManager
 from infinity.swap.timeline import measured
 from infinity.swap.together import together
+from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
 
@@ -124,7 +125,7 @@ class Commits:
             ties=counts,
         )
         try:
-            self._run.write(commit, self._swap.place, ties, pending.outside)
+            self._run.write(Record(commit, self._swap.place, ties, pending.outside, paged.page_sums()))
         except OSError as error:
             raise StoreError(
                 error.errno or 0,
@@ -225,11 +226,17 @@ def restore_arena(record: Record, swap: SwapManager) -> None:
         ties = ties_of(record, [sub.layout.numel for sub in subs])
     except ValueError as error:
         raise CheckpointError(f"the record of step {commit.step} is damaged: {error}") from None
+    nbytes = SUM_BYTES * sum(sub.layout.nbytes for sub in subs) // PAGE_BYTES
+    if record.sums and len(record.sums) != nbytes:
+        raise CheckpointError(
+            f"the record of step {commit.step} is damaged: {len(record.sums)} bytes of checksums where the state has {nbytes}"
+        )
     swap.paged.restore(
         [int(half) for half in commit.halves],
         ties,
         [each == "1" for each in commit.filled],
         [each == "1" for each in commit.stepped],
+        record.sums,
     )
 
 

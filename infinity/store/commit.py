@@ -2,8 +2,8 @@
 
 No torch here, and no I/O: bytes in, a checked record out. It is read as what it is, a file that anybody may have written.
 
-    infinity-commit 1 SHA-256 LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
-    header (JSON) | place (JSON) | ties (int32) | outside (what the runtime encoded)
+    infinity-commit 1 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
+    header (JSON) | place (JSON) | ties (int32) | outside (what the runtime encoded) | sums (CRC-32C of the pages)
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from infinity.store.layout import Layout
 
 VERSION = 1
 
-_FIRST_LINE = re.compile(rb"infinity-commit (\d{1,9}) ([0-9a-f]{64}) (\d{1,15}) (\d{1,15}) (\d{1,15}) (\d{1,15})\n")
-_LINE_BYTES_MAX = 160
+SUM_BYTES = 4
+"""Of the checksum of a page."""
+
+_FIRST_LINE = re.compile(rb"infinity-commit (\d{1,9}) ([0-9a-f]{64})" + 5 * rb" (\d{1,15})" + rb"\n")
+_LINE_BYTES_MAX = 192
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Bits = Annotated[str, Field(pattern=r"^[01]*$")]
@@ -112,17 +115,19 @@ class Commit:
 
 @dataclass(frozen=True)
 class Record:
-    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `outside`: the runtime's own bytes."""
+    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `outside`: the runtime's own bytes. `sums`: what
+    each page of the state must hold, sub-group by sub-group, as `File.checksums` gives it; empty where none are kept."""
 
     commit: Commit
     place: Place
     ties: bytes
     outside: bytes
+    sums: bytes = b""
 
     def to_bytes(self) -> bytes:
         """What stands in the file."""
         head = json.dumps(asdict(self.commit), separators=(",", ":")).encode()
-        sections = (head, self.place.as_json, self.ties, self.outside)
+        sections = (head, self.place.as_json, self.ties, self.outside, self.sums)
         lengths = " ".join(str(len(each)) for each in sections)
         return f"infinity-commit {VERSION} {_hash(sections)} {lengths}\n".encode() + b"".join(sections)
 
@@ -144,8 +149,8 @@ def parse_record(content: bytes) -> Record:
         at += length
     if _hash(sections) != found[2].decode():
         raise ValueError("its bytes are not those that were written (SHA-256)")
-    head, place, ties, outside = sections
-    record = Record(_parse(Commit, head), _parse(Place, place), ties, outside)
+    head, place, ties, outside, sums = sections
+    record = Record(_parse(Commit, head), _parse(Place, place), ties, outside, sums)
     _check_counts(record)
     return record
 

@@ -42,7 +42,7 @@ from pathlib import Path
 
 from infinity.aio import File, IoEngine
 from infinity.errors import CheckpointError, IoError, StoreError
-from infinity.store.commit import Commit, Place, Record, parse_record
+from infinity.store.commit import Commit, Record, parse_record
 from infinity.store.files import is_own_folder, read_small, sync, write_durably
 from infinity.store.placement import file_bytes
 from infinity.store.run_folder import Folder, make_writable
@@ -161,13 +161,13 @@ class DurableRun:
             folder.fresh = False
         return record
 
-    def write(self, commit: Commit, place: Place, ties: bytes, outside: bytes) -> None:
-        """Make the record of a commit, of which everything is on the drive, and put it on the drive. Raises OSError."""
+    def write(self, record: Record) -> None:
+        """Put the record of a commit, of which everything is on the drive, there too. Raises OSError."""
         folder = self.folders[0]
-        final = self._slot(commit.sequence)
+        final = self._slot(record.commit.sequence)
         partial = folder.path / f".{final.name}.partial"
         partial.unlink(missing_ok=True)
-        write_durably(partial, Record(commit, place, ties, outside).to_bytes())
+        write_durably(partial, record.to_bytes())
         partial.rename(final)
         sync(folder.path)
 

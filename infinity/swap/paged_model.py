@@ -44,6 +44,7 @@ from infinity.device import HostBuffer, HostBuffers, Incoming, Landing
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
+from infinity.store.commit import SUM_BYTES
 from infinity.store.copying import Copying, Source
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
@@ -332,6 +333,7 @@ class PagedModel:
         self._copying: Copying | None = None
         self._copied_halves: list[int] = []
         self._sealed: str | None = None
+        self._arena = arena
         self.way_back = ""
         """In words, what else than loading makes torn values whole again."""
         assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
@@ -715,21 +717,42 @@ class PagedModel:
         if group is not None:
             self.expect(group)
 
+    def page_sums(self) -> bytes:
+        """What each page of the state must hold, sub-group by sub-group; empty where the arena keeps no checksums."""
+        if not self._arena.file.checked:
+            return b""
+        return b"".join(self._arena.file.checksums(sub.extent.offset, sub.layout.nbytes) for sub in self.sub_groups)
+
     def mark_committed(self) -> None:
         """All values are as a commit says, and all of them are written. They stay where they are until the next one."""
         assert not self.updates
         for sub in self.sub_groups:
             sub.committed = sub.current
 
+    def _set_page_sums(self, sums: bytes) -> None:
+        if not sums or not self._arena.file.checked:
+            return
+        at = 0
+        for sub in self.sub_groups:
+            length = sub.layout.nbytes // PAGE_BYTES * SUM_BYTES
+            self._arena.file.set_checksums(sub.extent.offset, sums[at : at + length])
+            at += length
+
     def restore(
-        self, halves: Sequence[int], ties: Sequence[torch.Tensor], filled: Sequence[bool], stepped: Sequence[bool]
+        self,
+        halves: Sequence[int],
+        ties: Sequence[torch.Tensor],
+        filled: Sequence[bool],
+        stepped: Sequence[bool],
+        sums: bytes,
     ) -> None:
         """The values are those of a commit that an earlier process made: by sub-group, its half and its ties; by shard, whether
-        it was given values and moments."""
+        it was given values and moments. Reads are held to `sums`, what `page_sums` returned there, unless it is empty."""
         for sub, half, found in zip(self.sub_groups, halves, ties, strict=True):
             sub.current = sub.committed = half
             sub.ties = found
             self._point(sub)
+        self._set_page_sums(sums)
         for group in self.groups:
             self.expect(group)
         for shard, has_values, has_moments in zip(self.shards, filled, stepped, strict=True):

@@ -78,6 +78,24 @@ def test_resuming_where_nothing_is_committed_starts_anew_and_says_so(
         assert [step(engine)] == expected(nvme_path / "whole", 1)
 
 
+@pytest.mark.parametrize("page", [0, 3, 17, -1])
+def test_a_bit_that_flips_between_two_launches_is_found(page: int, nvme_path: Path) -> None:
+    """In the halves that are committed; the others are written before they are read."""
+    with make(nvme_path, Case()) as engine:
+        step(engine)
+        assert engine.swap is not None
+        extents = [sub.extent for sub in engine.swap.paged.sub_groups if sub.layout.nbytes]
+        pages = [at for extent in extents for at in range(extent.offset, extent.offset + extent.nbytes, 4096)]
+    arena = nvme_path / "infinity-durable-run" / "rank0.arena"
+    content = bytearray(arena.read_bytes())
+    content[pages[page] + 77] ^= 4
+    arena.write_bytes(content)
+    with pytest.raises(infinity.IntegrityError, match=r"rank0\.arena.*CRC-32C"), contextlib.ExitStack() as closing:
+        engine = closing.enter_context(make(nvme_path, Case(), resume=True))
+        step(engine)
+        weights(engine)
+
+
 def test_resuming_needs_durability(nvme_path: Path) -> None:
     with pytest.raises(infinity.ConfigError, match=r"needs infinity\.durability"):
         make(nvme_path, Case(), resume=True, durability="none")

@@ -15,6 +15,7 @@ from test_commit import place
 from infinity.aio import IoEngine, PinnedPool
 from infinity.errors import CheckpointError, IoError, StoreError
 from infinity.store import DurableRun, durable
+from infinity.store.commit import Record
 
 LAUNCH = "00000000000000aa"
 
@@ -46,7 +47,7 @@ def commit(run: DurableRun, step: int) -> int:
     where = place()
     count = len(where.sub_groups)
     head = run.next_commit(step=step, halves="0" * count, filled="111", stepped="111", ties=[0] * count)
-    run.write(head, where, b"", b"outside")
+    run.write(Record(head, where, b"", b"outside"))
     return head.sequence
 
 
