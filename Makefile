@@ -19,7 +19,7 @@ TEST_PROCESSES = $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores <
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev demo test torture fuzz test-deepspeed test-transformers \
+.PHONY: help setup setup-test setup-dev demo test test-long torture fuzz test-deepspeed test-transformers \
 	test-lightning test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
@@ -39,7 +39,10 @@ demo: setup ## train a language model whose weights rest on disk (ARGS="--help" 
 
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 	$(VENV_PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \
-		--no-loadscope-reorder $(ARGS)
+		--no-loadscope-reorder -m "not long" $(ARGS)
+
+test-long: setup-test ## what the suite leaves out because it takes minutes
+	$(VENV_PYTHON) -m pytest --ignore tests/integrations -m long $(ARGS)
 
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
 	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) INFINITY_FLIPS=$(or $(FLIPS),200) \

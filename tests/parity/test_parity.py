@@ -129,7 +129,7 @@ def test_steps_of_two_ranks_move_the_fewest_bytes_that_their_caches_allow(forked
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_several_ranks_equal_memory(ranks: int, forked_ranks: Any, nvme_path: Path) -> None:
     available = [name for name, works, _ in infinity.aio.probe() if works]
     script = Path(training.__file__)

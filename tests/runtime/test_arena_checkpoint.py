@@ -109,7 +109,7 @@ class Slow:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.long)
         for name in [*CASES, *ELSEWHERE]
         if name != "fp16 that skips steps"
     ],
@@ -132,7 +132,7 @@ def test_what_was_saved_in_the_middle_of_training_is_what_goes_on(
         assert not differences(expected, (train(engine, END), weights(engine)))
 
 
-@pytest.mark.parametrize("name", ["frozen parameters", pytest.param("forward", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["frozen parameters", pytest.param("forward", marks=pytest.mark.long)])
 def test_it_is_put_together_where_the_state_lies_otherwise(name: str, nvme_path: Path, tmp_path: Path) -> None:
     case = CASES[name]
     with make(nvme_path, case) as engine:
@@ -269,7 +269,7 @@ def test_an_error_in_the_training_gives_it_up(nvme_path: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    "instant", ["piece", *(pytest.param(each, marks=pytest.mark.slow) for each in INSTANTS if each != "piece")]
+    "instant", ["piece", *(pytest.param(each, marks=pytest.mark.long) for each in INSTANTS if each != "piece")]
 )
 def test_a_save_that_is_killed_leaves_the_last_checkpoint(instant: str, nvme_path: Path, tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "killed", str(nvme_path), str(tmp_path), instant]

@@ -78,6 +78,12 @@ def test_resuming_where_nothing_is_committed_starts_anew_and_says_so(
         assert [step(engine)] == expected(nvme_path / "whole", 1)
 
 
+def resumed_step(nvme_path: Path) -> None:
+    with make(nvme_path, Case(), resume=True) as engine:
+        step(engine)
+        weights(engine)
+
+
 @pytest.mark.parametrize("page", [0, 3, 17, -1])
 def test_a_bit_that_flips_between_two_launches_is_found(page: int, nvme_path: Path) -> None:
     """In the halves that are committed; the others are written before they are read."""
@@ -90,10 +96,8 @@ def test_a_bit_that_flips_between_two_launches_is_found(page: int, nvme_path: Pa
     content = bytearray(arena.read_bytes())
     content[pages[page] + 77] ^= 4
     arena.write_bytes(content)
-    with pytest.raises(infinity.IntegrityError, match=r"rank0\.arena.*CRC-32C"), contextlib.ExitStack() as closing:
-        engine = closing.enter_context(make(nvme_path, Case(), resume=True))
-        step(engine)
-        weights(engine)
+    with pytest.raises(infinity.IntegrityError, match=r"rank0\.arena.*CRC-32C"):
+        resumed_step(nvme_path)
 
 
 def test_resuming_needs_durability(nvme_path: Path) -> None:
