@@ -391,8 +391,9 @@ def test_close_gives_the_memory_back_while_the_model_lives_on(nvme_path: Path, h
 
 
 def _come_to_rest(swap: infinity.SwapManager) -> None:
-    """Nothing is being written or read, ahead or not."""
+    """Nothing is being written or read, and all is read ahead that fits: how far that had come is the machine's mood."""
     swap.stager.settle_all()
+    swap.stager.want(swap.stager.wanted)
     for chunk in swap.stager._staged:
         for transfer in chunk.transfers:
             transfer.wait()
