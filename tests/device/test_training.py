@@ -17,7 +17,9 @@ import torch.distributed as dist
 from fake import FakeRuntime, Hazard, LateRuntime
 
 from infinity.device import StreamDevice, streams
-from infinity.swap import ahead, host_gradients, manager
+from infinity.swap import ahead, gradients, host_gradients, manager
+from infinity.swap.chunk import ChunkState
+from infinity.swap.stager import Stager
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 import training
@@ -131,6 +133,23 @@ def test_a_bound_on_live_parameters_leaves_no_room_ahead(nvme_path: Path, monkey
     assert late[-1] > late[-2] > 0, "every copy starts when it is asked for"
 
 
+@pytest.mark.usefixtures("few_steps")
+def test_nobody_waits_for_a_gradient_that_spills(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that copies nothing before it must, every gradient is still on its way when the backward goes on."""
+    waited: list[bool] = []
+    spill = gradients.Gradients._spill
+
+    def spilling(self: gradients.Gradients, sub: Any, pieces: Any, grads: Any) -> None:
+        spill(self, sub, pieces, grads)
+        chunk = self._spilled[sub]
+        waited.append(chunk.state is not ChunkState.ARRIVING or chunk.landing is None or chunk.landing.done())
+
+    monkeypatch.setattr(gradients.Gradients, "_spill", spilling)
+    case = training.CASES["some gradients on NVMe, accumulated"]
+    on_fake(LateRuntime(), case, nvme_path, monkeypatch)
+    assert len(waited) > 10 and not any(waited)
+
+
 def without_waiting(copied: Any) -> torch.Tensor:
     copied._runtime.note_use(copied._taken, copied._runtime.current_stream())
     return copied._taken
@@ -139,6 +158,10 @@ def without_waiting(copied: Any) -> torch.Tensor:
 def without_noting(copied: Any) -> torch.Tensor:
     copied._runtime.current_stream().wait_event(copied._event)
     return copied._taken
+
+
+def write_too_soon(stager: Any, chunk: Any, *, landing: Any = None) -> None:
+    stager._start_write(chunk)
 
 
 def give_too_soon(device: Any, found: torch.Tensor, into: torch.Tensor) -> Any:
@@ -161,6 +184,7 @@ BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "a landing that is a guess": (streams.EventLanding, "done", lambda landing: True),
     "a landing that nobody waits for": (streams.EventLanding, "wait", lambda landing: None),
     "gradients in 16 bits used before they have come": (host_gradients.HostGradients, "settle", lambda home: None),
+    "gradients written to the drive before they have come": (Stager, "write_back", write_too_soon),
     "gradients used before they have come": (
         host_gradients.HostGradient,
         "wait",
@@ -181,6 +205,8 @@ def test_what_is_left_out_is_found(bug: str, nvme_path: Path, monkeypatch: pytes
     case = training.CASES["plain"]
     if "16 bits" in bug:
         case = training.CASES["updated in forward, small sub-groups"]
+    if "drive" in bug:
+        case = training.CASES["some gradients on NVMe, accumulated"]
     if "guess" in bug:  # in which leases go back as soon as they may
         case = dataclasses.replace(training.CASES["updated in the step"], prefetch=0, persistence_threshold=0)
     with pytest.raises(Hazard):
