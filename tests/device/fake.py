@@ -234,7 +234,7 @@ class FakeRuntime:
             memory.noted.add(stream)
             return
         for copy in self.copies:  # of the current stream's own: the copy holds it, as the allocator would
-            if copy.source is not None and copy.stream is stream and overlap(copy.reads, span_of(tensor)):
+            if copy.stream is stream and overlap(copy.reads, span_of(tensor)):  # or has run by now, by lot
                 self._held.add(copy)
 
     # What goes wrong.

@@ -77,8 +77,15 @@ def test_training_where_nothing_can_be_pinned_equals_memory(nvme_path: Path, mon
     assert not training.differences(expected, on_fake(runtime, case, nvme_path, monkeypatch))
 
 
-def test_groups_are_on_their_way_before_they_are_asked_for(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the order is known and reads are no longer than what they are read for; and no more than the bound lies there."""
+@pytest.mark.parametrize(
+    ("name", "small_too"),
+    [("updated in the step", True), ("only the optimizer on NVMe", True), ("half cached", False), ("plain", True)],
+)
+def test_groups_are_on_their_way_before_they_are_asked_for(
+    name: str, small_too: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the order is known and reads are no longer than what they are read for; and no more than the bound lies there.
+    What stays in host memory comes ahead as well: copies that are small, cached, or all there are."""
     monkeypatch.setattr(training, "STEPS", 4)
     runtime = FakeRuntime()
     demanded: list[tuple[int, int]] = []
@@ -91,6 +98,7 @@ def test_groups_are_on_their_way_before_they_are_asked_for(nvme_path: Path, monk
         assert swap.device_ahead is not None
         demanded.append((swap.device_ahead.late, len(swap.paged.groups)))
         largest.append(swap.device_ahead.bytes_max)
+        assert any(group.residents.nbytes for group in swap.paged.groups) == small_too
 
     start = ahead.DeviceAhead.start
 
@@ -100,7 +108,7 @@ def test_groups_are_on_their_way_before_they_are_asked_for(nvme_path: Path, monk
 
     monkeypatch.setattr(manager.SwapManager, "end_step", end)
     monkeypatch.setattr(ahead.DeviceAhead, "start", start_when_read)
-    case = dataclasses.replace(training.CASES["updated in the step"], evaluate=False)
+    case = dataclasses.replace(training.CASES[name], evaluate=False, update="step")
     on_fake(runtime, case, nvme_path, monkeypatch)
     later = [after[0] - before[0] for before, after in itertools.pairwise(demanded[2:])]
     assert demanded[0][0] >= demanded[0][1] and set(later) == {0}, demanded
