@@ -51,6 +51,10 @@ class Runtime(Protocol):
 
     torch_device: torch.device
 
+    @property
+    def numa_node(self) -> int | None:
+        """That of the host memory which is nearest; None where nobody says."""
+
     def pin(self, slab: PinnedSlab) -> str | None:
         """Register a slab with the copy engine; in words why that was refused, or None."""
 
@@ -111,6 +115,10 @@ class StreamDevice:
         self._runtime = runtime
         self._inward = runtime.new_stream()
         self._outward = runtime.new_stream()
+
+    @property
+    def numa_node(self) -> int | None:
+        return self._runtime.numa_node
 
     def register(self, slab: PinnedSlab) -> str | None:
         return self._runtime.pin(slab)

@@ -268,8 +268,9 @@ class SwapManager:
             outlines = [group.outline for group in groups]
             layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
             place = self._checked_place(layout, outlines, mesh.size(-1), dtype)
+            device = self._device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
-            machinery.adopt(self._device_of(groups), pin=self._pin_memory)
+            machinery.adopt(device, pin=self._pin_memory)
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],

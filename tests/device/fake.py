@@ -154,6 +154,7 @@ class FakeRuntime:
     """See `infinity.device.Runtime`. `refuses`: what `pin` answers, where the machine pins nothing."""
 
     torch_device = torch.device("cpu")
+    numa_node = None
 
     def __init__(self, seed: int = 0, *, refuses: str | None = None) -> None:
         self.lots = random.Random(seed)

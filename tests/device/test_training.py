@@ -15,6 +15,7 @@ import pytest
 import torch
 from fake import FakeRuntime, Hazard, LateRuntime
 
+import infinity
 from infinity.device import StreamDevice, streams
 from infinity.swap import ahead, gradients, host_gradients, manager
 from infinity.swap.chunk import ChunkState
@@ -67,6 +68,20 @@ def test_training_where_nothing_can_be_pinned_equals_memory(nvme_path: Path, mon
     expected = training.with_engine(case, None)
     runtime = FakeRuntime(refuses="not on this machine")
     assert not training.differences(expected, on_fake(runtime, case, nvme_path, monkeypatch))
+
+
+def test_pin_memory_false_pins_nothing(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(manager, "device_for", lambda torch_device: StreamDevice(runtime))
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    for pin in (False, True):
+        config = {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "offload_param": place | {"pin_memory": pin}, "offload_optimizer": place},
+            "infinity": {"pinned_bytes_max": "16MiB"},
+        }
+        with infinity.initialize(model=torch.nn.Linear(8, 8), config=config)[0]:
+            assert bool(runtime.pinned) == pin
 
 
 @pytest.mark.parametrize(
