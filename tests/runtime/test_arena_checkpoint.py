@@ -245,7 +245,8 @@ def test_what_changed_on_the_drive_does_not_come_into_a_checkpoint(
         monkeypatch.setattr(copying.ArenaReader, "read_into", flipped)
         engine.save_checkpoint(tmp_path, tag="bad")
         with pytest.raises(
-            infinity.CheckpointError, match=r"page at offset 4096 of .*rank0\.arena doesn't hold what was"
+            infinity.CheckpointError,
+            match=r"sub-group 0, generation \d+ of .* the page at offset 4096 of .*rank0\.arena doesn't hold what was",
         ):
             engine.finish_checkpoint()
     assert not list(tmp_path.iterdir())

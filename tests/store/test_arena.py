@@ -51,6 +51,16 @@ def test_extents_are_whole_pages_one_behind_the_other(bench: Bench) -> None:
     assert bench.arena.file.size_bytes >= 5 * PAGE
 
 
+def test_every_write_is_a_new_generation_of_the_extent_that_it_is_in(bench: Bench) -> None:
+    first, empty, last = bench.arena.reserve([2 * PAGE, 0, PAGE], "tensors")
+    more = bench.arena.reserve([PAGE], "one more")[0]
+    for offset in (0, PAGE, more.offset):
+        bench.arena.count_write(offset)
+    assert bench.arena.generation_at(PAGE) == (first, 2)
+    assert bench.arena.generation_at(last.offset) == (last, 0) and empty.offset == last.offset
+    assert bench.arena.generation_at(more.offset) == (more, 1)
+
+
 def test_nothing_to_reserve_is_nothing_reserved(bench: Bench) -> None:
     assert bench.arena.reserve([], "nothing") == []
     assert bench.arena.nbytes == 0
