@@ -64,7 +64,7 @@ class IntegrityError(IoError):
 
     Attributes: those of IoError, and `page_offset`, where in the file the first wrong page of 4 KiB begins (bytes). Of what is
     read out of an arena, too: `extent_offset` and `extent_bytes`, the extent that the page lies in, and `generation`, how often
-    this process had written to that when it was read, 0 where it must hold what an earlier process has committed. -1: not known.
+    this process had written to it, 0 where it must hold what an earlier process has committed. -1: not known.
     """
 
     page_offset = -1
@@ -75,4 +75,6 @@ class IntegrityError(IoError):
     def in_extent(self, what: str, offset: int, nbytes: int, generation: int) -> None:
         """As `concerning`, of what lies in an extent of an arena (bytes) in this generation."""
         self.extent_offset, self.extent_bytes, self.generation = offset, nbytes, generation
-        self.concerning(f"{what}, generation {generation} of the extent of {nbytes} bytes at offset {offset} of the arena")
+        self.concerning(
+            f"{what}, generation {generation} of the extent of {nbytes} bytes at offset {offset} of the arena"
+        )

@@ -62,7 +62,7 @@ class _Expected:
 
     what: str
     sums: bytes = b""
-    extent: Extent = Extent(-1, -1)
+    extent: Extent | None = None
     generation: int = -1
 
 
@@ -262,6 +262,7 @@ def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offs
                 place,
                 PAGE_BYTES,
             )
+            assert expected.extent is not None
             error.in_extent(expected.what, expected.extent.offset, expected.extent.nbytes, expected.generation)
             raise error
 

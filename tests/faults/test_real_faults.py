@@ -166,7 +166,9 @@ def test_what_was_in_a_truncated_arena_before_it_grew_again_is_an_error(ahead: b
         swap.register("second", torch.full((MIB,), 2.0))
         swap.flush()
         assert not ahead or swap.prefetch("first")
-        told = r"first, generation 1 of the extent of 4194304 bytes at offset 0 of the arena: read 4 MiB .* doesn't hold"
+        told = (
+            r"first, generation 1 of the extent of 4194304 bytes at offset 0 of the arena: read 4 MiB .* doesn't hold"
+        )
         with pytest.raises(infinity.IntegrityError, match=told), swap.use("first"):
             pass
         with swap.use("second") as tensor:
@@ -232,7 +234,9 @@ def test_the_error_names_the_extent_and_how_often_it_was_written(nvme_path: Path
         error = caught.value
         assert (error.extent_offset, error.extent_bytes, error.generation) == (4096, 12288, 3)
         assert error.page_offset == 8192 and error.path.endswith("rank0.arena")
-        assert str(error).startswith("second, generation 3 of the extent of 12288 bytes at offset 4096 of the arena: read")
+        assert str(error).startswith(
+            "second, generation 3 of the extent of 12288 bytes at offset 4096 of the arena: read"
+        )
 
 
 @pytest.mark.usefixtures("one_rank")
