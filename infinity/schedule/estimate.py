@@ -14,7 +14,7 @@ from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, group
 from infinity.schedule.residency import choose_resident
 from infinity.schedule.scheme import COPY_BYTES, STATE_BYTES, Scheme
 from infinity.schedule.transformer import Transformer
-from infinity.units import GIB
+from infinity.units import GIB, PAGE_BYTES
 
 HOST_PROCESS_BYTES = GIB // 2
 """Python, torch and their buffers on a machine that computes on its CPU (0.31 GiB were measured)."""
@@ -97,6 +97,7 @@ class Work:
         clipping: whether the norm of all gradients is taken, and they are scaled by it.
         scheme: of state on NVMe.
         gradient_bytes_max: host memory in which gradients wait for their update; what doesn't fit waits on NVMe. None for all.
+        durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
     """
 
     model: Transformer
@@ -108,6 +109,7 @@ class Work:
     clipping: bool = True
     scheme: Scheme = DEFAULT_SCHEME
     gradient_bytes_max: int | None = None
+    durable: bool = False
 
     @property
     def shard_numel(self) -> int:
@@ -239,6 +241,9 @@ def memory_of(
     states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
     device = {**_working_memory(work, strategy), **states.device}
     host, nvme = dict(states.host), dict(states.nvme)
+    if work.durable:
+        stored = sum(nvme.values())
+        nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
     if strategy.optimizer == "nvme" and work.scheme.update == "backward":
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
     elif strategy.optimizer == "nvme":
@@ -262,6 +267,12 @@ def memory_of(
 
 _COPIES = "16-bit copies"
 _GRADIENTS = "gradients"
+
+
+def record_bytes(stored_bytes: int) -> int:
+    """What the commit records of a durable run take beside its state of `stored_bytes`: two exist at once for a moment, each
+    with the checksum (4 bytes) of every page (4 KiB) of the state. What the run keeps outside of the arena comes on top."""
+    return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
 
 
 def _kept_of(user: str, kept: Kept) -> int:

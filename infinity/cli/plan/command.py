@@ -80,6 +80,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         help="host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
     )
+    training.add_argument(
+        "--durability",
+        choices=("none", "step"),
+        default="none",
+        help="step: every step is committed, which takes twice the space on the drives and no cache (default: none)",
+    )
     add_scheme(training)
     training.add_argument(
         "--groups-per-block",
@@ -215,6 +221,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         clipping=not asked.no_clipping,
         scheme=scheme_from(asked, accumulation=asked.accumulation),
         gradient_bytes_max=asked.gradient_memory,
+        durable=asked.durability == "step",
     )
 
 
@@ -247,6 +254,8 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(f"--here {asked.here}: name an existing folder on the drive to plan with")
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
+    if asked.durability == "step" and asked.cache:
+        raise ConfigError("--durability step keeps no state in host memory: leave --cache out")
     scheme_from(asked, accumulation=asked.accumulation)
     reason = why_not_written(asked)
     for file in (asked.write_config, asked.timeline):

@@ -178,6 +178,7 @@ def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str,
         "clipping": work.clipping,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
+        "durability": "step" if work.durable else "none",
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,
@@ -277,6 +278,8 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         }
         if work.gradient_bytes_max is not None:
             config["infinity"]["gradient_bytes_max"] = work.gradient_bytes_max
+        if work.durable:
+            config["infinity"]["durability"] = "step"
     return config
 
 
