@@ -407,7 +407,10 @@ def test_clones_take_the_place_of_copies_where_blocks_can_be_shared(
             assert not differences(expected, (train(engine, END), weights(engine)))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.inputs
+@settings(
+    max_examples=settings.default.max_examples * 3 // 5, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_forged_record_is_read_or_refused_in_words(
     saved: tuple[Path, Any], data: st.DataObject, tmp_path: Path

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peak_memory import peak_of
 from torch import nn
@@ -26,6 +24,8 @@ import infinity
 from infinity.cli.ckpt import main
 from infinity.runtime import export as exporting
 from infinity.runtime.stored import CarefulFiles
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SAVED, END = 3, 6
 
@@ -56,13 +56,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in trained if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0, "lr": 0.02},
     ]
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def ours(path: Path, master: str = "split", **arguments: Any) -> infinity.Engine:
