@@ -8,17 +8,23 @@ import sys
 from typing import Any
 
 _PROGRAM = """
-import json, sys
+import sys, threading, time
 import infinity.runtime.consolidate, infinity.runtime.export, rich.progress
 from infinity.cli.ckpt import main
 
-def held(key):
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key + ":"))
+def held():  # of its own: pages of the libraries come and go as the machine pleases
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon:"))
 
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins here
-before = held("VmRSS")
+def watch():
+    global peak
+    while True:
+        peak = max(peak, held())
+        time.sleep(0.001)
+
+before = peak = held()
+threading.Thread(target=watch, daemon=True).start()
 code = main(sys.argv[1:])
-print(held("VmHWM") - before, file=sys.stderr)
+print(peak - before, file=sys.stderr)
 sys.exit(code)
 """
 

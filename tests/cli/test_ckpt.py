@@ -310,7 +310,7 @@ def test_memory_is_bounded_by_one_tensor(count: int, tmp_path: Path) -> None:
     peak_bytes, report = peak_of("consolidate", str(tmp_path / "made"), str(tmp_path / "out"), "--dtype", "bf16")
     print(f"consolidate: {16 * count} MiB read, memory grew by {peak_bytes >> 20} MiB at most")
     assert report["nbytes"] > 8 * count << 20
-    assert peak_bytes < 80 << 20  # one tensor and its pieces
+    assert peak_bytes < 128 << 20  # a tensor as it is stored, read and written, and what malloc keeps of the one before
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(found[name], tensors[name].bfloat16()) for name in tensors)
 
