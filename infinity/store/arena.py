@@ -88,13 +88,13 @@ class Arena:
 
         Raises StoreError, in GiB and naming `what`, when a file system lacks the space; nothing is then reserved.
         """
-        if not sizes:
-            return []
         extents = []
         end = self.nbytes
         for size in sizes:
             extents.append(Extent(end, align_up(size, PAGE_BYTES)))
             end += extents[-1].nbytes
+        if end == self.nbytes:
+            return extents
         self._check_growth(end, what)
         try:
             self._reserve(end)
