@@ -35,13 +35,13 @@ from pathlib import Path
 from infinity.aio import File, page_checksums
 from infinity.errors import IntegrityError
 from infinity.store.arena import Arena, ArenaReader, Extent, read_into
+from infinity.store.commit import SUM_BYTES
 from infinity.store.files import create_private
 from infinity.store.manifest import StoredFile
 from infinity.units import MIB, PAGE_BYTES
 
 _BUFFER_BYTES = 4 * MIB
 _BUFFERS = 2
-_SUM_BYTES = 4
 _FICLONERANGE = 0x4020940D
 """linux/fs.h: _IOW(0x94, 13, struct file_clone_range)."""
 
@@ -245,12 +245,12 @@ def _expected_of(arena: Arena, source: Source, what: str) -> _Expected:
 def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offset: int) -> None:
     """Raise IntegrityError unless the pages in `buffer` hold what they must, which are a source's from its byte `first` on;
     they were read from `path`, where the source begins at `offset`."""
-    sums = expected.sums[first // PAGE_BYTES * _SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * _SUM_BYTES]
+    sums = expected.sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
     if not sums or page_checksums(buffer) == sums:
         return
-    for page in range(0, len(sums), _SUM_BYTES):
-        at = page // _SUM_BYTES * PAGE_BYTES
-        wanted = sums[page : page + _SUM_BYTES]
+    for page in range(0, len(sums), SUM_BYTES):
+        at = page // SUM_BYTES * PAGE_BYTES
+        wanted = sums[page : page + SUM_BYTES]
         if any(wanted) and page_checksums(buffer[at : at + PAGE_BYTES]) != wanted:
             place = offset + first + at
             error = IntegrityError(
