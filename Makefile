@@ -44,7 +44,9 @@ test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 test-long: setup-test ## what the suite leaves out because it takes minutes
 	$(VENV_PYTHON) -m pytest --ignore tests/integrations -m long $(ARGS)
 
-torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 for less)
+torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 INPUTS=100 for less)
+	INFINITY_EXAMPLES=$(or $(INPUTS),1000) $(VENV_PYTHON) -m pytest -m inputs --hypothesis-show-statistics $(ARGS)
+	INFINITY_FLIPS=$(or $(FLIPS),200) $(VENV_PYTHON) -m pytest tests/aio/test_checksums.py -s $(ARGS)
 	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) INFINITY_FLIPS=$(or $(FLIPS),200) \
 		$(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)
 

@@ -62,7 +62,19 @@ class IoError(InfinityError, OSError):
 class IntegrityError(IoError):
     """A read found something else on the drive than was written there; `errno` is EBADMSG. Nobody gets the bytes.
 
-    Attributes: those of IoError, and `page_offset`, where in the file the first wrong page of 4 KiB begins (bytes).
+    Attributes: those of IoError, and `page_offset`, where in the file the first wrong page of 4 KiB begins (bytes). Of what is
+    read out of an arena, too: `extent_offset` and `extent_bytes`, the extent that the page lies in, and `generation`, how often
+    this process had written to it, 0 where it must hold what an earlier process has committed. -1: not known.
     """
 
     page_offset = -1
+    extent_offset = -1
+    extent_bytes = -1
+    generation = -1
+
+    def in_extent(self, what: str, offset: int, nbytes: int, generation: int) -> None:
+        """As `concerning`, of what lies in an extent of an arena (bytes) in this generation."""
+        self.extent_offset, self.extent_bytes, self.generation = offset, nbytes, generation
+        self.concerning(
+            f"{what}, generation {generation} of the extent of {nbytes} bytes at offset {offset} of the arena"
+        )

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 # How long an example takes says more about what else the machine is doing than about the code.
-hypothesis.settings.register_profile("house", deadline=None)
+EXAMPLES = int(os.environ.get("INFINITY_EXAMPLES", "100"))
+hypothesis.settings.register_profile("house", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("house")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -819,6 +819,20 @@ BLOCKS: dict[str, Any] = {"": Config()} | {
 }
 
 
+WRITTEN = json.dumps(
+    {
+        "train_batch_size": 8,
+        "bf16": {"enabled": True},
+        "aio": {"block_size": 1048576, "queue_depth": 32},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 6}},
+        "zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME, "sub_group_size": 1e9},
+        "infinity": {"pinned_bytes_max": "16MiB", "durability": "step", "checkpoint_keep": 3},
+    }
+)
+
+
+@pytest.mark.inputs
 @given(
     st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=3)
 )
@@ -827,6 +841,19 @@ def test_no_value_brings_anything_but_a_config_error(value: Any) -> None:
         for name in type(model).model_fields:
             with contextlib.suppress(ConfigError):
                 load_config({block: {name: value}} if block else {name: value}).resolve(world_size=1)
+
+
+@pytest.mark.inputs
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_changed_bytes_of_a_file_are_a_config_or_a_config_error(data: st.DataObject, tmp_path: Path) -> None:
+    content = bytearray(WRITTEN.encode())
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    file = tmp_path / "config.json"
+    file.write_bytes(content[: data.draw(st.integers(len(content) // 2, len(content)))])
+    with contextlib.suppress(ConfigError):
+        load_config(file).resolve(world_size=1)
 
 
 @pytest.mark.parametrize("source", [[1], 5, None, b"{}"])

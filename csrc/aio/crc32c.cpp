@@ -8,6 +8,10 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#define INFINITY_ARM
 #endif
 
 namespace infinity::aio {
@@ -57,10 +61,30 @@ void pages_by_table(const std::byte* pages, size_t count, uint32_t* sums) {
   for (size_t i = 0; i < count; ++i) sums[i] = bytes_by_table(pages + i * kPage, kPage, 0);
 }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(INFINITY_ARM)
 
-#define INFINITY_SSE __attribute__((target("sse4.2")))
-#define INFINITY_AVX512 __attribute__((target("sse4.2,avx512f,vpclmulqdq")))
+// What the instruction of either processor takes and gives; x86 leaves the upper half of a register zero.
+#if defined(__x86_64__)
+#define INFINITY_CRC __attribute__((target("sse4.2")))
+using State = uint64_t;
+INFINITY_CRC inline State with_byte(State state, std::byte byte) {
+  return _mm_crc32_u8(static_cast<uint32_t>(state), static_cast<uint8_t>(byte));
+}
+INFINITY_CRC inline State with_eight(State state, uint64_t bytes) {
+  return _mm_crc32_u64(state, bytes);
+}
+#else
+#define INFINITY_CRC
+using State = uint32_t;
+inline State with_byte(State state, std::byte byte) {
+  asm(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(state) : "r"(static_cast<uint32_t>(byte)));
+  return state;
+}
+inline State with_eight(State state, uint64_t bytes) {
+  asm(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(state) : "r"(bytes));
+  return state;
+}
+#endif
 
 uint64_t load(const std::byte* bytes) {
   uint64_t value;
@@ -68,30 +92,28 @@ uint64_t load(const std::byte* bytes) {
   return value;
 }
 
-INFINITY_SSE uint32_t bytes_by_sse(const std::byte* bytes, size_t length, uint32_t crc) {
-  uint64_t state = ~crc;
-  for (; length >= 8; bytes += 8, length -= 8) state = _mm_crc32_u64(state, load(bytes));
-  for (; length > 0; ++bytes, --length) {
-    state = _mm_crc32_u8(static_cast<uint32_t>(state), static_cast<uint8_t>(*bytes));
-  }
+INFINITY_CRC uint32_t bytes_by_instruction(const std::byte* bytes, size_t length, uint32_t crc) {
+  State state = ~crc;
+  for (; length >= 8; bytes += 8, length -= 8) state = with_eight(state, load(bytes));
+  for (; length > 0; ++bytes, --length) state = with_byte(state, *bytes);
   return ~static_cast<uint32_t>(state);
 }
 
 // The instruction takes 8 bytes each cycle, but needs three for a result: four pages at a time keep it busy. Memory is
 // asked for the next four meanwhile, as the processor itself looks ahead no further than to the end of a page.
-INFINITY_SSE void pages_by_sse(const std::byte* pages, size_t count, uint32_t* sums) {
+INFINITY_CRC void pages_by_instruction(const std::byte* pages, size_t count, uint32_t* sums) {
   constexpr size_t kLine = 64;
   for (; count >= 4; count -= 4, pages += 4 * kPage, sums += 4) {
-    uint64_t a = ~0U, b = ~0U, c = ~0U, d = ~0U;
+    State a = ~0U, b = ~0U, c = ~0U, d = ~0U;
     for (const std::byte* line = pages; line < pages + kPage; line += kLine) {
       if (count >= 8) {
-        for (size_t i = 4; i < 8; ++i) _mm_prefetch(reinterpret_cast<const char*>(line + i * kPage), _MM_HINT_T0);
+        for (size_t i = 4; i < 8; ++i) __builtin_prefetch(line + i * kPage);
       }
       for (const std::byte* at = line; at < line + kLine; at += 8) {
-        a = _mm_crc32_u64(a, load(at));
-        b = _mm_crc32_u64(b, load(at + kPage));
-        c = _mm_crc32_u64(c, load(at + 2 * kPage));
-        d = _mm_crc32_u64(d, load(at + 3 * kPage));
+        a = with_eight(a, load(at));
+        b = with_eight(b, load(at + kPage));
+        c = with_eight(c, load(at + 2 * kPage));
+        d = with_eight(d, load(at + 3 * kPage));
       }
     }
     sums[0] = ~static_cast<uint32_t>(a);
@@ -99,8 +121,16 @@ INFINITY_SSE void pages_by_sse(const std::byte* pages, size_t count, uint32_t* s
     sums[2] = ~static_cast<uint32_t>(c);
     sums[3] = ~static_cast<uint32_t>(d);
   }
-  for (size_t i = 0; i < count; ++i) sums[i] = bytes_by_sse(pages + i * kPage, kPage, 0);
+  for (size_t i = 0; i < count; ++i) sums[i] = bytes_by_instruction(pages + i * kPage, kPage, 0);
 }
+
+#undef INFINITY_CRC
+
+#endif
+
+#if defined(__x86_64__)
+
+#define INFINITY_AVX512 __attribute__((target("sse4.2,avx512f,vpclmulqdq")))
 
 // [Note: folding]
 // A CRC is the remainder of the bytes, as a polynomial over two elements, by kPolynomial. Bits that `distance` more
@@ -171,7 +201,6 @@ INFINITY_AVX512 void pages_by_avx512(const std::byte* pages, size_t count, uint3
   }
 }
 
-#undef INFINITY_SSE
 #undef INFINITY_AVX512
 
 #endif
@@ -184,9 +213,13 @@ const std::vector<Crc32c>& crc32c_ways() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2")) {
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) {
-        found.push_back({"avx512", bytes_by_sse, pages_by_avx512});
+        found.push_back({"avx512", bytes_by_instruction, pages_by_avx512});
       }
-      found.push_back({"sse4.2", bytes_by_sse, pages_by_sse});
+      found.push_back({"sse4.2", bytes_by_instruction, pages_by_instruction});
+    }
+#elif defined(INFINITY_ARM)
+    if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
+      found.push_back({"armv8", bytes_by_instruction, pages_by_instruction});
     }
 #endif
     found.push_back({"table", bytes_by_table, pages_by_table});

@@ -1,4 +1,4 @@
-"""Floor 7. The program `infinity-ckpt`: looks into checkpoints, verifies them, and makes models of them. Main thread.
+"""Floor 7. The program `infinity-ckpt`: looks into checkpoints, verifies them, makes others or models of them. Main thread.
 
 What is heavy (torch, pydantic, rich) is imported when a command runs, so that --help is there at once.
 """
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="infinity-ckpt", description="Look into checkpoints, verify them, and make models of them.", epilog=_EPILOG
+        prog="infinity-ckpt",
+        description="Look into checkpoints, verify them, and make models or stock checkpoints of them.",
+        epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -58,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="a model larger than this goes to several files, with an index (default: %(default)s)",
     )
+    export = _add(
+        commands,
+        "export",
+        _export,
+        "write an arena checkpoint as one of torch.distributed.checkpoint, which stock FSDP2 + AdamW loads",
+    )
+    export.add_argument("output", type=_path, metavar="OUT", help="the folder of the new checkpoint; must not be there")
     return parser
 
 
@@ -202,6 +211,32 @@ def _consolidate(asked: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         print(f"{format_bytes(nbytes)} in {asked.output}: {', '.join(file.name for file in files)}")
+    return 0
+
+
+def _export(asked: argparse.Namespace) -> int:
+    from infinity.runtime.export import export
+    from infinity.store.manifest import load_manifest
+
+    with contextlib.ExitStack() as stack:
+        path = export(
+            asked.checkpoint,
+            asked.output,
+            tag=asked.tag,
+            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not asked.json)),
+        )
+    manifest = load_manifest(path)
+    assert manifest is not None
+    if asked.json:
+        report = {
+            "format": JSON_FORMAT,
+            "checkpoint": str(path),
+            "files": len(manifest.files),
+            "nbytes": manifest.nbytes,
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
     return 0
 
 

@@ -43,7 +43,7 @@ class HostBuffers:
         nbytes = align_up(max(1, numel * dtype.itemsize))
         free = self._free.get(nbytes)
         slab = free.pop() if free else self._make(nbytes)
-        return HostBuffer(self, slab, torch.frombuffer(slab, dtype=dtype, count=numel))
+        return HostBuffer(self, slab, torch.frombuffer(slab, dtype=dtype, count=max(1, numel))[:numel])
 
     def close(self) -> None:
         """Every copy has landed, and nobody uses a buffer any more."""

@@ -40,7 +40,7 @@ from infinity.runtime.checkpoint_folder import (
 )
 from infinity.runtime.materialize import named_full_tensors
 from infinity.runtime.rest import RANDOM_STATES, decode, encode
-from infinity.runtime.stored import Planner, Reader, Writer
+from infinity.runtime.stored import Planner, Reader, Writer, cause_of
 from infinity.store.files import open_regular, sync, write_durably
 from infinity.store.manifest import StoredFile, others
 from infinity.swap import PagedAdam
@@ -233,7 +233,7 @@ def _write(state: dict[str, Any], files: Writer) -> CheckpointError | None:
     except OSError as error:
         return CheckpointError(f"writing a checkpoint to {where} failed: {error}")
     except dcp.CheckpointException as error:
-        return CheckpointError(f"writing a checkpoint to {where} failed: {_cause(error)}")
+        return CheckpointError(f"writing a checkpoint to {where} failed: {cause_of(error)}")
     return None
 
 
@@ -242,17 +242,8 @@ def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
     try:
         dcp.load(state, storage_reader=Reader(path), planner=Planner())
     except dcp.CheckpointException as error:
-        return damaged(path, _cause(error))
+        return damaged(path, cause_of(error))
     return None
-
-
-def _cause(error: dcp.CheckpointException) -> str:
-    """What failed first, on any rank. DCP catches Ctrl-C too: that stays what it is."""
-    for cause, _ in error.failures.values():
-        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
-            raise cause from None
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {cause}" if dist.get_world_size() > 1 else str(cause)
 
 
 def _check_fits(path: Path, state: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ from infinity.runtime.checkpoint_folder import (
 )
 from infinity.runtime.commits import packed_ties
 from infinity.runtime.rest import encode
-from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, record_name
+from infinity.runtime.stored_arena import MOMENTS, RankState, StoredArena, arena_name, record_name
 from infinity.store.commit import Commit, Record, bits
 from infinity.store.copying import Copying
 from infinity.store.files import write_durably
@@ -59,7 +59,6 @@ log = logging.getLogger("infinity")
 
 _PIECE_NUMEL = 1 << 20
 """Elements that are put together at once where a checkpoint lies otherwise than the model."""
-_MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
 
 
 class Saving:
@@ -252,7 +251,7 @@ def _check_fits(
     for each in stored.parameters:
         theirs[f"model.{each.name}"] = each.shape
         if each.trained:
-            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in _MOMENTS}
+            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in MOMENTS}
     ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
     for parameter, names in parameter_names(model).items():
         ours[f"model.{names[0]}"] = tuple(parameter.shape)
@@ -290,7 +289,7 @@ def _put_together(stored: StoredArena, model: nn.Module, optimizer: torch.optim.
         fields = {Field.MASTER: parameter.data}
         fields |= {
             which: optimizer.state[parameter][name]
-            for name, which in _MOMENTS.items()
+            for name, which in MOMENTS.items()
             if name in optimizer.state.get(parameter, {})
         }
         for which, tensor in fields.items():

@@ -585,6 +585,9 @@ class Engine:
             "param_groups": [
                 {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
             ],
+            "group_names": [
+                [names[p][0] for p in group["params"] if p in names] for group in self.optimizer.param_groups
+            ],
             "steps": {own[0]: state[p]["step"] for p, own in names.items() if "step" in state.get(p, {})},
             "buffers": {each[0]: buffer.detach() for buffer, each in buffers.items()},
         }

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -169,6 +170,17 @@ class Reader(dcp.FileSystemReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         return metadata
+
+
+def cause_of(error: dcp.CheckpointException) -> BaseException | str:
+    """What failed first; of several ranks in words, with its number. DCP catches Ctrl-C too: that stays what it is."""
+    for cause, _ in error.failures.values():
+        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+            raise cause from None
+    rank, (cause, _) = next(iter(error.failures.items()))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return cause
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
 class Planner(dcp.DefaultLoadPlanner):

@@ -27,6 +27,9 @@ from infinity.store.snapshot import Snapshot, rows_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
+"""By the name that they have in the optimizer's state."""
+
 
 def is_arena_checkpoint(path: Path) -> bool:
     """Whether the checkpoint in this folder is one of arenas."""

@@ -15,7 +15,7 @@ from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, group
 from infinity.schedule.residency import choose_resident
 from infinity.schedule.scheme import COPY_BYTES, STATE_BYTES, Scheme
 from infinity.schedule.transformer import Transformer
-from infinity.units import GIB, align_up
+from infinity.units import GIB, PAGE_BYTES, align_up
 
 HOST_PROCESS_BYTES = GIB // 2
 """Python, torch and their buffers on a machine that computes on its CPU (0.31 GiB were measured)."""
@@ -104,6 +104,7 @@ class Work:
         activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
             infinity.offload_activations.
         activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
+        durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
     """
 
     model: Transformer
@@ -117,6 +118,7 @@ class Work:
     gradient_bytes_max: int | None = None
     activations: str = "none"
     activation_buffer_bytes_max: int | None = None
+    durable: bool = False
 
     @property
     def shard_numel(self) -> int:
@@ -288,6 +290,9 @@ def memory_of(
     moves = work.moves_activations(device_is_host=device_is_host)
     device = {**_working_memory(work, strategy, activations_move=moves), **states.device}
     host, nvme = dict(states.host), dict(states.nvme)
+    if work.durable:
+        stored = sum(nvme.values())
+        nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
     if strategy.optimizer == "nvme" and work.scheme.update == "backward":
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
     elif strategy.optimizer == "nvme":
@@ -317,6 +322,12 @@ def memory_of(
 _COPIES = "16-bit copies"
 _GRADIENTS = "gradients"
 _SAVED = "saved activations"
+
+
+def record_bytes(stored_bytes: int) -> int:
+    """What the commit records of a durable run take beside its state of `stored_bytes`: two exist at once for a moment, each
+    with the checksum (4 bytes) of every page (4 KiB) of the state. What the run keeps outside of the arena comes on top."""
+    return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
 
 
 def _kept_of(user: str, kept: Kept) -> int:

@@ -238,12 +238,15 @@ def plan_step(
     Args:
         work, machine, strategy: what is planned.
         pinned_bytes: the pool of each rank, beside its host cache; comfortable where None.
-        cache_bytes: host memory of each rank that keeps copies and state from step to step; what is left where None.
+        cache_bytes: host memory of each rank that keeps copies and state from step to step; what is left where None, and
+            without a meaning where the work is durable, which keeps nothing there.
     """
     pipeline = pipeline_of(work, strategy, pinned_bytes)
     on_host = machine.device_is_host
     memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
-    if cache_bytes is None:
+    if work.durable:
+        cache_bytes = 0
+    elif cache_bytes is None:
         cache_bytes = max(0, int(USABLE * machine.host_bytes / machine.ranks_per_node) - memory.host_bytes)
     kept = kept_of(work, strategy, cache_bytes)
     memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, kept=kept)
@@ -276,6 +279,8 @@ def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipelin
     for tier, need, have, where in tiers:
         if need > have:
             reasons.append(f"{tier}: {format_bytes(need)} needed of the {format_bytes(have)} that {where} can give")
+    if work.durable and strategy.optimizer != "nvme":
+        reasons.append("durability: masters and optimizer state must rest on NVMe, where they are committed")
     if strategy.uses_nvme and machine.drive is None:
         reasons.append("NVMe: the machine has no drive")
     least = pinned_bytes_min(work, strategy)

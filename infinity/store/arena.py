@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.aio import File, IoEngine, StripedFile
-from infinity.errors import IoError, StoreError
+from infinity.errors import IntegrityError, IoError, StoreError
 from infinity.store.commit import Place
 from infinity.store.placement import file_bytes, pieces_on_drives, stripe_pattern
 from infinity.store.run_folder import Folder
@@ -66,6 +67,9 @@ class Arena:
         if len(self._files) > 1:
             self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self.stripe_bytes)
         self.nbytes = 0
+        self._extents: list[Extent] = []
+        self._generations: list[int] = []
+        """Of each extent: how often something in it was written."""
 
     @property
     def shares(self) -> list[tuple[str, float]]:
@@ -84,13 +88,13 @@ class Arena:
 
         Raises StoreError, in GiB and naming `what`, when a file system lacks the space; nothing is then reserved.
         """
-        if not sizes:
-            return []
         extents = []
         end = self.nbytes
         for size in sizes:
             extents.append(Extent(end, align_up(size, PAGE_BYTES)))
             end += extents[-1].nbytes
+        if end == self.nbytes:
+            return extents
         self._check_growth(end, what)
         try:
             self._reserve(end)
@@ -104,7 +108,27 @@ class Arena:
                 f"({error}): free space or choose another nvme_path",
             ) from None
         self.nbytes = end
+        held = [extent for extent in extents if extent.nbytes]
+        self._extents += held
+        self._generations += [0] * len(held)
         return extents
+
+    def count_write(self, offset: int) -> None:
+        """What lies at `offset` is about to be written: its extent has a new generation."""
+        self._generations[self._number_at(offset)] += 1
+
+    def generation_at(self, offset: int) -> tuple[Extent, int]:
+        """The extent that byte `offset` lies in, and which generation it has: see `IntegrityError`."""
+        number = self._number_at(offset)
+        return self._extents[number], self._generations[number]
+
+    def explain(self, error: IntegrityError, what: str) -> None:
+        """Say in the error of a read of the arena that it was of `what`, and in which extent and generation."""
+        extent, generation = self.generation_at(error.offset)
+        error.in_extent(what, extent.offset, extent.nbytes, generation)
+
+    def _number_at(self, offset: int) -> int:
+        return bisect.bisect_right(self._extents, offset, key=lambda extent: extent.offset) - 1
 
     def _check_growth(self, end: int, what: str) -> None:
         begin = max(self.nbytes, self._kept_bytes)

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from infinity.aio import File, page_checksums
 from infinity.errors import IntegrityError
-from infinity.store.arena import Arena, ArenaReader, read_into
+from infinity.store.arena import Arena, ArenaReader, Extent, read_into
 from infinity.store.commit import SUM_BYTES
 from infinity.store.files import create_private
 from infinity.store.manifest import StoredFile
@@ -53,6 +53,17 @@ class Source:
     nbytes: int
     offset: int = 0
     memory: memoryview | None = None
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the pages of a source must hold, as `Arena.checksums` gives it: empty where nothing is known, or it is in memory.
+    `what` has that source, in this extent and generation."""
+
+    what: str
+    sums: bytes = b""
+    extent: Extent | None = None
+    generation: int = -1
 
 
 class Copying:
@@ -74,9 +85,9 @@ class Copying:
         self._error: BaseException | None = None
         self._digest = hashlib.sha256()
         self._nbytes = 0
-        self._sums = [
-            [arena.checksums(s.offset, s.nbytes) if s.memory is None and s.nbytes else b"" for s in section]
-            for section in sections
+        self._expected = [
+            [_expected_of(arena, source, f"sub-group {index}") for source in section]
+            for index, section in enumerate(sections)
         ]
         with contextlib.ExitStack() as undo:
             self._arena: ArenaReader = arena.reopen()
@@ -136,7 +147,7 @@ class Copying:
         finally:
             with self._changed:
                 self._ended = True
-                self._sections, self._sums = (), []
+                self._sections, self._expected = (), []
                 self._changed.notify_all()
 
     def _copy_all(self, pump: _Pump) -> None:
@@ -160,9 +171,9 @@ class Copying:
 
     def _copy(self, pump: _Pump, index: int, begin: int, hashed: Callable[[memoryview], None]) -> None:
         """Copy what isn't cloned of a section, which begins at `begin` of the file, and open its gate."""
-        for source, sums in zip(self._sections[index], self._sums[index], strict=True):
+        for source, expected in zip(self._sections[index], self._expected[index], strict=True):
             if not (self.cloned and source.memory is None):
-                self._copy_source(pump, source, sums, begin, hashed)
+                self._copy_source(pump, source, expected, begin, hashed)
             begin += source.nbytes
         with self._changed:
             self._copied.add(index)
@@ -170,12 +181,12 @@ class Copying:
 
     def _hash_copied(self, pump: _Pump, index: int, begin: int) -> None:
         """Hash a section whose bytes are in the file, and hold what was cloned to its checksums: nobody has read it yet."""
-        for source, sums in zip(self._sections[index], self._sums[index], strict=True):
-            pump.run(begin, begin + source.nbytes, partial(self._read_back, begin, sums), self._digest.update)
+        for source, expected in zip(self._sections[index], self._expected[index], strict=True):
+            pump.run(begin, begin + source.nbytes, partial(self._read_back, begin, expected), self._digest.update)
             begin += source.nbytes
 
     def _copy_source(
-        self, pump: _Pump, source: Source, sums: bytes, begin: int, hashed: Callable[[memoryview], None]
+        self, pump: _Pump, source: Source, expected: _Expected, begin: int, hashed: Callable[[memoryview], None]
     ) -> None:
         def fetch(buffer: memoryview, at: int) -> None:
             self._check_wanted()
@@ -184,14 +195,14 @@ class Copying:
                 buffer[:] = source.memory[first : first + buffer.nbytes]
             else:
                 self._arena.read_into(buffer, source.offset + first)
-                _verify(buffer, sums, first, self._arena_path, source.offset)
+                _verify(buffer, expected, first, self._arena_path, source.offset)
 
         pump.run(begin, begin + source.nbytes, fetch, hashed, into=self._file)
 
-    def _read_back(self, begin: int, sums: bytes, buffer: memoryview, at: int) -> None:
+    def _read_back(self, begin: int, expected: _Expected, buffer: memoryview, at: int) -> None:
         self._check_wanted()
         read_into(self._file, buffer, at)
-        _verify(buffer, sums, at - begin, str(self._path), begin)
+        _verify(buffer, expected, at - begin, str(self._path), begin)
 
     def _check_wanted(self) -> None:
         if self._cancelled:
@@ -225,18 +236,24 @@ def _clone_range(arena: File, source: Source, file: File, begin: int) -> bool:
     return True
 
 
-def _verify(buffer: memoryview, sums: bytes, first: int, path: str, offset: int) -> None:
-    """Raise IntegrityError unless the pages in `buffer` hold what they must: `sums` of a range that begins at `offset`, from
-    its byte `first` on. Where there are none nothing is known."""
-    expected = sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
-    if not expected or page_checksums(buffer) == expected:
+def _expected_of(arena: Arena, source: Source, what: str) -> _Expected:
+    if source.memory is not None or not source.nbytes:
+        return _Expected(what)
+    return _Expected(what, arena.checksums(source.offset, source.nbytes), *arena.generation_at(source.offset))
+
+
+def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offset: int) -> None:
+    """Raise IntegrityError unless the pages in `buffer` hold what they must, which are a source's from its byte `first` on;
+    they were read from `path`, where the source begins at `offset`."""
+    sums = expected.sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
+    if not sums or page_checksums(buffer) == sums:
         return
-    for page in range(0, len(expected), SUM_BYTES):
+    for page in range(0, len(sums), SUM_BYTES):
         at = page // SUM_BYTES * PAGE_BYTES
-        wanted = expected[page : page + SUM_BYTES]
+        wanted = sums[page : page + SUM_BYTES]
         if any(wanted) and page_checksums(buffer[at : at + PAGE_BYTES]) != wanted:
             place = offset + first + at
-            raise IntegrityError(
+            error = IntegrityError(
                 f"the page at offset {place} of {path} doesn't hold what was written there: see to the health of the drive "
                 "(smartctl -a, dmesg), and load an earlier checkpoint",
                 errno.EBADMSG,
@@ -245,6 +262,9 @@ def _verify(buffer: memoryview, sums: bytes, first: int, path: str, offset: int)
                 place,
                 PAGE_BYTES,
             )
+            assert expected.extent is not None
+            error.in_extent(expected.what, expected.extent.offset, expected.extent.nbytes, expected.generation)
+            raise error
 
 
 class _Pump:

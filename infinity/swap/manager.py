@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease, PoolPart
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
+from infinity.schedule.estimate import record_bytes
 from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
 from infinity.store import DurableRun, Field, Layout, Place
@@ -325,7 +326,9 @@ class SwapManager:
         groups = outlined_groups(model, wrap)
         layout, _ = self._plan(groups, ranks, dtype, placing)
         self._checked_place(layout, groups, ranks, dtype)
-        nbytes = layout.nbytes * (1 if self.run is None else 2) + layout.gradient_bytes
+        nbytes = layout.nbytes + layout.gradient_bytes
+        if self.run is not None:
+            nbytes += layout.nbytes + record_bytes(layout.nbytes)
         self._drives.check_free(nbytes, placing.what_is_stored)
 
     @property

@@ -6,8 +6,9 @@ A shelf owns the bytes of its items until they are dropped. Used by one thread a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Protocol, cast
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority, Request
 from infinity.device import Device, Landing
-from infinity.errors import BudgetError, IoError
+from infinity.errors import BudgetError, IntegrityError, IoError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.timeline import Timeline, measured
@@ -303,6 +303,8 @@ class Stager:
             if chunk.on_lost is not None:
                 chunk.on_lost(str(error))
             raise
+        for span in chunk.writes:
+            self._arena.count_write(span.offset)
         chunk.move_to(ChunkState.WRITING)
         self._writing.append(chunk)
 
@@ -313,6 +315,9 @@ class Stager:
                 return
             with self.timeline.stall(f"the {operation} of {chunk.name}" + (f", {why}" if why else "")):
                 self._engine.wait(chunk.transfers)
+        except IntegrityError as error:
+            self._arena.explain(error, chunk.name)
+            raise
         except IoError as error:
             error.concerning(chunk.name)
             raise

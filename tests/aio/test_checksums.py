@@ -24,7 +24,7 @@ PAGE = 4096
 PAGES = 96
 BLOCK_BYTES = 16 * KIB
 ZEROS = 0x98F94189
-FLIPS = 20
+FLIPS = int(os.environ.get("INFINITY_FLIPS", "20"))
 
 
 class Machine:
@@ -135,6 +135,7 @@ def test_every_flipped_bit_is_found(machine: Machine) -> None:
             assert f"page at offset {error.page_offset} of the file doesn't hold what was written there" in str(error)
             flip(path, bit)
     machine.read(0, PAGES)
+    print(f"{len(machine.paths) * (FLIPS + 2)} bits flipped, each found")
 
 
 def test_an_error_of_integrity_is_one_of_io() -> None:

@@ -159,6 +159,18 @@ def test_offloaded_activations_are_in_the_report_and_in_the_config(
         assert isinstance(config.infinity.pinned_bytes_max, int) and config.infinity.pinned_bytes_max > buffer_bytes
 
 
+def test_a_durable_run_is_planned_and_its_config_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--params", "7B", "--preset", "rtx4090-gen4", "--durability", "step"]
+    found = planned(capsys, *model, "--write-config", str(tmp_path / "config.json"))
+    last = found["strategies"][-1]
+    assert last["memory_bytes_per_rank"]["nvme"]["second place of the state"] == 12 * 7 * 10**9
+    assert (found["durability"], last["cache_bytes"]) == ("step", 0)
+    config = load_config(tmp_path / "config.json")
+    assert (config.infinity.durability, config.infinity.host_cache_bytes) == ("step", 0)
+    assert plan(*model) == 0
+    assert "commit records" in capsys.readouterr().out
+
+
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     result, chart = tmp_path / "plan.json", tmp_path / "plan.png"
@@ -206,6 +218,7 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
             ["--params", "1B", "--preset", "laptop", "--update", "backward"],
             "add --no-clipping, or use --update forward",
         ),
+        (["--params", "1B", "--preset", "laptop", "--durability", "step", "--cache", "1GB"], "leave --cache out"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_in_words(

@@ -1,7 +1,15 @@
 // The checksum against the vectors of RFC 3720, and every way of computing it against the slowest.
 #include "crc32c.h"
 
-#include "support.h"
+#include <random>
+#include <string>
+
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+#include <doctest/doctest.h>
 
 namespace infinity::aio::testing {
 namespace {
@@ -58,6 +66,16 @@ TEST_CASE("every way gives the same sums for any number of pages, at any address
   uint32_t sum = 0;
   crc32c_pages(bytes.data(), 1, &sum);
   CHECK(sum == 0x98f94189);  // of a page of zeros
+}
+
+TEST_CASE("a processor that has the instruction uses it") {
+  [[maybe_unused]] std::string best = crc32c_ways().front().name;
+#if defined(__x86_64__)
+  CHECK((best != "table") == (__builtin_cpu_supports("sse4.2") != 0));
+#elif defined(__aarch64__)
+  CHECK((best == "armv8") == ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0));
+  MESSAGE("the way in use is ", best);
+#endif
 }
 
 TEST_CASE("a single bit of a page changes its sum, wherever it is") {

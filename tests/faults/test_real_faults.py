@@ -159,7 +159,10 @@ def test_what_was_in_a_truncated_arena_before_it_grew_again_is_an_error(ahead: b
         swap.register("second", torch.full((MIB,), 2.0))
         swap.flush()
         assert not ahead or swap.prefetch("first")
-        with pytest.raises(infinity.IntegrityError, match=r"first: read 4 MiB .* doesn't hold"), swap.use("first"):
+        told = (
+            r"first, generation 1 of the extent of 4194304 bytes at offset 0 of the arena: read 4 MiB .* doesn't hold"
+        )
+        with pytest.raises(infinity.IntegrityError, match=told), swap.use("first"):
             pass
         with swap.use("second") as tensor:
             assert torch.equal(tensor, torch.full((MIB,), 2.0))
@@ -200,12 +203,36 @@ def test_a_bit_that_a_drive_has_changed_is_never_used(update: str, nvme_path: Pa
         except infinity.IntegrityError as error:
             refusal = error
         if refusal is not None:
-            assert re.match(r"(sub-)?group .*: read .*\.arena: the page at offset", str(refusal))
+            assert re.match(r"(sub-)?group .*, generation \d+ of .*: read .*\.arena: the page at offset", str(refusal))
             assert refusal.page_offset == bit // 8 // 4096 * 4096
+            assert 0 <= refusal.page_offset - refusal.extent_offset < refusal.extent_bytes
+            assert refusal.generation >= 1
             found += 1
         with contextlib.suppress(infinity.IoError):
             engine.close()
+    print(
+        f"{FLIPS} bits flipped: {found} told before they were used, {FLIPS - found} written over before they were read"
+    )
     assert found > FLIPS // 2
+
+
+def test_the_error_names_the_extent_and_how_often_it_was_written(nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        swap.register("first", torch.ones(10))
+        swap.register("second", torch.ones(3000))
+        for _ in range(2):
+            with swap.update("second") as tensor:
+                tensor.add_(1)
+        swap.flush()
+        flip(arena_descriptor(nvme_path), 8 * 8192 + 3)
+        with pytest.raises(infinity.IntegrityError) as caught, swap.use("second"):
+            pass
+        error = caught.value
+        assert (error.extent_offset, error.extent_bytes, error.generation) == (4096, 12288, 3)
+        assert error.page_offset == 8192 and error.path.endswith("rank0.arena")
+        assert str(error).startswith(
+            "second, generation 3 of the extent of 12288 bytes at offset 4096 of the arena: read"
+        )
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import os
 import pickle
 import stat
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -573,6 +577,25 @@ def test_damaged_weights_name_their_file(file: str, nvme_path: Path, tmp_path: P
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(infinity.CheckpointError, match=r"gone.safetensors is damaged.*again"):
         engine_for(nvme_path, weights=tmp_path)
+
+
+@pytest.mark.inputs
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_changed_bytes_of_a_model_are_read_or_refused_in_words(data: st.DataObject, tmp_path: Path) -> None:
+    """Of the header of a file, or of the index; values may be any."""
+    tensors = {name: t.clone() for name, t in Model().state_dict().items() if name != "head.weight"}
+    save_file(tensors, tmp_path / "part")
+    weights = {"weight_map": dict.fromkeys(tensors, "part")}
+    (tmp_path / "index.json").write_text(json.dumps(weights))
+    victim = tmp_path / data.draw(st.sampled_from(["part", "index.json"]))
+    content = bytearray(victim.read_bytes())
+    changeable = len(content) if victim.name == "index.json" else 8 + int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, changeable - 1))] = data.draw(st.integers(0, 255))
+    victim.write_bytes(content[: data.draw(st.just(len(content)) | st.integers(0, len(content)))])
+    with contextlib.suppress(infinity.CheckpointError):
+        materialize.load_weights(Model(), tmp_path / "index.json")
 
 
 def test_names_are_those_of_the_model_without_wrappers(nvme_path: Path, tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from durable_training import Case, Crash, make, step, weights
 
 import infinity
 from infinity.runtime import commits
+from infinity.schedule.estimate import record_bytes
+from infinity.store import run_folder
+from infinity.store.commit import parse_record
 from infinity.store.durable import DurableRun
 from infinity.swap.stager import Stager
 
@@ -88,8 +91,28 @@ def test_a_bit_that_flips_between_two_launches_is_found(page: int, nvme_path: Pa
     content = bytearray(arena.read_bytes())
     content[pages[page] + 77] ^= 4
     arena.write_bytes(content)
-    with pytest.raises(infinity.IntegrityError, match=r"rank0\.arena.*CRC-32C"):
+    with pytest.raises(infinity.IntegrityError, match=r"generation 0 of .*rank0\.arena.*CRC-32C") as caught:
         resumed_step(nvme_path)
+    assert caught.value.extent_offset in {extent.offset for extent in extents}
+
+
+def test_the_space_that_is_checked_for_is_the_space_that_is_taken(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(nvme_path, Case()) as engine:
+        step(engine)
+        assert engine.swap is not None
+        state_bytes = sum(sub.layout.nbytes for sub in engine.swap.paged.sub_groups)
+    folder = nvme_path / "infinity-durable-run"
+    assert (folder / "rank0.arena").stat().st_size == 2 * state_bytes
+    record = parse_record((folder / "rank0.commit-1").read_bytes())
+    assert 2 * len(record.sums) == record_bytes(state_bytes)
+    needed_bytes = 2 * state_bytes + record_bytes(state_bytes)
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: needed_bytes)
+    make(nvme_path / "enough", Case()).close()
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: needed_bytes - 1)
+    with pytest.raises(infinity.StoreError, match="free 1 B more"):
+        make(nvme_path / "less", Case())
 
 
 def test_resuming_needs_durability(nvme_path: Path) -> None:

@@ -52,7 +52,11 @@ def test_nothing_that_does_anything_can_be_named(called: Any, tmp_path: Path) ->
         read(tmp_path, pickle.dumps(Spiteful()))
 
 
-@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture], max_examples=300)
+@pytest.mark.inputs
+@hypothesis.settings(
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    max_examples=3 * hypothesis.settings.default.max_examples,
+)
 @hypothesis.given(st.data())
 def test_changed_bytes_are_refused_or_an_index(written: bytes, tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(written)

@@ -326,6 +326,21 @@ def test_free_space_counts_and_capacity_wears() -> None:
     assert daily == pytest.approx(12 * B * 86_400 / plan.step_seconds / (1000 * B), rel=1e-3)
 
 
+def test_a_durable_run_takes_twice_the_state_on_nvme_and_its_records() -> None:
+    plain, durable = (plan_step(work_of(B, durable=d), CPU, ALL_NVME, cache_bytes=0) for d in (False, True))
+    state = plain.memory.nvme_bytes
+    assert durable.memory.nvme_bytes == 2 * state + 2 * 4 * -(-state // 4096)
+    assert durable.memory.host_bytes == plain.memory.host_bytes
+    assert durable.step_seconds == plain.step_seconds  # as many bytes, in another place
+    asked = plan_step(work_of(B, durable=True), CPU, ALL_NVME)
+    assert asked.kept.nbytes == 0 and asked.fits
+    between = replace(CPU, drive_free_bytes=state + state // 2)
+    assert plan_step(work_of(B), between, ALL_NVME, cache_bytes=0).fits
+    assert plan_step(work_of(B, durable=True), between, ALL_NVME).reasons[0].startswith("NVMe: 22.37 GiB needed")
+    for plan in plans_for(work_of(B // 5, durable=True), CPU):
+        assert plan.fits == (plan.strategy.optimizer == "nvme"), plan.reasons
+
+
 def test_without_a_drive_nvme_is_refused_and_the_rest_planned() -> None:
     machine = replace(NODE, drive=None, drive_bytes=0)
     plans = plans_for(work_of(7 * B, ranks=8), machine)

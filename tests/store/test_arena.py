@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
 from infinity.errors import IoError, StoreError
@@ -49,6 +51,30 @@ def test_extents_are_whole_pages_one_behind_the_other(bench: Bench) -> None:
     assert bench.arena.reserve([10], "one more") == [Extent(4 * PAGE, PAGE)]
     assert bench.arena.nbytes == 5 * PAGE
     assert bench.arena.file.size_bytes >= 5 * PAGE
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(0, 3 * PAGE), max_size=6))
+def test_no_byte_is_in_two_extents(bench: Bench, sizes: list[int]) -> None:
+    """Whatever was reserved before: the arena goes on growing from example to example."""
+    end = bench.arena.nbytes
+    for size, extent in zip(sizes, bench.arena.reserve(sizes, "tensors"), strict=True):
+        assert extent.offset == end and extent.offset % PAGE == extent.nbytes % PAGE == 0
+        assert size <= extent.nbytes < size + PAGE
+        for offset in {extent.offset, extent.offset + extent.nbytes - 1} if extent.nbytes else ():
+            assert bench.arena.generation_at(offset) == (extent, 0)
+        end += extent.nbytes
+    assert bench.arena.nbytes == end <= bench.arena.file.size_bytes
+
+
+def test_every_write_is_a_new_generation_of_the_extent_that_it_is_in(bench: Bench) -> None:
+    first, empty, last = bench.arena.reserve([2 * PAGE, 0, PAGE], "tensors")
+    more = bench.arena.reserve([PAGE], "one more")[0]
+    for offset in (0, PAGE, more.offset):
+        bench.arena.count_write(offset)
+    assert bench.arena.generation_at(PAGE) == (first, 2)
+    assert bench.arena.generation_at(last.offset) == (last, 0) and empty.offset == last.offset
+    assert bench.arena.generation_at(more.offset) == (more, 1)
 
 
 def test_nothing_to_reserve_is_nothing_reserved(bench: Bench) -> None:

@@ -45,6 +45,7 @@ def test_a_record_comes_back_as_it_was_written() -> None:
     assert parse_record(record().to_bytes()) == record()
 
 
+@pytest.mark.inputs
 @given(st.data())
 def test_a_record_that_was_cut_is_refused(data: st.DataObject) -> None:
     whole = record().to_bytes()
@@ -52,6 +53,7 @@ def test_a_record_that_was_cut_is_refused(data: st.DataObject) -> None:
         parse_record(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
+@pytest.mark.inputs
 @given(st.data())
 def test_a_record_with_any_bit_flipped_is_refused(data: st.DataObject) -> None:
     content = bytearray(record().to_bytes())
@@ -60,12 +62,14 @@ def test_a_record_with_any_bit_flipped_is_refused(data: st.DataObject) -> None:
         parse_record(bytes(content))
 
 
+@pytest.mark.inputs
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes_are_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="begin"):
         parse_record(content)
 
 
+@pytest.mark.inputs
 @given(
     st.dictionaries(
         st.sampled_from([field.name for field in dataclasses.fields(Commit)]),

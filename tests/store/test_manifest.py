@@ -55,12 +55,14 @@ def test_what_is_written_is_read(made: Manifest) -> None:
     assert parse_manifest(made.to_json()) == made
 
 
+@pytest.mark.inputs
 @hypothesis.given(st.binary(max_size=200) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_anything_else_is_refused_in_words(content: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_manifest(content)
 
 
+@pytest.mark.inputs
 @hypothesis.given(st.sampled_from(sorted(manifest())), VALUES)
 def test_a_changed_field_is_refused_or_keeps_its_type(field: str, value: Any) -> None:
     with contextlib.suppress(ValueError):
@@ -68,6 +70,7 @@ def test_a_changed_field_is_refused_or_keeps_its_type(field: str, value: Any) ->
         assert type(getattr(parsed, field)) is type(getattr(parse_manifest(json.dumps(manifest()).encode()), field))
 
 
+@pytest.mark.inputs
 @hypothesis.given(st.data())
 def test_changed_bytes_are_refused_or_a_manifest(data: st.DataObject) -> None:
     content = bytearray(json.dumps(manifest()).encode())

@@ -92,6 +92,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         help="pinned memory of a rank through which those on NVMe pass (default: 256 MiB, and more where they need it)",
     )
+    training.add_argument(
+        "--durability",
+        choices=("none", "step"),
+        default="none",
+        help="step: every step is committed, which takes twice the space on the drives and no cache (default: none)",
+    )
     add_scheme(training)
     training.add_argument(
         "--groups-per-block",
@@ -229,6 +235,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         gradient_bytes_max=asked.gradient_memory,
         activations=asked.offload_activations,
         activation_buffer_bytes_max=asked.activation_buffer,
+        durable=asked.durability == "step",
     )
 
 
@@ -263,6 +270,12 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError("--read and --write go together: give both")
     if asked.activation_buffer is not None and asked.offload_activations != "nvme":
         raise ConfigError("--activation-buffer is for --offload-activations nvme: give both, or leave it out")
+    if asked.durability == "step" and asked.cache:
+        raise ConfigError("--durability step keeps no state in host memory: leave --cache out")
+    if asked.durability == "step" and asked.offload_activations == "nvme":
+        raise ConfigError(
+            "--durability step keeps nothing on NVMe but what is committed: use --offload-activations cpu"
+        )
     scheme_from(asked, accumulation=asked.accumulation)
     reason = why_not_written(asked)
     for file in (asked.write_config, asked.timeline):

@@ -181,6 +181,7 @@ def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str,
         "clipping": work.clipping,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
+        "durability": "step" if work.durable else "none",
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,
@@ -285,6 +286,8 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         own["offload_activations"] = {"device": work.activations}
     if work.activations == "nvme":
         own["offload_activations"]["buffer_bytes"] = work.activation_buffer_bytes
+    if work.durable:
+        own["durability"] = "step"
     return config | ({"infinity": own} if own else {})
 
 
