@@ -137,7 +137,7 @@ class Activations:
         if entry.back is None:
             flat = self._shelf.take_back(entry.item)
             entry.back = flat.as_strided(entry.shape, entry.stride)
-            self._shelf.start_back([self._entries[each].item for each in self._before(entry.number)])
+            self._shelf.start_back(self._entries[each].item for each in self._before(entry.number))
         tensor = entry.back
         entry.asked += 1
         if entry.asked >= entry.handles:

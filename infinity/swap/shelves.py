@@ -151,7 +151,7 @@ class ArenaShelf:
             return None
         self._sweep()
         item = self._item(tensor, nbytes)
-        lease = self._room_for(item)
+        lease = self._with_room(partial(self._stager.occupy, item.chunk))
         into = lease.view(tensor.dtype, 0, tensor.numel())
         self._in_hand[item] = self._stager.device.start_give(tensor, into)
         self._write_early()
@@ -182,7 +182,8 @@ class ArenaShelf:
             raise InfinityError(
                 f"{kept.chunk.name} is lost, since a write of it failed: {kept.lost}; do the step again"
             )
-        tensor, landing = self._copied(kept, self._stager.acquire(kept.chunk))
+        lease = self._with_room(partial(self._stager.acquire, kept.chunk))
+        tensor, landing = self._copied(kept, lease)
         self.drive_bytes = self.drive_bytes[0] + kept.nbytes, self.drive_bytes[1]
         self._stager.release(kept.chunk, keep=False, landing=landing)
         return tensor
@@ -217,10 +218,11 @@ class ArenaShelf:
         tensor = incoming.hand_over()
         return tensor if self._stager.device.copies else tensor.clone(), incoming.landing
 
-    def _room_for(self, item: _InArena) -> Lease:
+    def _with_room(self, take: Callable[[], Lease]) -> Lease:
+        """A lease, for which what is in hand is written, the first one first, where there is no other room."""
         while True:
             try:
-                return self._stager.occupy(item.chunk)
+                return take()
             except BudgetError:
                 if not self._in_hand:
                     raise

@@ -219,6 +219,10 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
             "add --no-clipping, or use --update forward",
         ),
         (["--params", "1B", "--preset", "laptop", "--durability", "step", "--cache", "1GB"], "leave --cache out"),
+        (
+            ["--params", "1B", "--preset", "laptop", "--durability", "step", "--offload-activations", "nvme"],
+            "use --offload-activations cpu",
+        ),
     ],
 )
 def test_what_can_not_be_planned_is_refused_in_words(

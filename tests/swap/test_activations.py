@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 from torch import nn
@@ -20,6 +25,7 @@ from infinity.swap import manager
 from infinity.swap.activations import Activations
 from infinity.swap.shelves import ArenaShelf, HostShelf
 from infinity.swap.stager import Stager
+from infinity.units import PAGE_BYTES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
@@ -174,6 +180,72 @@ def test_a_forward_that_fails_leaves_nothing(bench: Bench) -> None:
         bench.net[2](bench.net[1](bench.net[0](bench.x)))[:, :5] @ torch.ones(7, 7)
     assert bench.activations.stats.moved > 0
     assert bench.activations.stats.kept_bytes == 0
+
+
+class LateLanding:
+    """A copy that has ended when somebody waits for it, and not before."""
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    def done(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+class LateDevice(CpuDevice):
+    """Its copies to host memory end late, as those of a GPU that the program runs ahead of."""
+
+    def start_give(self, found: torch.Tensor, into: torch.Tensor) -> LateLanding:  # type: ignore[override]
+        into.copy_(found)
+        return LateLanding()
+
+
+@contextlib.contextmanager
+def arena_shelf(nvme_path: Path, device: CpuDevice, pages: int) -> Iterator[ArenaShelf]:
+    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+        machinery = swap._open()
+        part = PoolPart(machinery.stager.make_room(pages * PAGE_BYTES, "the test"))
+        shelf = ArenaShelf(Stager(machinery.engine, part, machinery.arena, device), part, machinery.arena)
+        yield shelf
+        shelf.close()
+
+
+@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
+def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme_path: Path) -> None:
+    """By all blocks, say, which saved the same table: while what came last still fills the buffer."""
+    with arena_shelf(nvme_path, device(), pages=64) as shelf:
+        items = [shelf.try_put(torch.full((16 * PAGE_BYTES // 4,), float(number))) for number in range(8)]
+        for number in (0, 7, 3, 0, 6, 5, 4, 3, 2, 1, 0):
+            item = items[number]
+            assert item is not None
+            assert (shelf.take_back(item) == number).all()
+        for item in items:
+            assert item is not None
+            shelf.drop(item)
+
+
+@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(random=st.randoms(use_true_random=False))
+def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], random: Random) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder,
+        arena_shelf(Path(folder), device(), 64) as shelf,
+    ):
+        kept: list[tuple[Any, int]] = []
+        for number in range(40):
+            pages = random.choice([1, 15, 16, 16, 5, 11])
+            kept.append((shelf.try_put(torch.full((pages * PAGE_BYTES // 4,), float(number))), number))
+            if random.random() < 0.5:
+                shelf.drop(kept.pop(random.randrange(len(kept)))[0])
+            if kept and random.random() < 0.3:
+                item, value = random.choice(kept)
+                assert (shelf.take_back(item) == value).all()
+        for item, _ in kept:
+            shelf.drop(item)
 
 
 def test_places_are_used_again_so_that_the_arena_grows_no_more(nvme_path: Path) -> None:
