@@ -196,7 +196,6 @@ def _report_ignored(config: Config) -> None:
 
 _NOT_YET = {
     "zero_optimization.reduce_bucket_size",
-    "flops_profiler.enabled",
 }
 """Keys with a meaning that is not carried out here; docs/config.md says why."""
 
