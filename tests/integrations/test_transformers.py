@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -209,3 +210,25 @@ def test_contradictions_are_refused(nvme_path: Path, tmp_path: Path) -> None:
         trainer.train()
     with pytest.raises(ConfigError, match="deepspeed="):
         InfinityTrainer(model=make_model(), args=InfinityTrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+
+
+def test_the_engine_knows_of_every_forward(nvme_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The Trainer calls the model, not the engine, which keeps activations elsewhere and times what runs."""
+    activations = {"offload_activations": {"device": "nvme", "bytes_min": 4096, "buffer_bytes": "4MiB"}}
+    config = {**config_for(nvme_path), "infinity": activations, "wall_clock_breakdown": True}
+    losses = []
+    for settled in (config_for(nvme_path), config):
+        trainer = make_trainer(nvme_path, tmp_path, config=settled, logging_steps=1)
+        try:
+            trainer.train()
+            losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+            assert trainer.engine is not None
+            moves = trainer.engine.activations
+        finally:
+            trainer.close()
+    assert losses[0] == losses[1]
+    assert moves is not None
+    assert moves.stats.moved > 0
+    timed = re.findall(r"time \(ms\) \| fwd: (\d+\.\d\d)", capsys.readouterr().out)
+    assert len(timed) == 3
+    assert all(float(milliseconds) > 0 for milliseconds in timed)

@@ -80,7 +80,9 @@ def test_one_report_and_the_same_training(nvme_path: Path, capsys: pytest.Captur
     assert value(report, "params of model") == "544"
     assert (value(report, "batch size per GPU"), value(report, "gradient accumulation steps")) == ("4", "2")
     assert float(value(report, "samples/second")) > 0
-    (block,) = re.findall(r"^    \(0\): Sequential: 272 = 50.00% params, .* = 50.00% MACs, (.*) = ", report, re.MULTILINE)
+    (block,) = re.findall(
+        r"^    \(0\): Sequential: 272 = 50.00% params, .* = 50.00% MACs, (.*) = ", report, re.MULTILINE
+    )
     assert float(block.split()[0]) > 0
     assert len(re.findall("Linear: 128 = 23.53% params, 512 MACs = 25.00% MACs", report)) == 2  # those without bias
 
