@@ -20,7 +20,7 @@ CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-dev demo test test-long torture fuzz test-deepspeed test-transformers \
-	test-lightning test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
+	test-lightning test-deepspeed-own test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,6 +55,9 @@ fuzz: ## fuzz the C++ core with clang, each program for SECONDS=60
 
 test-deepspeed test-transformers test-lightning: ## an integration, in an environment of its own on top of .venv
 	tools/test_integration.sh $(@:test-%=%) $(SHORT) $(ARGS)
+
+test-deepspeed-own: ## DeepSpeed's own tests of its I/O on our handle (DEEPSPEED=its checkout)
+	tools/test_deepspeed_own.sh "$(DEEPSPEED)" $(ARGS)
 
 test-integrations: ## all of them, side by side, without what takes minutes
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going SHORT='-m "not long"' \

@@ -431,7 +431,7 @@ def test_keys_without_meaning_here_are_collected_in_order() -> None:
                 "offload_optimizer": {**NVME, "pipeline_read": True, "fast_init": False},
             },
             "aio": {"single_submit": False, "overlap_events": True},
-            "tensorboard": {"enabled": True, "anything": [1]},
+            "wandb": {"enabled": True, "anything": [1]},
             "data_types": {"grad_accum_dtype": "fp32"},
         }
     )
@@ -445,7 +445,7 @@ def test_keys_without_meaning_here_are_collected_in_order() -> None:
         "zero_optimization.offload_optimizer.fast_init",
         "aio.single_submit",
         "aio.overlap_events",
-        "tensorboard",
+        "wandb",
         "data_types",
     )
     assert config.auto == ()
@@ -543,7 +543,7 @@ OF_DEEPSPEED = """
     zero_optimization.reduce_scatter zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
     zero_optimization.round_robin_gradients zero_optimization.ignore_unused_parameters
     zero_optimization.elastic_checkpoint zero_force_ds_cpu_optimizer zero_optimization.offload_optimizer.pipeline_write
-    communication_data_type prescale_gradients memory_breakdown wandb csv_monitor comms_logger dump_state
+    prescale_gradients memory_breakdown wandb comet comms_logger
     optimizer.params.set_grad_none scheduler.params.last_batch_iteration activation_checkpointing.profile
 """
 
@@ -563,6 +563,45 @@ def test_features_that_change_the_mathematics_are_refused_when_on() -> None:
     assert load_config({"amp": {"enabled": False}}).ignored == ("amp",)
     (line,) = problems({"amp": {"enabled": True, "opt_level": "O1"}})
     assert line.startswith("amp.enabled: got true, expected false")
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        {"sequence_parallel_size": 2},
+        {"tensor_parallel": {"autotp_size": 4}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+    ],
+)
+def test_what_is_on_without_an_enabled_is_refused_too(on: dict[str, Any]) -> None:
+    (path,) = on
+    (line,) = problems(on)
+    assert line.startswith(f"{path}: ")
+    assert "changes what is computed" in line
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"sequence_parallel_size": 1},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"tensor_parallel": {"enabled": False, "autotp_size": 4}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+    ],
+)
+def test_what_is_there_and_off_is_ignored(off: dict[str, Any]) -> None:
+    assert load_config(off).ignored == tuple(off)
+
+
+def test_the_communication_type_is_the_one_of_the_reduction() -> None:
+    assert load_config({"communication_data_type": "bf16"}).infinity.reduce_dtype == "bf16"
+    assert load_config({"communication_data_type": "fp32"}).infinity.reduce_dtype == "fp32"
+    own = load_config({"communication_data_type": "bf16", "infinity": {"reduce_dtype": "fp32"}})
+    assert (own.infinity.reduce_dtype, own.ignored) == ("fp32", ())
+    fp16 = load_config({"communication_data_type": "fp16"})
+    assert (fp16.infinity.reduce_dtype, fp16.ignored) == ("fp32", ("communication_data_type",))
+    assert "reduce_dtype" in problems({"communication_data_type": "int8"})[0]
+    assert "communication_data_type" in problems({"communication_datatype": "bf16"})[0]
 
 
 # --- Optimizer and scheduler ---

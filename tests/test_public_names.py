@@ -24,3 +24,22 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_infinity_does_not_load_torch() -> None:
     code = "import sys, infinity; assert 'torch' not in sys.modules; infinity.Engine; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_framework_is_loaded_before_its_integration_which_names_what_is_missing() -> None:
+    code = """
+import importlib, sys, infinity
+for name in infinity.__all__:
+    getattr(infinity, name)
+frameworks = ("deepspeed", "transformers", "lightning")
+assert not {*frameworks, "accelerate"} & sys.modules.keys()
+for name in frameworks:
+    sys.modules[name] = None  # as where it is not installed
+    try:
+        importlib.import_module(f"infinity.integrations.{name}")
+    except ImportError as error:
+        assert f"infinity-offload[{name}]" in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

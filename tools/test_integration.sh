@@ -48,6 +48,10 @@ python=.venv-$name/bin/python
 export PYTHONDONTWRITEBYTECODE= # what is imported is compiled once, at its first import
 make --no-print-directory setup-test
 [[ -e .venv-$name/.complete ]] || make_venv
+if [[ ! -e .venv-$name/bin/torchrun ]]; then # that of .venv starts .venv's Python
+    printf '#!/bin/sh\nexec "%s" -m torch.distributed.run "$@"\n' "$PWD/$python" >".venv-$name/bin/torchrun"
+    chmod +x ".venv-$name/bin/torchrun"
+fi
 if [[ $name == deepspeed ]]; then
     export DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv-$name/extensions}
     rm -f "$PWD/.venv-$name/extensions"/*/lock # of a build that was killed: torch would wait for it for ever

@@ -358,21 +358,25 @@ class ActivationCheckpointingConfig(Block):
 
 
 class FlopsProfilerConfig(Block):
-    """A count of floating-point operations at one step."""
+    """A report of what the forward of one step computes and how long its parts take, module by module.
 
-    enabled: Flag = Field(
-        default=False,
-        description="Accepted, without effect: `torch.utils.flop_counter.FlopCounterMode` around a forward counts.",
+    Operations are counted as torch.utils.flop_counter does: matrix products, convolutions and attention.
+    """
+
+    enabled: Flag = Field(default=False, description="Whether to write the report, once, on rank 0.")
+    profile_step: Positive = Field(
+        default=1, description="So many steps are taken before the one that is measured, in its first micro-batch."
     )
-    profile_step: Positive = Field(default=1, description="The step that is counted.")
     module_depth: Annotated[int, DEPTH] = Field(
-        default=-1, description="Depth of nested modules to report; -1 is the innermost."
+        default=-1,
+        description="Depth of nested modules down to which they are summed up by class; -1 is the innermost.",
     )
-    top_modules: Positive = Field(default=1, description="Modules to report at each depth, the largest first.")
-    detailed: Flag = Field(default=True, description="Whether every module is reported.")
+    top_modules: Positive = Field(default=1, description="Classes to report at each depth, the largest first.")
+    detailed: Flag = Field(default=True, description="Whether every module is reported, too.")
     output_file: Text | None = Field(default=None, description="Where the report goes; standard output when absent.")
     recompute_fwd_factor: Amount = Field(
-        default=0.0, description="Share of the forward pass that checkpointing computes again."
+        default=0.0,
+        description="Share of the forward pass that checkpointing computes again; the rate of the backward has it.",
     )
 
     units: ClassVar[Mapping[str, str]] = {
@@ -380,7 +384,7 @@ class FlopsProfilerConfig(Block):
         "recompute_fwd_factor": "share",
     }
     differs: ClassVar[Mapping[str, str]] = {
-        "enabled": "Acted on.",
+        "enabled": "Element-wise operations, norms and the like are counted, too.",
     }
 
 

@@ -48,7 +48,7 @@ def known_paths() -> tuple[str, ...]:
     """Dotted paths of every key that is accepted, those of the models first."""
     fields: list[str] = []
     others: list[str] = ["optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"]
-    others += ["optimizer.params.adam_w_mode", "optimizer.legacy_fusion"]
+    others += ["optimizer.params.adam_w_mode", "optimizer.legacy_fusion", "communication_data_type"]
     others += [
         f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
     ]

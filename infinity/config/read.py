@@ -123,6 +123,8 @@ class _Reader:
         """The values that `source` gives to the fields of `model`."""
         if model is ZeroConfig:
             source = self._replace_deprecated(source, where)
+        elif model is Config:
+            source = self._replace_communication_type(source)
         values: dict[str, Any] = {}
         for written, value in source.items():
             if not isinstance(written, str):
@@ -232,6 +234,16 @@ class _Reader:
             self.ignored.append(join(where, "cpu_offload_use_pin_memory"))
         return current
 
+    def _replace_communication_type(self, source: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """`source` with its `communication_data_type` where it is called `infinity.reduce_dtype`, unless that is there."""
+        current = dict(source)
+        value, own = current.pop("communication_data_type", None), current.get("infinity") or {}
+        if isinstance(value, str) and value.lower() == "fp16":
+            self.ignored.append("communication_data_type")
+        elif value not in (None, "auto") and isinstance(own, Mapping) and own.get("reduce_dtype") is None:
+            current["infinity"] = {**own, "reduce_dtype": value}
+        return current
+
     def _pop_flag(self, source: dict[str, Any], key: str, path: str, *, default: bool) -> bool:
         value = source.pop(key, None)
         if value is None or value == "auto":
@@ -249,10 +261,23 @@ class _Reader:
             self.problems.append(f"{path}: got {shown(value)}, expected {str(wanted).lower()}: {reason}")
 
     def _check_feature(self, value: Any, path: str) -> None:
-        enabled = value.get("enabled") if isinstance(value, Mapping) else value
-        if enabled is True or (isinstance(enabled, str) and enabled.lower() == "true"):
-            self.problems.append(
-                f"{path}.enabled: got true, expected false: it changes what is computed, and infinity does not do it"
-            )
-        else:
+        if not _is_on(value):
             self.ignored.append(path)
+            return
+        got = (
+            f"{path}.enabled: got true, expected false" if isinstance(value, Mapping) else f"{path}: got {shown(value)}"
+        )
+        if isinstance(value, Mapping) and "enabled" not in value:
+            got = f"{path}: turned on"
+        self.problems.append(f"{got}: it changes what is computed, and infinity does not do it")
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a key of `feature_keys` asks for something: true, a size above 1, or a block that does."""
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return _is_on(value["enabled"])
+        return any(_is_on(inner) for key, inner in value.items() if key == "autotp_size" or isinstance(inner, Mapping))
+    if isinstance(value, str):
+        return value.lower() == "true"
+    return value is True or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 1)

@@ -57,7 +57,7 @@ def _render_block(title: str, path: str, model: type[Block]) -> list[str]:
         lines += ["Accepted with one value only: " + ", ".join(fixed) + ".", ""]
     if model is Config:
         features = ", ".join(f"`{key}`" for key in sorted(Config.feature_keys))
-        lines += [f"Ignored unless their `enabled` is true, which is an error: {features}.", ""]
+        lines += [f"Ignored unless they are on (an `enabled`, a size above 1), which is an error: {features}.", ""]
     if model.ignored_keys:
         lines += ["Accepted and ignored: " + ", ".join(f"`{key}`" for key in sorted(model.ignored_keys)) + ".", ""]
     return lines

@@ -50,6 +50,13 @@ class TopLevel(Block):
         description="Whether to print the milliseconds of forward, backward and step, of every micro-batch and of "
         "every step. Waits for the device around each.",
     )
+    dump_state: Flag = Field(
+        default=False, description="Whether to print the whole config, as it was understood, at the start."
+    )
+    dataloader_drop_last: Flag = Field(
+        default=False,
+        description="Whether the loader that `initialize(training_data=...)` returns leaves out a last batch that is not full.",
+    )
     optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = Field(
         default=None, description="The optimizer; the caller brings one when absent."
     )
@@ -80,14 +87,15 @@ class TopLevel(Block):
     differs: ClassVar[Mapping[str, str]] = {
         "steps_per_print": "Printed by a logger of its own; here by the logger named infinity, at level INFO.",
         "wall_clock_breakdown": "Prints the parts of backward too.",
+        "dump_state": "Prints the state of its engine.",
     }
     ignored_keys = names_of(
         """
-        aot autotuning checkpoint comet comms_logger communication_data_type compile compression_training
-        csv_monitor data_parallel_size data_types dataloader_drop_last disable_allgather dump_state eigenvalue
+        aot autotuning checkpoint comet comms_logger compile
+        csv_monitor data_parallel_size data_types disable_allgather eigenvalue
         fp32_allreduce gradient_predivide_factor graph_harvesting hybrid_engine inference memory_breakdown
-        mesh_param nebula pipeline prescale_gradients seq_parallel_communication_data_type sequence_parallel_size
-        sparse_attention sparse_gradients tensor_parallel tensorboard timers use_data_before_expert_parallelism
+        mesh_param nebula pipeline prescale_gradients seq_parallel_communication_data_type
+        sparse_attention sparse_gradients tensorboard timers use_data_before_expert_parallelism
         use_node_local_storage vocabulary_size wandb weight_quantization zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer
         """
@@ -96,10 +104,11 @@ class TopLevel(Block):
 
     feature_keys: ClassVar[frozenset[str]] = names_of(
         """
-        amp curriculum_learning data_efficiency elasticity progressive_layer_drop quantize_training torch_autocast
+        amp compression_training curriculum_learning data_efficiency elasticity progressive_layer_drop quantize_training
+        sequence_parallel_size tensor_parallel torch_autocast
         """
     )
-    """Blocks that change what is computed once their `enabled` is true: refused then, ignored otherwise."""
+    """Keys that change what is computed once they are on (an `enabled`, a size above 1): refused then, ignored otherwise."""
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
     _auto: tuple[str, ...] = PrivateAttr(default=())

@@ -13,7 +13,11 @@ from infinity.config.top_level import TopLevel
 
 
 class Config(TopLevel):
-    """The whole config. A block that the source leaves out holds its defaults; `optimizer` and `scheduler` are None."""
+    """The whole config. A block that the source leaves out holds its defaults; `optimizer` and `scheduler` are None.
+
+    `communication_data_type`, fp32 or bf16, is read as `infinity.reduce_dtype`; fp16, in which a sum could overflow, is
+    ignored.
+    """
 
     def resolve(self, *, world_size: int, hidden_size: int | None = None, **caller: Any) -> Config:
         """A copy with the batch sizes solved and every "auto" filled.

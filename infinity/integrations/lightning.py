@@ -220,6 +220,12 @@ class InfinityStrategy(ModelParallelStrategy):
 
     # ---- Training ----
 
+    def training_step(self, *arguments: Any, **keywords: Any) -> Any:
+        """The module's, which calls the model without the engine; that has to know."""
+        assert self.engine is not None
+        with self.engine.forward_pass():
+            return super().training_step(*arguments, **keywords)
+
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *_: Any, **__: Any) -> torch.Tensor:
         """Backward of a micro-batch, whose loss Lightning has divided."""
         assert self.engine is not None

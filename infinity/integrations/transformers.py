@@ -8,6 +8,7 @@ The Trainer keeps its loop, its data, its callbacks; what is sharded, paged, ste
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,13 @@ class InfinityTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._ensure_engine().load_checkpoint(self.state.best_model_checkpoint)
+
+    def compute_loss_context_manager(self) -> Any:
+        """Around every forward: the model is called without the engine, which has to know."""
+        around = contextlib.ExitStack()
+        around.enter_context(super().compute_loss_context_manager())
+        around.enter_context(self._ensure_engine().forward_pass())
+        return around
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._ensure_engine().get_global_grad_norm()  # clipped already, where the config says so

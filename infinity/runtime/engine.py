@@ -27,11 +27,13 @@ from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.runtime import checkpoint, checkpoint_arena
 from infinity.runtime.checkpoint_folder import find
 from infinity.runtime.commits import Commits
+from infinity.runtime.flops import make_flops_profile
 from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.materialize import named_full_tensors
 from infinity.runtime.stored_arena import is_arena_checkpoint
-from infinity.runtime.wall_clock import WallClock, timed
+from infinity.runtime.timing import timed, timing
+from infinity.runtime.wall_clock import WallClock
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedAdam, SwapManager, SwapStats, TraceSummary
 from infinity.swap.activations import Activations
@@ -105,6 +107,7 @@ class Engine:
         """What the last optimizer step took; None before the first."""
         self._compute_dtype = compute_dtype
         self.wall_clock = WallClock() if config.wall_clock_breakdown else None
+        self.flops_profile = make_flops_profile(module, config, self.shard_numel)
         self._loss_scale = make_loss_scale(config.fp16)
         self._on_close = on_close
         self._boundary: bool | None = None
@@ -127,12 +130,19 @@ class Engine:
             raise AttributeError(name)
         return getattr(self.module, name)
 
-    @timed("fwd")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. With gradients, what it saves for the backward goes where the config keeps activations."""
-        saves = self.activations is not None and torch.is_grad_enabled()
-        with self.activations.saving() if saves and self.activations is not None else contextlib.nullcontext():
+        with self.forward_pass():
             return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """What `forward` does around the model, for a loop that calls the model itself."""
+        saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.activations is not None and torch.is_grad_enabled():
+            saving = self.activations.saving()
+        with timing(self, "fwd"), saving:
+            yield
 
     @timed("bwd")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
 from infinity.runtime.commits import Commits, open_run, outside_of, restore_arena
+from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
 from infinity.runtime.gathered import remember_sharded
 from infinity.runtime.live import LiveParameters, choose_wrap
@@ -76,7 +77,8 @@ def initialize(
         optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
             the config's. With NVMe it is Adam or AdamW, and another one takes its place; else it is kept.
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
-        training_data: a dataset; a DataLoader over it is returned.
+        training_data: a dataset; a DataLoader over it is returned, each rank's share in an order that is drawn with seed 0
+            (`loader.sampler.set_epoch(n)` draws another).
         lr_scheduler: a function of the optimizer that makes one, a made one of the optimizer that is passed (it follows where
             another takes its place), or None: the config's. `engine.step` steps it, unless it is a ReduceLROnPlateau: that is
             stepped by you, with your metric.
@@ -105,6 +107,7 @@ def initialize(
     with ExitStack() as undo:
         close_group = ensure_process_group()
         undo.callback(close_group)
+        show_words()
         with together():
             settled = load_config(source).resolve(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
@@ -192,11 +195,12 @@ def _report_ignored(config: Config) -> None:
         log.info("config keys without meaning here: %s", ", ".join(config.ignored))
     if later := _set_but_not_acted_on(config):
         log.info("config keys that are not acted on: %s", ", ".join(later))
+    if config.dump_state:
+        log.info("config: %s", config.model_dump_json(indent=2))
 
 
 _NOT_YET = {
     "zero_optimization.reduce_bucket_size",
-    "flops_profiler.enabled",
 }
 """Keys with a meaning that is not carried out here; docs/config.md says why."""
 
@@ -449,8 +453,9 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
 def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
     if data is None:
         return None
-    sampler: Any = DistributedSampler(data, shuffle=False) if dist.get_world_size() > 1 else None
-    return DataLoader(data, batch_size=config.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=True)
+    shuffled: Any = DistributedSampler(data) if hasattr(data, "__getitem__") else None  # the order that DeepSpeed draws
+    drop_last = config.dataloader_drop_last
+    return DataLoader(data, batch_size=config.batch.micro, sampler=shuffled, collate_fn=collate_fn, drop_last=drop_last)
 
 
 def _compute_dtype(config: Config) -> torch.dtype:

@@ -5,22 +5,14 @@ Training thread only.
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from infinity.swap.timeline import Timeline, measured
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
 PARTS = ("fwd", "bwd", "step")
-_IN_A_TRACE = {"fwd": "forward", "bwd": "backward", "step": "step"}
 
 
 class WallClock:
@@ -33,9 +25,9 @@ class WallClock:
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Count what happens in the block for `part`."""
-        started = _now()
+        started = now()
         yield
-        seconds = _now() - started
+        seconds = now() - started
         self._micro[part] += seconds
         self._whole[part] += seconds
 
@@ -52,44 +44,8 @@ class WallClock:
         seconds.update(dict.fromkeys(PARTS, 0.0))
 
 
-class Timed(Protocol):
-    """Who has a clock where times are wanted, and counts its steps."""
-
-    wall_clock: WallClock | None
-    global_steps: int
-
-    @property
-    def timeline(self) -> Timeline | None: ...
-
-
-E = TypeVar("E", bound=Timed)
-
-
-def timed(part: str) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
-    """A method whose time counts for `part`, where a clock or a trace runs; after "step" the clock is told."""
-
-    def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-        @functools.wraps(method)
-        def run(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            with measured(self.timeline, "step", _IN_A_TRACE[part]):
-                return clocked(self, *args, **kwargs)
-
-        def clocked(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            if self.wall_clock is None:
-                return method(self, *args, **kwargs)
-            steps = self.global_steps
-            with self.wall_clock.measure(part):
-                result = method(self, *args, **kwargs)
-            if part == "step":
-                self.wall_clock.report(stepped=self.global_steps > steps)
-            return result
-
-        return run
-
-    return decorate
-
-
-def _now() -> float:
+def now() -> float:
+    """Seconds of a clock, once the device has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -24,6 +24,8 @@ launch.import_also("deepspeed", "few_kernels")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "integrations" / "deepspeed_nvme.py"
 SMALL = ["--hidden-size", "128", "--layers", "2", "--steps", "4"]
+COMPILING_SECONDS = 2400
+"""DeepSpeed compiles four extensions before its first step: two minutes, or half an hour on a machine with other work."""
 
 
 @pytest.fixture
@@ -133,12 +135,13 @@ def command(*arguments: str, cwd: Path | None = None) -> str:
 def losses(launcher: Any, nvme_path: Path, tmp_path: Path, *arguments: str, ranks: int = 1) -> list[float]:
     figures = tmp_path / "figures.json"
     places = ("--nvme-path", str(nvme_path), "--json", str(figures))
-    launcher(EXAMPLE, *SMALL, *places, *arguments, ranks=ranks, timeout_seconds=550)
+    launcher(EXAMPLE, *SMALL, *places, *arguments, ranks=ranks, timeout_seconds=COMPILING_SECONDS)
     found: list[float] = json.loads(figures.read_text())["losses"]
     return found
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * COMPILING_SECONDS)
 @pytest.mark.long  # DeepSpeed compiles its own handle first, and its Adam
 def test_training_gives_the_numbers_of_its_own_handle(forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     if not builder()().is_compatible():
@@ -150,6 +153,7 @@ def test_training_gives_the_numbers_of_its_own_handle(forked_ranks: Any, nvme_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * COMPILING_SECONDS)
 @pytest.mark.long  # DeepSpeed compiles its Adam first
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_learns_the_same_pipelined(ranks: int, forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:

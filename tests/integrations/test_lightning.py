@@ -199,3 +199,24 @@ def test_clipping_by_value_is_refused(nvme_path: Path, tmp_path: Path) -> None:
         make_trainer(on_nvme(nvme_path), tmp_path, gradient_clip_val=1, gradient_clip_algorithm="value").fit(
             Net(), loader(1), loader(2)
         )
+
+
+def test_activations_are_kept_where_the_config_says(nvme_path: Path, tmp_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"offload_activations": {"device": "nvme", "bytes_min": 4096, "buffer_bytes": "4MiB"}},
+    }
+    strategies, losses = [on_nvme(nvme_path), InfinityStrategy(config=config)], []
+    for strategy in strategies:
+        seed_everything(0)
+        model = Net()
+        make_trainer(strategy, tmp_path, limit_train_batches=4, enable_checkpointing=False).fit(model, loader(1))
+        losses.append(model.losses)
+    engine = strategies[1].engine
+    assert engine is not None
+    assert engine.activations is not None
+    assert engine.activations.stats.moved > 0
+    assert losses[0] == losses[1]
+    for strategy in strategies:
+        strategy.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -23,9 +24,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
 
 import trainer_llama
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
 from trainer_llama import Sentences, config_for, make_model
 from transformers import LlamaForCausalLM, TrainerCallback
 
+import infinity
 from infinity import init_empty
 from infinity.errors import ConfigError
 from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
@@ -209,3 +213,43 @@ def test_contradictions_are_refused(nvme_path: Path, tmp_path: Path) -> None:
         trainer.train()
     with pytest.raises(ConfigError, match="deepspeed="):
         InfinityTrainer(model=make_model(), args=InfinityTrainingArguments(output_dir=str(tmp_path), use_cpu=True))
+
+
+def test_the_engine_knows_of_every_forward(nvme_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The Trainer calls the model, not the engine, which keeps activations elsewhere and times what runs."""
+    activations = {"offload_activations": {"device": "nvme", "bytes_min": 4096, "buffer_bytes": "4MiB"}}
+    config = {**config_for(nvme_path), "infinity": activations, "wall_clock_breakdown": True}
+    losses = []
+    for settled in (config_for(nvme_path), config):
+        trainer = make_trainer(nvme_path, tmp_path, config=settled, logging_steps=1)
+        try:
+            trainer.train()
+            losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+            assert trainer.engine is not None
+            moves = trainer.engine.activations
+        finally:
+            trainer.close()
+    assert losses[0] == losses[1]
+    assert moves is not None
+    assert moves.stats.moved > 0
+    timed = re.findall(r"time \(ms\) \| fwd: (\d+\.\d\d)", capsys.readouterr().out)
+    assert len(timed) == 3
+    assert all(float(milliseconds) > 0 for milliseconds in timed)
+
+
+def test_a_loop_written_for_accelerate_keeps_its_data_and_gathers(nvme_path: Path) -> None:
+    """As docs/integrations/transformers.md says: `initialize` in the place of `prepare`, the rest stays."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Sentences(16, 1), batch_size=4))  # type: ignore[arg-type]
+    config = {**config_for(nvme_path), "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = infinity.initialize(model=make_model(), config=config)
+    losses = []
+    with engine:
+        for _ in range(3):
+            for batch in loader:
+                loss = engine(**batch).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+    assert len(losses) == 3 * 4
+    assert losses[-1] < losses[0]

@@ -225,7 +225,7 @@ def test_keys_without_meaning_are_named_once(nvme_path: Path, caplog: pytest.Log
 
 def test_a_config_file_and_training_data(nvme_path: Path) -> None:
     file = nvme_path / "config.json"
-    settings = config(nvme_path, train_batch_size=6, gradient_accumulation_steps=2)
+    settings = config(nvme_path, train_batch_size=6, gradient_accumulation_steps=2, dataloader_drop_last=True)
     file.write_text(json.dumps(settings))
     engine, optimizer, loader, schedule = infinity.initialize(
         model=model(),
@@ -244,6 +244,45 @@ def test_a_config_file_and_training_data(nvme_path: Path) -> None:
             rates.append(schedule.get_last_lr()[0])
         assert engine.global_steps == 1
         assert rates[0] > rates[1]
+
+
+def test_data_come_in_the_order_that_deepspeed_draws_to_the_last_sample() -> None:
+    samples = [torch.full((8,), float(number)) for number in range(7)]
+    engine, _, loader, _ = infinity.initialize(
+        model=model(), config={"train_micro_batch_size_per_gpu": 3}, training_data=samples
+    )
+    with engine:
+        drawn = [int(row[0]) for batch in loader for row in batch]
+    assert drawn == torch.randperm(7, generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture
+def own_logger() -> Iterator[None]:
+    yield
+    log = logging.getLogger("infinity")
+    log.handlers.clear()
+    log.setLevel(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("own_logger")
+def test_a_script_that_sets_up_no_logging_sees_what_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"steps_per_print": 1, "dump_state": True, "comms_logger": {"enabled": True}}
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for _ in range(2):
+        engine, *_ = infinity.initialize(model=model(), config=settings)
+        with engine:
+            one_step(engine)
+        told = capsys.readouterr().err
+        assert told.count("infinity: step 1, lr") == 1
+        assert told.count("without meaning here: comms_logger") == 1
+        assert '"steps_per_print": 1' in told
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    engine, *_ = infinity.initialize(model=model(), config=settings)
+    with engine:
+        one_step(engine)
+    assert "infinity" not in capsys.readouterr().err
 
 
 def test_parameter_groups_and_a_torch_optimizer(nvme_path: Path) -> None:
