@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -228,13 +227,10 @@ def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme
 
 
 @pytest.mark.parametrize("device", [CpuDevice, LateDevice])
-@hypothesis.settings(max_examples=30)
+@hypothesis.settings(max_examples=30, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(random=st.randoms(use_true_random=False))
-def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], random: Random) -> None:
-    with (
-        tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder,
-        arena_shelf(Path(folder), device(), 64) as shelf,
-    ):
+def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], nvme_path: Path, random: Random) -> None:
+    with arena_shelf(nvme_path, device(), pages=64) as shelf:
         kept: list[tuple[Any, int]] = []
         for number in range(40):
             pages = random.choice([1, 15, 16, 16, 5, 11])
