@@ -48,10 +48,10 @@ from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, re
 from infinity.store.commit import Commit, Record, bits
 from infinity.store.copying import Copying
 from infinity.store.files import write_durably
-from infinity.store.layout import Field, SubGroup
+from infinity.store.layout import MOMENTS, Field, SubGroup
 from infinity.store.manifest import Manifest, StoredFile
 from infinity.store.snapshot import Snapshot, rows_of
-from infinity.swap import PagedAdam, SwapManager
+from infinity.swap import PagedOptimizer, SwapManager
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 
@@ -59,7 +59,6 @@ log = logging.getLogger("infinity")
 
 _PIECE_NUMEL = 1 << 20
 """Elements that are put together at once where a checkpoint lies otherwise than the model."""
-_MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
 
 
 class Saving:
@@ -203,7 +202,7 @@ def load(
             verify(path, (), everything=verified)
             reshard(model)  # what is gathered now would be stale
             _check_fits(stored, outside, model, optimizer)
-        with optimizer.loading() if isinstance(optimizer, PagedAdam) else contextlib.nullcontext(), together():
+        with optimizer.loading() if isinstance(optimizer, PagedOptimizer) else contextlib.nullcontext(), together():
             same = stored.alike(swap.place) if swap is not None else None
             if swap is not None and same is not None:
                 _copy_back(same, swap)
@@ -251,7 +250,7 @@ def _check_fits(
     for each in stored.parameters:
         theirs[f"model.{each.name}"] = each.shape
         if each.trained:
-            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in _MOMENTS}
+            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in stored.moments}
     ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
     for parameter, names in parameter_names(model).items():
         ours[f"model.{names[0]}"] = tuple(parameter.shape)
@@ -289,7 +288,7 @@ def _put_together(stored: StoredArena, model: nn.Module, optimizer: torch.optim.
         fields = {Field.MASTER: parameter.data}
         fields |= {
             which: optimizer.state[parameter][name]
-            for name, which in _MOMENTS.items()
+            for name, which in zip(stored.moments, MOMENTS, strict=False)
             if name in optimizer.state.get(parameter, {})
         }
         for which, tensor in fields.items():

@@ -143,6 +143,11 @@ class StoredArena:
         """The model's, as rank 0 had them."""
         return self.rank(0).place.parameters
 
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What the optimizer kept of each element, by its names."""
+        return self.rank(0).place.moments
+
     def rank(self, rank: int) -> RankState:
         """What a rank has stored. Raises CheckpointError."""
         if rank not in self._ranks:

@@ -39,7 +39,7 @@ class Case:
     fused: bool = True
     frozen: bool = False
     evaluate: bool = False
-    adam: bool = False
+    optimizer: str = "AdamW"
     reduce_dtype: str = "fp32"
     loss_scale: float | None = None  # fp16; 0 adapts
     # What only the NVMe side has.
@@ -73,7 +73,25 @@ CASES = {
     "fp16": Case(bf16=False, loss_scale=0, clipping=0.5),
     "fp16, fixed loss scale": Case(bf16=False, loss_scale=100, accumulation=2, sub_group_size=4096),
     "the plain kernel": Case(fused=False),
-    "Adam": Case(adam=True),
+    "Adam": Case(optimizer="Adam"),
+    "SGD": Case(optimizer="SGD"),
+    "SGD, accumulation and clipping": Case(optimizer="SGD", accumulation=2, clipping=0.5, sub_group_size=4096),
+    "SGD, updated in the step": Case(optimizer="SGD", update="step", evaluate=True, persistence_threshold=0),
+    "SGD, masters in full": Case(optimizer="SGD", master="full", update="forward", frozen=True, sub_group_size=4096),
+    "SGD, fp16": Case(optimizer="SGD", bf16=False, loss_scale=0, clipping=0.5),
+    "SGD, half cached": Case(optimizer="SGD", cached=0.5, persistence_threshold=0, sub_group_size=4096),
+    "SGD, gradients on NVMe": Case(optimizer="SGD", gradients_in_memory=0, update="forward", sub_group_size=4096),
+    "SGD, only parameters on NVMe": Case(optimizer="SGD", state_on="none"),
+    "SGD with dampening": Case(optimizer="SGD with dampening", max_in_cpu=40_000),
+    "SGD with dampening, fp32": Case(optimizer="SGD with dampening", bf16=False, sub_group_size=4096, clipping=1.0),
+    "SGD without momentum": Case(optimizer="SGD without momentum"),
+    "SGD without momentum, updated in forward": Case(
+        optimizer="SGD without momentum", update="forward", persistence_threshold=0, sub_group_size=4096, clipping=0.5
+    ),
+    "SGD without momentum, fp32, half cached": Case(
+        optimizer="SGD without momentum", bf16=False, cached=0.5, persistence_threshold=0
+    ),
+    "SGD without momentum, only the optimizer on NVMe": Case(optimizer="SGD without momentum", parameters_on="none"),
     "bf16 reduction": Case(reduce_dtype="bf16"),
     "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
@@ -123,6 +141,14 @@ CASES = {
     "gradients on NVMe, everything else cached": Case(
         gradients_in_memory=0, cached=1.1, clipping=1.0, persistence_threshold=0
     ),
+}
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+    "Adam": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}},
+    "SGD": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}},
+    "SGD with dampening": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3}},
+    "SGD without momentum": {"type": "SGD", "params": {"weight_decay": 0.1}},
 }
 
 
@@ -201,17 +227,17 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
     torch.manual_seed(0)
     model = Model(case)
     state_bytes = 14 * sum(p.numel() for p in model.parameters()) // dist.get_world_size()
+    lr = (
+        1e-2 if case.clipping or not case.optimizer.startswith("SGD") else 1e-5
+    )  # not too much for gradients this large
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "bf16": {"enabled": case.bf16},
         "fp16": {"enabled": case.loss_scale is not None, "loss_scale": case.loss_scale or 0, "initial_scale_power": 24},
-        "optimizer": {
-            "type": "Adam" if case.adam else "AdamW",
-            "params": {"lr": 1e-2, "weight_decay": 0.1, **({"adam_w_mode": False} if case.adam else {})},
-        },
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "optimizer": OPTIMIZERS[case.optimizer],
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 4}},
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": case.sub_group_size,
@@ -261,7 +287,7 @@ IN_MEMORY = (
         "fused",
         "frozen",
         "evaluate",
-        "adam",
+        "optimizer",
         "reduce_dtype",
         "loss_scale",
     ),

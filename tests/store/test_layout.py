@@ -96,7 +96,7 @@ def test_shards_are_cut_only_where_a_vector_ends(plan: Plan) -> None:
 def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
     for sub in plan.layout.sub_groups:
         assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
-        assert (Field.EXP_AVG in sub.fields) == (Field.EXP_AVG_SQ in sub.fields) == sub.trained
+        assert (Field.MOMENT_1 in sub.fields) == (Field.MOMENT_2 in sub.fields) == sub.trained
         assert Field.MASTER in sub.fields
         assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0 and sub.space != plan.groups)
 
@@ -180,7 +180,7 @@ def test_same_shards_make_the_same_layout(plan: Plan) -> None:
 def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
     layout = plan_layout([Shard("p", 0, SPACE_ALIGN)], groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2)
     (sub,) = layout.sub_groups
-    assert sub.fields == (Field.COPY, Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
+    assert sub.fields == (Field.COPY, Field.MASTER, Field.MOMENT_1, Field.MOMENT_2)
     assert [sub.field_offset(which) for which in sub.fields] == [0, 4096, 12288, 20480]
     assert sub.nbytes == 14 * SPACE_ALIGN
 

@@ -42,7 +42,7 @@ def test_every_element_has_one_place(drawn: list, ranks: int, cut: int, split: b
         at = 0
         for sub, first, count in snapshot.pieces(number, 0, parameter.numel):
             assert 0 <= first < first + count <= sub.numel
-            for which in (Field.EXP_AVG, Field.EXP_AVG_SQ) if sub.trained else (Field.MASTER,):
+            for which in (Field.MOMENT_1, Field.MOMENT_2) if sub.trained else (Field.MASTER,):
                 begin = snapshot.field_offset(sub, which) + 4 * first
                 assert begin + 4 * count <= snapshot.nbytes
                 taken.add((begin, begin + 4 * count))
