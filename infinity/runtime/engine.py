@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -705,6 +706,8 @@ class Engine:
                     ]  # there, even if empty: else torch would take a step to make it
                     if parameter.requires_grad and group["momentum"] and state.get("momentum_buffer") is None:
                         state["momentum_buffer"] = torch.zeros_like(parameter.data)
+        elif not self.optimizer.state:
+            get_optimizer_state_dict(self.module, self.optimizer)  # torch makes it by a step that changes nothing
 
     def _gradient_factor(self) -> float | torch.Tensor | None:
         """What gradients are multiplied by before the step, to undo the loss scale and to clip; None where it must be skipped.
