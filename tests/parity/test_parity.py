@@ -123,6 +123,12 @@ def test_a_step_moves_the_fewest_bytes_that_its_cache_allows(share: Fraction, up
     caching.check(str(nvme_path), share, update)
 
 
+@pytest.mark.parametrize(("share", "update"), [(Fraction(0), "forward"), (Fraction(3, 4), "backward")])
+@pytest.mark.parametrize("moments", [0, 1])
+def test_so_does_a_step_of_sgd(moments: int, share: Fraction, update: str, nvme_path: Path) -> None:
+    caching.check(str(nvme_path), share, update, moments)
+
+
 @pytest.mark.slow
 def test_steps_of_two_ranks_move_the_fewest_bytes_that_their_caches_allow(forked_ranks: Any, nvme_path: Path) -> None:
     forked_ranks(Path(caching.__file__), str(nvme_path), ranks=2)

@@ -79,11 +79,7 @@ CASES = {
     "SGD, updated in the step": Case(optimizer="SGD", update="step", evaluate=True, persistence_threshold=0),
     "SGD, masters in full": Case(optimizer="SGD", master="full", update="forward", frozen=True, sub_group_size=4096),
     "SGD, fp16": Case(optimizer="SGD", bf16=False, loss_scale=0, clipping=0.5),
-    "SGD, half cached": Case(optimizer="SGD", cached=0.5, persistence_threshold=0, sub_group_size=4096),
-    "SGD, gradients on NVMe": Case(optimizer="SGD", gradients_in_memory=0, update="forward", sub_group_size=4096),
-    "SGD, only parameters on NVMe": Case(optimizer="SGD", state_on="none"),
     "SGD with dampening": Case(optimizer="SGD with dampening", max_in_cpu=40_000),
-    "SGD with dampening, fp32": Case(optimizer="SGD with dampening", bf16=False, sub_group_size=4096, clipping=1.0),
     "SGD without momentum": Case(optimizer="SGD without momentum"),
     "SGD without momentum, updated in forward": Case(
         optimizer="SGD without momentum", update="forward", persistence_threshold=0, sub_group_size=4096, clipping=0.5
@@ -91,7 +87,6 @@ CASES = {
     "SGD without momentum, fp32, half cached": Case(
         optimizer="SGD without momentum", bf16=False, cached=0.5, persistence_threshold=0
     ),
-    "SGD without momentum, only the optimizer on NVMe": Case(optimizer="SGD without momentum", parameters_on="none"),
     "bf16 reduction": Case(reduce_dtype="bf16"),
     "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
