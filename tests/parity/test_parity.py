@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import infinity
 import infinity.aio
@@ -97,6 +99,32 @@ def test_own_loop_equals_stock_fsdp2_and_adamw(name: str, fused: bool, nvme_path
     assert not training.differences(
         training.in_memory(training.with_own_loop, case), training.with_own_loop(case, str(nvme_path))
     )
+
+
+def test_own_loop_equals_stock_fsdp2_and_sgd(nvme_path: Path) -> None:
+    case = training.CASES["SGD"]
+    assert not training.differences(
+        training.in_memory(training.with_own_loop, case), training.with_own_loop(case, str(nvme_path))
+    )
+
+
+def test_a_model_paged_for_another_optimizer_is_refused_with_the_moments(nvme_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        swap.page(model, moments=["momentum_buffer"])
+        with pytest.raises(
+            infinity.ConfigError, match=r"PagedAdamW keeps exp_avg and exp_avg_sq .* room for momentum_b"
+        ):
+            infinity.PagedAdamW(model.parameters(), swap=swap)
+        infinity.PagedSGD([{"params": model.parameters()}], swap=swap, lr=0.1)
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        model = nn.Linear(64, 64)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        swap.page(model, moments=[])
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.9}]
+        with pytest.raises(infinity.ConfigError, match=r"page\(model, moments=\('momentum_buffer',\)\)"):
+            infinity.PagedSGD(groups, swap=swap)
 
 
 def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

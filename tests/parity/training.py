@@ -311,13 +311,17 @@ def with_own_loop(case: Case, nvme_path: str | None) -> Outcome:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": True if case.fused else None}
+    stock, paged, moments = torch.optim.AdamW, infinity.PagedAdamW, ["exp_avg", "exp_avg_sq"]
+    if case.optimizer == "SGD":
+        settings = {"lr": 1e-5, **OPTIMIZERS["SGD"]["params"]}
+        stock, paged, moments = torch.optim.SGD, infinity.PagedSGD, ["momentum_buffer"]  # type: ignore[assignment]
     swap = None
     if nvme_path is None:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        optimizer: torch.optim.Optimizer = stock(model.parameters(), **settings)
     else:
         swap = infinity.SwapManager(nvme_path, host_bytes_max=case.pinned_bytes_max, backend=case.backend)
-        swap.page(model, resident_numel_below=case.persistence_threshold)
-        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, **settings)
+        swap.page(model, resident_numel_below=case.persistence_threshold, moments=moments)
+        optimizer = paged(model.parameters(), swap=swap, **settings)
     losses = []
     try:
         for step in range(STEPS):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.store import Cached, Field, Layout, Shard, plan_layout
-from infinity.store.layout import SHARD_ALIGN, SPACE_ALIGN
+from infinity.store.layout import MOMENTS, SHARD_ALIGN, SPACE_ALIGN
 
 PAGE = 4096
 
@@ -183,6 +183,19 @@ def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
     assert sub.fields == (Field.COPY, Field.MASTER, Field.MOMENT_1, Field.MOMENT_2)
     assert [sub.field_offset(which) for which in sub.fields] == [0, 4096, 12288, 20480]
     assert sub.nbytes == 14 * SPACE_ALIGN
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("moments", range(len(MOMENTS) + 1))
+def test_a_moment_is_four_bytes_per_element(moments: int, split: bool) -> None:
+    shards = [Shard("w", 0, 4096), Shard("frozen", 0, 4096, trained=False)]
+    layout = plan_layout(
+        shards, groups=1, sub_group_numel_max=4096, copy_itemsize=2, split_master=split, moments=moments
+    )
+    trained, frozen = layout.sub_groups
+    assert trained.fields[1:] == (Field.REMAINDER if split else Field.MASTER, *MOMENTS[:moments])
+    assert trained.nbytes == 4096 * ((4 if split else 6) + 4 * moments)
+    assert frozen.fields == (Field.COPY, Field.MASTER)
 
 
 def test_sub_group_below_the_least_is_refused_with_the_number() -> None:
