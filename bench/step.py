@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 from results import machine, save  # noqa: E402
 
 import infinity  # noqa: E402
-from infinity.schedule.floor import step_floor_seconds  # noqa: E402
+from infinity.schedule.floor import forward_floor_seconds, step_floor_seconds  # noqa: E402
 from infinity.units import GIB, MIB, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")
@@ -192,6 +192,8 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     if "memory" in rows[0]:
         floors = [max(drive_seconds(row, way), row["memory"]["seconds"]) for row in rows]
         found["over_floor"] = median(row[way]["seconds"] / floor for row, floor in zip(rows, floors, strict=True))
+    if "memory" in rows[0] and update == "forward":
+        found["over_forward_floor"] = median(row[way]["seconds"] / forward_floor(row, way) for row in rows)
     if way.startswith("step"):  # the state is read and everything written in the optimizer step
         written = steps[0]["step_bytes"][1]
         parts = [row[way]["step"] / _seconds(12 * numel, written, row["drive"], 0.0) for row in rows]
@@ -203,6 +205,18 @@ def drive_seconds(row: dict[str, Any], way: str) -> float:
     """What the bytes of a step take at the drive's bandwidth of that round."""
     read, written = row[way]["step_bytes"]
     return _seconds(read, written, row["drive"], 0.0)
+
+
+def forward_floor(row: dict[str, Any], way: str) -> float:
+    """What a step can't go below whose updates wait for the next forward, with the compute of a step in memory."""
+    return forward_floor_seconds(
+        state_bytes=row[way]["step_bytes"][1],
+        pool_bytes=row[way]["pinned_bytes"],
+        read_bytes_per_s=row["drive"][0],
+        write_bytes_per_s=row["drive"][1],
+        forward_seconds=row["memory"]["forward"] + row["memory"]["step"],
+        backward_seconds=row["memory"]["backward"],
+    )
 
 
 def _seconds(read: int, written: int, rates: tuple[float, float], compute: float) -> float:
@@ -225,6 +239,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "stall": "stall_seconds",
         "/ memory": "over_memory",
         "/ floor": "over_floor",
+        "/ forward's": "over_forward_floor",
         "optimizer / drive": "optimizer_over_drive",
         "B read": "disk_read_bytes_per_param",
         "B written": "disk_written_bytes_per_param",

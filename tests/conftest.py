@@ -52,6 +52,20 @@ def _garbage() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, and one thread: tensors as small as those of tests are faster so."""
+    import torch
+    import torch.distributed as dist
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def nvme_path() -> Iterator[Path]:
     """An empty folder for swap files, removed afterwards. It is on a real file system, which the usual temporary folder
     often is not: under INFINITY_TEST_PATH if that is set, else under .nvme/ of the checkout."""

@@ -718,6 +718,11 @@ def test_auto_gradient_clipping_is_the_callers() -> None:
     assert config.resolve(world_size=1).gradient_clipping == 0.0
 
 
+def test_gradients_that_are_to_be_seen_do_not_wait_on_nvme() -> None:
+    with pytest.raises(ConfigError, match=r"infinity\.keep_grad: got true with infinity\.gradient_bytes_max 1048576"):
+        load_config({"infinity": {"keep_grad": True, "gradient_bytes_max": "1MiB"}})
+
+
 def test_resolving_refuses_what_loading_would() -> None:
     config = load_config({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}})
     with pytest.raises(ConfigError, match=r"fp16\.enabled: got true together with"):

@@ -435,6 +435,12 @@ class InfinityConfig(Block):
         "where the update is in backward, which keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits "
         "hold all of one: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
     )
+    keep_grad: Flag = Field(
+        default=False,
+        description="Whether `.grad` of parameters on NVMe shows the gradient from the backward until the step, for those who "
+        "look at it or clip it themselves. It then takes 4 bytes per parameter of host memory, and nothing is updated in the "
+        "backward. Else `.grad` is None wherever gradients wait in 16 bits or on NVMe, or were applied in the backward.",
+    )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
         default="auto",
         description="Class names of the modules that become groups, one `fully_shard` call each. auto is the "

@@ -39,6 +39,7 @@ def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]
             "zero_optimization.offload_param.device or offload_optimizer.device to nvme, or leave it out"
         )
     yield from _find_activation_contradictions(config)
+    yield from _find_gradient_contradictions(config)
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 
@@ -79,6 +80,14 @@ def _find_activation_contradictions(config: TopLevel) -> Iterator[str]:
         yield f'{path}: got "nvme" with activation_checkpointing.cpu_checkpointing, which is cpu; set one of the two'
     if config.infinity.durability == "step":
         yield f'{path}: got "nvme" with infinity.durability "step", whose files hold nothing but what is committed; use cpu'
+
+
+def _find_gradient_contradictions(config: TopLevel) -> Iterator[str]:
+    if config.infinity.keep_grad and config.infinity.gradient_bytes_max != "auto":
+        yield (
+            f"infinity.keep_grad: got true with infinity.gradient_bytes_max {config.infinity.gradient_bytes_max}, beyond which "
+            'gradients wait on NVMe, where nobody can look at them; set that to "auto", or this to false'
+        )
 
 
 def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:

@@ -8,8 +8,10 @@ import math
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,8 @@ class Engine:
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
+        if isinstance(optimizer, PagedOptimizer):  # parameters don't show what was taken of their gradients
+            module.zero_grad = partial(_zero_grad_of, weakref.ref(self))  # type: ignore[method-assign]
         if config.fp16.enabled:
             self._tell_optimizer(overflow=False)
 
@@ -229,12 +233,8 @@ class Engine:
 
         Raises InfinityError where the backward applied them already (`infinity.update`).
         """
-        if self._applied_in_backward():
-            raise InfinityError(
-                "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
-                'or set infinity.update to "forward"'
-            )
-        self.module.zero_grad(set_to_none)
+        self._check_not_applied()
+        type(self.module).zero_grad(self.module, set_to_none)
         self.optimizer.zero_grad(set_to_none)  # the module shows others while a group is gathered
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -665,6 +665,13 @@ class Engine:
             self.optimizer.discard()
         self.zero_grad()
 
+    def _check_not_applied(self) -> None:
+        if self._applied_in_backward():
+            raise InfinityError(
+                "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
+                'or set infinity.update to "forward"'
+            )
+
     def _applied_in_backward(self) -> bool:
         """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
         return isinstance(self.optimizer, PagedOptimizer) and self.optimizer.applied
@@ -793,3 +800,10 @@ def _local(parameter: nn.Parameter) -> torch.Tensor:
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _zero_grad_of(engine: weakref.ref[Engine], set_to_none: bool = True) -> None:
+    """`zero_grad` of a module that an engine trains; of one that has outlived it there are no gradients."""
+    alive = engine()
+    if alive is not None:
+        alive.zero_grad(set_to_none)

@@ -325,6 +325,7 @@ def _page(
             clipping=config.gradient_clipping > 0,
             accumulation=config.batch.accumulation,
             loss_scaling=config.fp16.enabled,
+            keep_grad=own.keep_grad,
         ),
         split_master=own.master_weights == "split",
         hold_parameters=not nvme_parameters,
@@ -361,7 +362,9 @@ def _pins(zero: ZeroConfig) -> bool:
 
 
 def _gradient_dtype(config: Config) -> torch.dtype:
-    """How gradients wait for their update: in 16 bits where these hold all of them."""
+    """How gradients wait for their update: in 16 bits where these hold all of them, unless they are to be seen."""
+    if config.infinity.keep_grad:
+        return torch.float32
     dtype, reduced_in_16_bits = _compute_dtype(config), config.infinity.reduce_dtype == "bf16"
     itemsize = gradient_itemsize(
         ranks=dist.get_world_size(),

@@ -83,6 +83,30 @@ def step_floor_seconds(
     return max(compute_seconds, read_bytes / read_bytes_per_s + written_bytes / write_bytes_per_s)
 
 
+def forward_floor_seconds(
+    *,
+    state_bytes: float,
+    pool_bytes: float,
+    read_bytes_per_s: float,
+    write_bytes_per_s: float,
+    forward_seconds: float,
+    backward_seconds: float,
+) -> float:
+    """What a step can't go below that updates its groups before their next forward, as it must where gradients are clipped.
+
+    No update may begin before the last gradient is known, and each must have ended when its group is used. So all state is
+    read and written in the forward, but for what the pool holds of it at either end: `pool_bytes` read ahead in the backward
+    before, and as many written in the one after. With S bytes of state, a pool of M bytes and drives that take turns,
+
+        T_step >= max(forward, (S - M) / BW_read + (S - M) / BW_write) + backward
+
+    which is more than `step_floor_seconds` where the forward alone doesn't hide the drive; a larger M, or a cache, is the
+    remedy. `forward_seconds`: of the forward's compute and the updates', without waiting.
+    """
+    moved = max(0.0, state_bytes - pool_bytes)
+    return max(forward_seconds, moved / read_bytes_per_s + moved / write_bytes_per_s) + backward_seconds
+
+
 @dataclass(frozen=True)
 class DriveSpeed:
     """What the drives give one rank (bytes per second).

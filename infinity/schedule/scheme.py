@@ -73,14 +73,16 @@ class Scheme:
         return gathers if self.update == "forward" else max(gathers, 2)
 
 
-def choose_update(asked: str, *, clipping: bool, accumulation: int, loss_scaling: bool) -> Update:
+def choose_update(
+    asked: str, *, clipping: bool, accumulation: int, loss_scaling: bool, keep_grad: bool = False
+) -> Update:
     """The update that the config's "auto" means, or what was `asked` for.
 
     In the backward, which keeps no gradients, where that is exact: what is done to one gradient must not depend on another.
     Raises ConfigError where "backward" was asked for and isn't.
     """
     reasons = ["gradient_clipping"] * clipping + ["gradient_accumulation_steps"] * (accumulation > 1)
-    reasons += ["fp16"] * loss_scaling
+    reasons += ["fp16"] * loss_scaling + ["infinity.keep_grad"] * keep_grad
     if asked == "auto":
         return "forward" if reasons else "backward"
     if asked == "backward" and reasons:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from campaign import Report, engines_fail, plan_for, run, seeds
 from scene import STEPS, make, step, weights
 
@@ -92,15 +90,8 @@ def closes(swap: infinity.SwapManager) -> bool:
     return True
 
 
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.timeout(0)
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_training_gives_the_right_losses_or_an_error(nvme_path: Path, tmp_path: Path) -> None:
     report = Report("training")
     with make(None) as engine:  # the same in memory

@@ -44,13 +44,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[str]]:
     """The losses of the same training held in memory, to the last bit, by when it updates (one way doesn't clip)."""
@@ -214,7 +207,7 @@ def test_one_rank_of_two_killed(nursery: Nursery, nvme_path: Path) -> None:
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_faults_leave_a_committed_step_to_go_on_from(nvme_path: Path, expected: dict[str, list[str]]) -> None:
     report = Report("durable training")
     with scene.make(None) as engine:

@@ -43,13 +43,6 @@ LEFT_BYTES_MAX = 64 << 10
 PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
     """The losses of the same training held in memory, to the last bit."""

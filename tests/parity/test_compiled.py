@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import training
 from torch import nn
 
 import infinity
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 @pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def _compiled_anew() -> Iterator[None]:
     yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
     torch.compiler.reset()
 
 

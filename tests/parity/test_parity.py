@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import caching
 import pytest
 import torch
-import torch.distributed as dist
 import training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,15 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import infinity
 import infinity.aio
 
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small are faster so
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("name", training.CASES)
@@ -163,11 +153,14 @@ def test_steps_of_two_ranks_move_the_fewest_bytes_that_their_caches_allow(forked
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_several_ranks_equal_memory(ranks: int, forked_ranks: Any, nvme_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(2, []), pytest.param(2, ["all"], marks=pytest.mark.long), pytest.param(3, ["all"], marks=pytest.mark.long)],
+)
+def test_several_ranks_equal_memory(ranks: int, cases: list[str], forked_ranks: Any, nvme_path: Path) -> None:
     available = [name for name, works, _ in infinity.aio.probe() if works]
     script = Path(training.__file__)
-    forked_ranks(script, str(nvme_path), ",".join(available), ranks=ranks, timeout_seconds=500)
+    forked_ranks(script, str(nvme_path), ",".join(available), *cases, ranks=ranks, timeout_seconds=500)
     assert not list(nvme_path.iterdir())
 
 

@@ -47,12 +47,12 @@ OFTEN = ("step, masters in full", "forward", "backward", "host cache")
 """Those of the ordinary suite."""
 
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
 @pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def _collected() -> Iterator[None]:
     yield
-    dist.destroy_process_group()
     gc.collect()
 
 
@@ -293,7 +293,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     with make(root / "nvme", CASES["frozen parameters"]) as engine:
         train(engine, 2)
         engine.save_checkpoint(root / "checkpoints", tag="one")
-        return root / "checkpoints", weights(engine)
+        saved = root / "checkpoints", weights(engine)
+    dist.destroy_process_group()
+    return saved
 
 
 @pytest.fixture
@@ -451,10 +453,10 @@ def test_a_forged_record_is_read_or_refused_in_words(
 
 @pytest.mark.slow
 def test_any_number_of_ranks_goes_on_from_what_two_saved(
-    torchrun: Callable[..., Any], nvme_path: Path, tmp_path: Path
+    forked_ranks: Callable[..., Any], nvme_path: Path, tmp_path: Path
 ) -> None:
-    done = torchrun(SCRIPT, "save", str(nvme_path), str(tmp_path), ranks=2)
+    done = forked_ranks(SCRIPT, "save", str(nvme_path), str(tmp_path), ranks=2)
     assert done.stdout.count("equal") == 2, done.stdout
     for ranks in (1, 3):
-        done = torchrun(SCRIPT, "load", str(nvme_path), str(tmp_path), ranks=ranks)
+        done = forked_ranks(SCRIPT, "load", str(nvme_path), str(tmp_path), ranks=ranks)
         assert done.stdout.count("equal") == ranks, done.stdout

@@ -12,22 +12,13 @@ from typing import Any
 import durable_training as training
 import pytest
 import torch
-import torch.distributed as dist
 from durable_training import Case, Crash, make, step, weights
 
 import infinity
 from infinity.store.durable import DurableRun
 from infinity.swap.stager import Stager
 
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("name", training.CASES)
@@ -37,8 +28,8 @@ def test_broken_off_and_gone_on_with_equals_never_broken_off(name: str, nvme_pat
 
 
 @pytest.mark.slow
-def test_the_same_on_two_ranks(torchrun, nvme_path: Path) -> None:  # type: ignore[no-untyped-def]
-    output = torchrun(Path(training.__file__), str(nvme_path)).stdout
+def test_the_same_on_two_ranks(forked_ranks, nvme_path: Path) -> None:  # type: ignore[no-untyped-def]
+    output = forked_ranks(Path(training.__file__), str(nvme_path)).stdout
     assert output.count("equal") == 2 * len(training.ON_SEVERAL_RANKS)
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -64,13 +62,6 @@ def test_a_scale_goes_on_from_its_state() -> None:
         one.update(overflow=overflow)
         other.update(overflow=overflow)
         assert one.state_dict() == other.state_dict()
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model() -> nn.Sequential:
@@ -141,7 +132,7 @@ def with_plain_fsdp2(scale: float) -> tuple[list[float], list[torch.Tensor], int
     return losses, [p.data.full_tensor() for p in plain.parameters()], skipped
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("where", PLACES)
 def test_training_equals_plain_fsdp2(where: str, nvme_path: Path) -> None:
     expected, got = with_plain_fsdp2(2.0**24), with_engine(config(where, nvme_path))
@@ -151,7 +142,7 @@ def test_training_equals_plain_fsdp2(where: str, nvme_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected[1], got[1], strict=True))
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_a_skipped_step_says_so_and_changes_nothing(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine, optimizer, _, schedule = infinity.initialize(model=model(), config=config("nvme", nvme_path))
     assert not optimizer.overflow  # accelerate looks before the first step whether there is such a thing
@@ -168,7 +159,7 @@ def test_a_skipped_step_says_so_and_changes_nothing(nvme_path: Path, caplog: pyt
         assert all(p.grad is None for p in engine.parameters())
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_keeps_the_scale(nvme_path: Path, tmp_path: Path) -> None:
     def train(engine: infinity.Engine, steps: range) -> list[float]:
         losses = []

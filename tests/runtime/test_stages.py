@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stages
-import torch.distributed as dist
 
 import infinity
 
 SCRIPT = Path(stages.__file__)
 
 
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_every_stage_equals_torch_alone(nvme_path: Path) -> None:
     stages.check(str(nvme_path), list(stages.CASES))
     assert not list(nvme_path.iterdir())
@@ -45,7 +36,7 @@ def test_meshes_of_four_ranks_equal_fsdp2_on_the_same_mesh(forked_ranks: Any, nv
     assert not list(nvme_path.iterdir())
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_what_comes_out_otherwise_than_its_words_is_said(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "infinity"):
         zero = stages.CASES["stage 2, state on the cpu"]
@@ -54,7 +45,7 @@ def test_what_comes_out_otherwise_than_its_words_is_said(nvme_path: Path, caplog
     assert "the CPU is the device that computes" in caplog.text
 
 
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 def test_a_ratio_keeps_its_part_of_the_state_in_host_memory(nvme_path: Path) -> None:
     written = {}
     for ratio in (1.0, 0.5):

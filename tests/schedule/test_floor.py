@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.floor import DriveSpeed, Part, step_bytes, step_floor_seconds
+from infinity.schedule.floor import DriveSpeed, Part, forward_floor_seconds, step_bytes, step_floor_seconds
 from infinity.schedule.scheme import Scheme
 
 B = 10**9
@@ -66,6 +66,16 @@ def test_compute_hides_transfers_that_are_shorter() -> None:
     numbers = {"read_bytes": 10.0, "written_bytes": 6.0, "read_bytes_per_s": 5.0, "write_bytes_per_s": 3.0}
     assert step_floor_seconds(compute_seconds=3.0, **numbers) == pytest.approx(4.0)
     assert step_floor_seconds(compute_seconds=5.0, **numbers) == 5.0
+
+
+def test_updates_before_the_forward_hide_behind_it_alone() -> None:
+    rates = {"read_bytes_per_s": 2.0, "write_bytes_per_s": 4.0}
+    numbers = {"state_bytes": 12.0, "forward_seconds": 1.0, "backward_seconds": 20.0, **rates}
+    assert forward_floor_seconds(pool_bytes=0.0, **numbers) == 12 / 2 + 12 / 4 + 20
+    assert forward_floor_seconds(pool_bytes=4.0, **numbers) == 8 / 2 + 8 / 4 + 20
+    assert forward_floor_seconds(pool_bytes=16.0, **numbers) == 1 + 20
+    whole = step_floor_seconds(read_bytes=12, written_bytes=12, compute_seconds=21, **rates)
+    assert forward_floor_seconds(pool_bytes=4.0, **numbers) > whole == 21
 
 
 def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:

@@ -46,6 +46,7 @@ def test_a_group_that_stays_gathered_until_its_backward_reads_less(update: str, 
         ({"clipping": True}, "forward"),
         ({"accumulation": 2}, "forward"),
         ({"loss_scaling": True}, "forward"),
+        ({"keep_grad": True}, "forward"),
     ],
 )
 def test_auto_is_the_backward_where_that_is_exact(told: dict[str, int], update: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import infinity
@@ -25,16 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "device"))
 import training
 from fake import FakeRuntime
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 def trained(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -38,18 +37,14 @@ class Model(nn.Module):
         return h + self.blocks[0](h) if twice else h
 
 
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def made(nvme_path: Path | None, accumulation: int = 1, **own: Any) -> infinity.Engine:
+def made(nvme_path: Path | None, accumulation: int = 1, clipping: float = 0.1, **own: Any) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path else {"device": "none"}
     config = {
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.1,
+        "gradient_clipping": clipping,
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "zero_optimization": {
@@ -140,6 +135,36 @@ def test_what_has_no_gradient_is_not_stepped(both: list[infinity.Engine]) -> Non
         assert losses[0] == losses[1]
         assert both[0].get_global_grad_norm() == both[1].get_global_grad_norm()
     assert_same(both)
+
+
+def test_a_batch_is_taken_back_by_the_module_too(both: list[infinity.Engine]) -> None:
+    for engine in both:
+        backward(engine, 0)
+        engine.module.zero_grad()
+        backward(engine, 1)
+        engine.step()
+    assert both[0].get_global_grad_norm() == both[1].get_global_grad_norm()
+    assert_same(both)
+
+
+def test_what_the_backward_applied_is_not_taken_back(nvme_path: Path) -> None:
+    with made(nvme_path, clipping=0.0, update="backward") as engine:
+        backward(engine)
+        with pytest.raises(infinity.InfinityError, match=r"applied in the backward already"):
+            engine.module.zero_grad()
+
+
+def test_gradients_that_are_kept_in_grad_may_be_clipped_by_hand(nvme_path: Path) -> None:
+    engines = [made(None), made(nvme_path, keep_grad=True)]
+    for number in range(3):
+        for engine in engines:
+            backward(engine, number)
+            torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.01)
+            engine.step()
+        assert engines[0].get_global_grad_norm() == engines[1].get_global_grad_norm() < 0.011
+    assert_same(engines)
+    for engine in engines:
+        engine.close()
 
 
 @pytest.mark.parametrize("bound", ["auto", 20_000, 0])

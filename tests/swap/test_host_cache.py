@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -102,13 +100,6 @@ def test_where_the_master_is_gathered_it_comes_before_the_moments() -> None:
     cached = plan_cache(layout, IN_STEP, [2], 4 * PAGE)
     (sub,) = laid_out([pages(2, 0)], groups=1, copy_itemsize=0, cached=cached).sub_groups
     assert (sub.cached, sub.resting) == ((Field.MASTER,), (Field.MOMENT_1, Field.MOMENT_2))
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model_of(hidden: int) -> nn.Module:
