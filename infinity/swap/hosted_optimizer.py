@@ -21,7 +21,7 @@ from infinity.swap.manager import SwapManager
 from infinity.swap.paged_model import PagedSubGroup
 from infinity.swap.paged_optimizer import PagedOptimizer, Piece
 
-_PART_NUMEL = 1 << 18
+_PART_NUMEL = 1 << 19
 assert _PART_NUMEL % SHARD_ALIGN == 0
 
 
