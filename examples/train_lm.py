@@ -179,6 +179,8 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
         if value is not None:
             config.setdefault("infinity", {})
             block_of(config, "infinity")[key] = value
+    if "infinity" in config:  # the config's word, where the command line has none: for what is said at the end
+        args.durability = block_of(config, "infinity").get("durability")
     checked: dict[str, Any] = config
     return checked
 

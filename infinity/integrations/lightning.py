@@ -258,6 +258,7 @@ class InfinityStrategy(ModelParallelStrategy):
         assert self.engine is not None
         folder = Path(self.broadcast(filepath))
         self.engine.save_checkpoint(folder, tag=_TAG)
+        self.engine.finish_checkpoint()  # ModelCheckpoint removes older ones next
         if self.is_global_zero:
             rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
             torch.save(rest, folder / _REST)

@@ -111,6 +111,7 @@ class InfinityTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._ensure_engine().save_checkpoint(output_dir)
+        self._ensure_engine().finish_checkpoint()  # the Trainer removes older ones next
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model in the dtype of compute, for `from_pretrained`. A collective; 2 GiB at most are held in memory."""

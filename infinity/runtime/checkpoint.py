@@ -39,7 +39,7 @@ from infinity.runtime.checkpoint_folder import (
     verify,
 )
 from infinity.runtime.materialize import named_full_tensors
-from infinity.runtime.rest import decode, encode
+from infinity.runtime.rest import RANDOM_STATES, decode, encode
 from infinity.runtime.stored import Planner, Reader, Writer
 from infinity.store.files import open_regular, sync, write_durably
 from infinity.store.manifest import StoredFile, others
@@ -111,7 +111,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, veri
     `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
     held to it always.
 
-    Returns what this rank stored beside it (rank 0's, less "rng", where the number of ranks has grown).
+    Returns what this rank stored beside it (rank 0's, less its random states, where the number of ranks has grown).
     Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
     """
     with together():
@@ -320,5 +320,5 @@ def _rest_of(path: Path) -> dict[str, Any]:
     if not {"global_steps", "lr_scheduler", "client_state"} <= loaded.keys():
         raise damaged(file, "it holds something else")
     if file.name != f"rank{dist.get_rank()}.pt":
-        loaded.pop("rng", None)
+        loaded = {key: value for key, value in loaded.items() if key not in RANDOM_STATES}
     return loaded

@@ -192,7 +192,8 @@ def load(
     `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
     held to it always.
 
-    Returns what lies outside of the arena: what this rank stored of it, or rank 0, less "rng", where there was no such rank.
+    Returns what lies outside of the arena: what this rank stored of it, or where there was no such rank, rank 0, less its
+    random states.
     Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
     """
     with contextlib.ExitStack() as closing:

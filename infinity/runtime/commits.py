@@ -65,12 +65,19 @@ class Commits:
             self._note_way_back(run.resumed.commit.step)
 
     def note(self, step: int, outside: dict[str, Any]) -> None:
-        """The step is over: what it was is to be committed. Raises CheckpointError where `outside` can't be stored."""
-        self._pending = _Pending(step, encode(outside))
+        """The step is over: what it was is to be committed. A collective.
 
-    def forget(self) -> None:
-        """What was noted is not to be committed any more: its values are about to change."""
-        self._pending = None
+        Raises CheckpointError on all ranks where `outside` of one can't be stored.
+        """
+        with together():
+            self._pending = _Pending(step, encode(outside))
+
+    def make_or_forget(self) -> None:
+        """Commit what was noted last before its values are set anew; say where that can't be done. A collective."""
+        try:
+            self.make()
+        except InfinityError as error:
+            log.warning("the last step is not committed: %s", error)
 
     def make(self) -> None:
         """Commit what was noted last, if it isn't yet. A collective.
@@ -81,7 +88,9 @@ class Commits:
             return
         pending, self._pending = self._pending, None
         with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
-            self._leave_one_record(self._write_together(pending).sequence)
+            commit = self._write_together(pending)
+            with together():
+                self._leave_one_record(commit.sequence)
         self._swap.paged.mark_committed()
         self._note_way_back(pending.step)
 
@@ -115,7 +124,11 @@ class Commits:
     def _write(self, pending: _Pending) -> Commit:
         paged = self._swap.paged
         paged.check_whole()
-        self._swap.flush()
+        try:
+            self._swap.flush()
+        except OSError as error:  # a second flush may report success for what the first has lost
+            paged.seal(f"the flush of step {pending.step} ({error})")
+            raise
         counts, ties = packed_ties(self._swap)
         commit = self._run.next_commit(
             step=pending.step,

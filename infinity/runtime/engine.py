@@ -454,11 +454,11 @@ class Engine:
                 "that initialize(weights=...) reads"
             )
         self.finish_checkpoint()
+        path = find(load_dir, tag)
+        if self._commits is not None:  # what was done stays, should loading fail
+            self._commits.make_or_forget()
         self._make_optimizer_state()
         self._discard_step()
-        if self._commits is not None:
-            self._commits.forget()
-        path = find(load_dir, tag)
         if is_arena_checkpoint(path):
             rest = checkpoint_arena.load(path, self.module, self.optimizer, self.swap, verified=verify)
             self._set_outside(rest)

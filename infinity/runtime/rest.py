@@ -12,6 +12,9 @@ import torch
 
 from infinity.errors import CheckpointError
 
+RANDOM_STATES = frozenset({"rng", "rng_device"})
+"""What a rank that there was not before doesn't take over from another."""
+
 
 def encode(rest: dict[str, Any]) -> bytes:
     """The bytes of plain values and tensors. Raises CheckpointError where something else is among them."""

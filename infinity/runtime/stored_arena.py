@@ -18,14 +18,13 @@ import torch
 from infinity.errors import CheckpointError
 from infinity.optim.kernel import join
 from infinity.runtime.commits import outside_of, ties_of
-from infinity.store.commit import Place, Record, StoredParameter, differences, parse_record
+from infinity.runtime.rest import RANDOM_STATES
+from infinity.store.commit import RECORD_BYTES_MAX, Place, Record, StoredParameter, differences, parse_record
 from infinity.store.files import open_regular, read_small
 from infinity.store.layout import Field, SubGroup
 from infinity.store.manifest import FILE_NAME, FIRST_RECORD, Manifest, damage, load_manifest, others
 from infinity.store.snapshot import Snapshot, rows_of
-from infinity.units import GIB
 
-_RECORD_BYTES_MAX = GIB
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -50,7 +49,7 @@ class RankState:
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path / record_name(rank)
         try:
-            self.record: Record = parse_record(read_small(self._path, _RECORD_BYTES_MAX))
+            self.record: Record = parse_record(read_small(self._path, RECORD_BYTES_MAX))
             self.snapshot = Snapshot(self.record.place)
             self.ties = ties_of(self.record, [sub.numel for sub in self.snapshot.sub_groups])
             self._file: BinaryIO = open_regular(path / arena_name(rank))
@@ -164,10 +163,10 @@ class StoredArena:
     def outside(self, rank: int) -> dict[str, Any]:
         """What a rank stored that lies outside of its arena; rank 0's less its random numbers where there was no such rank."""
         if rank >= self.manifest.ranks:
-            return {key: value for key, value in self.outside(0).items() if key not in ("rng", "rng_device")}
+            return {key: value for key, value in self.outside(0).items() if key not in RANDOM_STATES}
         self.verify(record_name(rank))
         try:
-            record = parse_record(read_small(self.path / record_name(rank), _RECORD_BYTES_MAX))
+            record = parse_record(read_small(self.path / record_name(rank), RECORD_BYTES_MAX))
         except (OSError, ValueError) as error:
             raise self.rank(0).damaged(error) from None
         outside = outside_of(record)

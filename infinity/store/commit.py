@@ -19,10 +19,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from infinity.store.layout import MOMENTS, Layout
+from infinity.units import GIB
 
 VERSION = 1
 
 SUM_BYTES = 4
+RECORD_BYTES_MAX = 16 * GIB
+"""Of what is read as a record: the sums are a thousandth of a rank's state, which may be 16 TiB then."""
 """Of the checksum of a page."""
 
 _FIRST_LINE = re.compile(rb"infinity-commit (\d{1,9}) ([0-9a-f]{64})" + 5 * rb" (\d{1,15})" + rb"\n")

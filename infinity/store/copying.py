@@ -35,13 +35,13 @@ from pathlib import Path
 from infinity.aio import File, page_checksums
 from infinity.errors import IntegrityError
 from infinity.store.arena import Arena, ArenaReader, read_into
+from infinity.store.commit import SUM_BYTES
 from infinity.store.files import create_private
 from infinity.store.manifest import StoredFile
 from infinity.units import MIB, PAGE_BYTES
 
 _BUFFER_BYTES = 4 * MIB
 _BUFFERS = 2
-_SUM_BYTES = 4
 _FICLONERANGE = 0x4020940D
 """linux/fs.h: _IOW(0x94, 13, struct file_clone_range)."""
 
@@ -228,12 +228,12 @@ def _clone_range(arena: File, source: Source, file: File, begin: int) -> bool:
 def _verify(buffer: memoryview, sums: bytes, first: int, path: str, offset: int) -> None:
     """Raise IntegrityError unless the pages in `buffer` hold what they must: `sums` of a range that begins at `offset`, from
     its byte `first` on. Where there are none nothing is known."""
-    expected = sums[first // PAGE_BYTES * _SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * _SUM_BYTES]
+    expected = sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
     if not expected or page_checksums(buffer) == expected:
         return
-    for page in range(0, len(expected), _SUM_BYTES):
-        at = page // _SUM_BYTES * PAGE_BYTES
-        wanted = expected[page : page + _SUM_BYTES]
+    for page in range(0, len(expected), SUM_BYTES):
+        at = page // SUM_BYTES * PAGE_BYTES
+        wanted = expected[page : page + SUM_BYTES]
         if any(wanted) and page_checksums(buffer[at : at + PAGE_BYTES]) != wanted:
             place = offset + first + at
             raise IntegrityError(

@@ -42,14 +42,13 @@ from pathlib import Path
 
 from infinity.aio import File, IoEngine
 from infinity.errors import CheckpointError, IoError, StoreError
-from infinity.store.commit import Commit, Record, parse_record
+from infinity.store.commit import RECORD_BYTES_MAX, Commit, Record, parse_record
 from infinity.store.files import is_own_folder, read_small, sync, write_durably
 from infinity.store.placement import file_bytes
 from infinity.store.run_folder import Folder, make_writable
-from infinity.units import GIB, MIB
+from infinity.units import MIB, format_bytes
 
 PREFIX = "infinity-durable-"
-_RECORD_BYTES_MAX = GIB
 _SLOTS = 2
 _ENDING_SECONDS_MAX = 30.0
 """How long a lock is waited for whose process is dead: a child of it, or the kernel, is not done with it yet."""
@@ -167,7 +166,10 @@ class DurableRun:
         final = self._slot(record.commit.sequence)
         partial = folder.path / f".{final.name}.partial"
         partial.unlink(missing_ok=True)
-        write_durably(partial, record.to_bytes())
+        content = record.to_bytes()
+        if len(content) > RECORD_BYTES_MAX:  # nobody would read it
+            raise OSError(errno.EFBIG, f"its record has more than {format_bytes(RECORD_BYTES_MAX)}")
+        write_durably(partial, content)
         partial.rename(final)
         sync(folder.path)
 
@@ -205,7 +207,7 @@ class DurableRun:
         found, damaged = {}, []
         for path in (self._slot(slot) for slot in range(_SLOTS)):
             try:
-                record = parse_record(read_small(path, _RECORD_BYTES_MAX))
+                record = parse_record(read_small(path, RECORD_BYTES_MAX))
                 if self._slot(record.commit.sequence) != path:
                     raise ValueError(f"it is number {record.commit.sequence}, which has another name")
             except FileNotFoundError:

@@ -202,7 +202,17 @@ class PagedShard:
         return join(copy, remainder, torch.cat(ties))
 
     def write(self, which: Field, start: int, values: torch.Tensor) -> None:
-        """Set elements [start, start + values.numel()) of the master or a moment (1-D). The master's copies follow it."""
+        """Set elements [start, start + values.numel()) of the master or a moment (1-D). The master's copies follow it.
+
+        Raises IoError where a transfer failed; the values are torn then.
+        """
+        try:
+            self._set(which, start, values)
+        except OSError as error:  # some ranges may be new, or the copy alone
+            self.model.tear(f"setting {self.name} ({error})")
+            raise
+
+    def _set(self, which: Field, start: int, values: torch.Tensor) -> None:
         if which is not Field.MASTER:
             self._write(which, start, values)
             self.stepped = True

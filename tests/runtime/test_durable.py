@@ -15,6 +15,7 @@ import torch
 from durable_training import Case, Crash, make, step, weights
 
 import infinity
+from infinity.runtime import commits
 from infinity.store.durable import DurableRun
 from infinity.swap.stager import Stager
 
@@ -192,6 +193,60 @@ def test_a_load_that_is_broken_off_leaves_what_was_committed(nvme_path: Path, tm
     with make(nvme_path, Case(), resume=True) as engine:
         assert engine.global_steps == 3
         assert [*losses, step(engine)] == expected(nvme_path / "whole", 4)
+
+
+def test_a_load_that_finds_nothing_keeps_the_last_step(nvme_path: Path, tmp_path: Path) -> None:
+    with make(nvme_path, Case()) as engine:
+        losses = [step(engine) for _ in range(2)]
+        with pytest.raises(infinity.CheckpointError):
+            engine.load_checkpoint(tmp_path / "nowhere")
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 2
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3)
+
+
+def test_a_record_that_nobody_would_read_is_not_written(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        step(engine)
+        engine.commit()
+        step(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr("infinity.store.durable.RECORD_BYTES_MAX", 4096)
+            with pytest.raises(infinity.StoreError, match=r"the commit of step 2 can't be written.*more than 4"):
+                engine.commit()
+        raise Crash
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 1
+
+
+def test_all_that_one_rank_may_fail_at_in_a_commit_is_told_to_the_others(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = []
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def told(does: Any) -> Any:
+        def doing(*arguments: Any, **named: Any) -> Any:
+            assert inside, f"{does.__name__} on one rank alone"
+            found.add(does.__name__)
+            return does(*arguments, **named)
+
+        return doing
+
+    found: set[str] = set()
+    monkeypatch.setattr("infinity.runtime.commits.together", noted)
+    with make(nvme_path, Case()) as engine:
+        monkeypatch.setattr("infinity.runtime.commits.encode", told(commits.encode))
+        for name in ("write", "leave_one"):
+            monkeypatch.setattr(DurableRun, name, told(getattr(DurableRun, name)))
+        step(engine)
+        engine.commit()
+    assert found == {"encode", "write", "leave_one"}
 
 
 def test_a_torn_step_says_from_where_one_can_go_on(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

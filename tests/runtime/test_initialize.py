@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from quiet import come_to_rest
 from torch import nn
 
 import infinity
@@ -390,15 +391,6 @@ def test_close_gives_the_memory_back_while_the_model_lives_on(nvme_path: Path, h
             use()
 
 
-def _come_to_rest(swap: infinity.SwapManager) -> None:
-    """Nothing is being written or read, and all is read ahead that fits: how far that had come is the machine's mood."""
-    swap.stager.settle_all()
-    swap.stager.want(swap.stager.wanted)
-    for chunk in swap.stager._staged:
-        for transfer in chunk.transfers:
-            transfer.wait()
-
-
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -413,12 +405,12 @@ def test_bytes_moved_are_the_sum_of_the_design(nvme_path: Path) -> None:
         read_at_most, written_at_most = engine.swap.step_bytes()
         for _ in range(2):
             one_step(engine)
-        _come_to_rest(engine.swap)
+        come_to_rest(engine.swap)
         before, kernel_before = engine.swap.stats(), _kernel_bytes()
         steps = 4
         for _ in range(steps):
             one_step(engine)
-        _come_to_rest(engine.swap)
+        come_to_rest(engine.swap)
         after, kernel_after = engine.swap.stats(), _kernel_bytes()
         read, written = engine.swap.step_bytes()
     assert after.written_bytes - before.written_bytes == pytest.approx(steps * written, rel=0.03)

@@ -90,6 +90,35 @@ def test_a_step_that_failed_half_way_is_not_repeated(
     assert [step(engine) for _ in range(2)] == expected
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_values_that_were_half_set_by_hand_are_torn(
+    engine: infinity.Engine, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight is a copy and its remainder: one may be new, and the other not."""
+    step(engine)
+    engine.save_checkpoint(tmp_path)
+    expected = step(engine)
+    acquire, seen = Stager.acquire, iter(range(1000))
+
+    def acquire_or_fail(self: Stager, chunk: Any) -> Any:
+        if next(seen) == number:
+            raise infinity.IoError("read of rank0.arena: EIO", errno.EIO, "read")
+        return acquire(self, chunk)
+
+    weight = engine.module[1][0].weight.data._local_tensor  # type: ignore[index, union-attr]
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "acquire", acquire_or_fail)
+        patch.setattr("infinity.swap.paged_model._RANGE_NUMEL", 1000)
+        try:
+            weight.view(-1)[1:4000].copy_(torch.full((3999,), 1 / 3))
+        except infinity.IoError:
+            with pytest.raises(infinity.InfinityError, match=r"torn.*setting.*EIO"):
+                step(engine)
+    engine.load_checkpoint(tmp_path)
+    assert step(engine) == expected
+    assert next(seen) > number
+
+
 def test_a_write_that_failed_in_the_background_is_not_forgotten(
     engine: infinity.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

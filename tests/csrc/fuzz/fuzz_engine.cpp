@@ -102,9 +102,9 @@ class Program {
 
   void start(Operation operation) {
     int64_t pages = 1 + source_.below(24);
-    int64_t page = source_.below(kPages - pages);
+    int64_t page = source_.below(kPages - pages + 1);
     int64_t half = kSlabPages / 2;
-    int64_t slab_page = source_.below(half - pages) + (operation == Operation::kRead ? half : 0);
+    int64_t slab_page = source_.below(half - pages + 1) + (operation == Operation::kRead ? half : 0);
     auto priority = static_cast<Priority>(source_.below(kPriorityCount));
     finish_what_meets(page, slab_page, pages);
     int version = ++versions_;
