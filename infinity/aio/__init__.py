@@ -2,6 +2,7 @@
 
 from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, page_checksums, probe
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request
+from infinity.aio.numa import near
 from infinity.aio.pool import Lease, PinnedPool, PoolPart
 from infinity.aio.settings import IoSettings
 
@@ -21,6 +22,7 @@ __all__ = [
     "StripedFile",
     "Transfer",
     "direct_alignment",
+    "near",
     "page_checksums",
     "probe",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.aio import PinnedSlab
+from infinity.aio import PinnedSlab, near
 from infinity.device.staging import Device
 from infinity.units import align_up
 
@@ -33,7 +33,7 @@ class HostBuffers:
         self.nbytes = 0
         """Bytes of all that was made."""
         self.notes: list[str] = []
-        """Why a buffer could not be pinned; one line, however many."""
+        """Why a buffer could not be pinned, or lies elsewhere than it should; told once, however many."""
         self._device, self._pin = device, pin
         self._slabs: list[PinnedSlab] = []
         self._free: dict[int, list[PinnedSlab]] = {}
@@ -53,10 +53,13 @@ class HostBuffers:
         self._free.clear()
 
     def _make(self, nbytes: int) -> PinnedSlab:
-        slab = PinnedSlab(nbytes)
+        said: list[str] = []
+        with near(self._device.numa_node, said):
+            slab = PinnedSlab(nbytes)
         refused = self._device.register(slab) if self._pin else None
-        if refused and not self.notes:
-            self.notes.append(refused)
+        said += [refused] if refused else []
+        if not self.notes:
+            self.notes += said
         self._slabs.append(slab)
         self.nbytes += nbytes
         return slab

@@ -16,6 +16,7 @@ from infinity.kernel_files import number_of
 from infinity.units import format_bytes
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _UNLIMITED_BYTES = 1 << 60
 """What cgroup v1 says where there is no limit is a little less than 2^63."""
 
@@ -26,6 +27,16 @@ class CudaRuntime:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._pinned: set[int] = set()  # addresses
+
+    @property
+    def numa_node(self) -> int | None:
+        """Of the bus that the GPU is on."""
+        found = torch.cuda.get_device_properties(self.torch_device)
+        domain, bus, slot = (getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+        if domain is None or bus is None or slot is None:  # torch doesn't tell
+            return None
+        node = number_of(_PCI_DEVICES / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node")
+        return node if node is not None and node >= 0 else None
 
     def pin(self, slab: PinnedSlab) -> str | None:
         status = int(torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 1))

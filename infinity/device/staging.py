@@ -40,6 +40,10 @@ class Device(Protocol):
     copies: bool
     """Whether it has memory of its own, so that bytes are copied to it and back."""
 
+    @property
+    def numa_node(self) -> int | None:
+        """That of the host memory which is nearest; None where nobody says."""
+
     def register(self, slab: PinnedSlab) -> str | None:
         """Make the slab known to the device's copy engine; in words why that was refused, or None."""
 
@@ -81,6 +85,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     copies = False
+    numa_node = None
 
     def register(self, slab: PinnedSlab) -> str | None:
         return None

@@ -9,7 +9,8 @@ runtime's matter (cuda.py; a fake in the tests, which holds this file to its pro
                        is noted as a user, so that the memory is not given to the next copy while it is still read.
     to the host        the outward stream waits for an event of the stream that computed the bytes, recorded when the copy is
                        asked for; the source is noted as used by the outward stream, so it may be forgotten at once.
-    host memory        is touched only after the landing of the copy that reads or writes it has fired.
+    host memory        is touched only after the landing of the copy that reads or writes it has fired; by another copy also
+                       where its stream comes after that one: a sum may go back to where its first part was taken from.
 
 Nobody waits for a whole stream, or for the device. A copy that is dropped before it was handed over needs no care: its memory
 goes back to the inward stream, which reuses it in its own order; the host bytes are free when its landing has fired.
@@ -49,6 +50,10 @@ class Runtime(Protocol):
     """What a kind of device offers."""
 
     torch_device: torch.device
+
+    @property
+    def numa_node(self) -> int | None:
+        """That of the host memory which is nearest; None where nobody says."""
 
     def pin(self, slab: PinnedSlab) -> str | None:
         """Register a slab with the copy engine; in words why that was refused, or None."""
@@ -110,6 +115,10 @@ class StreamDevice:
         self._runtime = runtime
         self._inward = runtime.new_stream()
         self._outward = runtime.new_stream()
+
+    @property
+    def numa_node(self) -> int | None:
+        return self._runtime.numa_node
 
     def register(self, slab: PinnedSlab) -> str | None:
         return self._runtime.pin(slab)

@@ -182,6 +182,8 @@ class Engine:
         self.zero_grad()
         self.global_steps += 1
         self._boundary = None
+        if self.activations is not None:
+            self.activations.end_step()
         if self._commits is not None:
             self._commits.note(self.global_steps, self._outside())
         self._note_step()
@@ -361,15 +363,17 @@ class Engine:
     def step_floor_seconds(self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
         """The least a step could take on this rank (seconds), moving what it moves: see infinity/schedule/floor.py.
 
-        Once a step was taken, that is without what stays in host memory from step to step, or from forward to backward.
+        Once a step was taken, that is without what stays in host memory from step to step, or from forward to backward, and
+        with what saved activations moved in the last one.
         """
         if self.swap is None:
             return compute_seconds
         gathers = self.live.gathers if self.live is not None else None
         read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
+        saved = self.activations.step_bytes if self.activations is not None else (0, 0)
         return step_floor_seconds(
-            read_bytes=read,
-            written_bytes=written,
+            read_bytes=read + saved[0],
+            written_bytes=written + saved[1],
             read_bytes_per_s=read_bytes_per_s,
             write_bytes_per_s=write_bytes_per_s,
             compute_seconds=compute_seconds,

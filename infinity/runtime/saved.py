@@ -28,5 +28,7 @@ def make_activations(
         shelf = swap.shelf_for_activations()
     else:
         bound = None if asked.host_bytes_max == "auto" else asked.host_bytes_max
-        shelf = HostShelf(device, HostBuffers(device, pin=True), bytes_max=bound)
+        blocks = (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer)
+        pin = all(block.pin_memory for block in blocks if block.device != "none")
+        shelf = HostShelf(device, HostBuffers(device, pin=pin), bytes_max=bound)
     return Activations(shelf, bytes_min=asked.bytes_min), []

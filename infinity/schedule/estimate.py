@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinity.schedule import pinned
+from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, bytes_on_drive
 from infinity.schedule.floor import Part, candidates_of, step_bytes
 from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
 from infinity.schedule.residency import choose_resident
 from infinity.schedule.scheme import COPY_BYTES, Scheme, state_bytes
 from infinity.schedule.transformer import Transformer
-from infinity.units import GIB
+from infinity.units import GIB, align_up
 
 HOST_PROCESS_BYTES = GIB // 2
 """Python, torch and their buffers on a machine that computes on its CPU (0.31 GiB were measured)."""
@@ -29,6 +30,9 @@ DEFAULT_SCHEME = Scheme()
 
 GATHERED_GROUPS = 2
 """Groups gathered at once: the one that computes, and the one that is gathered meanwhile."""
+
+SAVED_ON_THE_WAY = 2
+"""Blocks whose saved activations are on the device at once where they wait elsewhere: one computes, another's are copied."""
 
 GRADIENTS_APPLIED = 2
 """Groups whose gradients are in host memory at once where updates are in the backward: one arrives while one is applied."""
@@ -97,6 +101,9 @@ class Work:
         clipping: whether the norm of all gradients is taken, and they are scaled by it.
         scheme: of state on NVMe.
         gradient_bytes_max: host memory in which gradients wait for their update; what doesn't fit waits on NVMe. None for all.
+        activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
+            infinity.offload_activations.
+        activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
     """
 
     model: Transformer
@@ -108,6 +115,8 @@ class Work:
     clipping: bool = True
     scheme: Scheme = DEFAULT_SCHEME
     gradient_bytes_max: int | None = None
+    activations: str = "none"
+    activation_buffer_bytes_max: int | None = None
 
     @property
     def shard_numel(self) -> int:
@@ -149,6 +158,45 @@ class Work:
         order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
         spilled = {order[i] for i in groups_that_spill([nbytes[group] for group in order], self.gradient_bytes_max)}
         return [each if group in spilled else 0 for group, each in enumerate(nbytes)]
+
+    @property
+    def saved_bytes(self) -> list[int]:
+        """By group: what a pass saves for the backward, the logits aside."""
+        of_block = self.model.saved_bytes(self.samples, checkpointing=self.checkpointing)
+        return [of_block // self.groups_per_block] * (len(self.group_numels) - 1) + [0]
+
+    @property
+    def saved_tensor_bytes(self) -> int:
+        """The largest tensor of it."""
+        return self.model.saved_tensor_bytes(self.samples, checkpointing=self.checkpointing)
+
+    @property
+    def activation_buffer_bytes(self) -> int:
+        """Pinned memory through which saved activations pass to NVMe."""
+        if self.activations != "nvme":
+            return 0
+        least = max(BUFFER_BYTES_DEFAULT, align_up(BUFFER_SHARES * self.saved_tensor_bytes))
+        return least if self.activation_buffer_bytes_max is None else self.activation_buffer_bytes_max
+
+    @property
+    def saved_on_drive(self) -> list[int]:
+        """By group: what a pass writes to the drive of it and reads again; the rest stays in the buffer."""
+        tensor = self.saved_tensor_bytes
+        cut = [
+            (group, min(tensor, nbytes - at))
+            for group, nbytes in enumerate(self.saved_bytes)
+            for at in range(0, nbytes, tensor)
+        ]
+        found = [0] * len(self.saved_bytes)
+        if self.activations == "nvme":
+            moved = bytes_on_drive([nbytes for _, nbytes in cut], self.activation_buffer_bytes)
+            for (group, _), nbytes in zip(cut, moved, strict=True):
+                found[group] += nbytes
+        return found
+
+    def moves_activations(self, *, device_is_host: bool) -> bool:
+        """Whether what is saved goes anywhere: host memory is no other place where the device computes in it."""
+        return self.activations == "nvme" or (self.activations == "cpu" and not device_is_host)
 
     @property
     def tokens(self) -> int:
@@ -237,7 +285,8 @@ def memory_of(
     `device_is_host`: computing on the CPU, so that what the device holds is in host memory too.
     """
     states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
-    device = {**_working_memory(work, strategy), **states.device}
+    moves = work.moves_activations(device_is_host=device_is_host)
+    device = {**_working_memory(work, strategy, activations_move=moves), **states.device}
     host, nvme = dict(states.host), dict(states.nvme)
     if strategy.optimizer == "nvme" and work.scheme.update == "backward":
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
@@ -251,6 +300,11 @@ def memory_of(
     if kept.nbytes:
         host["host cache, pinned"] = kept.nbytes
         nvme = {user: max(0, nbytes - _kept_of(user, kept)) for user, nbytes in nvme.items()}
+    if moves and work.activations == "cpu":
+        host["saved activations, pinned"] = sum(work.saved_bytes)
+    elif moves:
+        host["buffer for saved activations, pinned"] = work.activation_buffer_bytes
+        nvme[_SAVED] = sum(work.saved_bytes)
     if device_is_host:
         return Memory({}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}, nvme)
     return Memory(
@@ -262,6 +316,7 @@ def memory_of(
 
 _COPIES = "16-bit copies"
 _GRADIENTS = "gradients"
+_SAVED = "saved activations"
 
 
 def _kept_of(user: str, kept: Kept) -> int:
@@ -293,31 +348,36 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     return Memory(device, host, nvme)
 
 
-def _working_memory(work: Work, strategy: Strategy) -> dict[str, int]:
+def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -> dict[str, int]:
     """Of the device, while it computes."""
     model = work.model
     lines = {}
     if strategy.stage >= 3:
         lines["gathered groups"] = COPY_BYTES * (GATHERED_GROUPS * work.group_numels[0] + model.root_numel)
     lines["gradients of a group, to be reduced"] = (COPY_BYTES + GRADIENT_BYTES) * work.group_numel
-    if work.checkpointing:
+    if activations_move:
+        of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing)
+        lines["saved activations on their way"] = min(SAVED_ON_THE_WAY, model.layers) * of_block
+    elif work.checkpointing:
         lines["activation checkpoints"] = model.checkpoint_bytes(work.samples)
-        lines["activations of a block"] = model.activation_bytes(work.samples)
     else:
         lines["activations"] = model.activation_bytes(work.samples, model.layers)
+    if work.checkpointing:
+        lines["activations of a block"] = model.activation_bytes(work.samples)
     lines["logits"] = model.logits_bytes(work.samples)
     return lines
 
 
 def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     """Bytes (read, written) of one rank's drives in a step with nothing cached and nothing gathered for longer than its use
-    (`floor.step_bytes`), and of the gradients that spill."""
+    (`floor.step_bytes`), of the gradients that spill, and of saved activations."""
     if not strategy.uses_nvme:
         return 0, 0
     whole = Part(work.shard_numel, 2 * work.micro_batches, copy_on_nvme=strategy.parameters == "nvme")
     moved = step_bytes([whole], work.scheme)
     spilled = spilled_bytes(sum(work.gradients_that_spill(strategy)), work.micro_batches)
-    return moved[0] + spilled[0], moved[1] + spilled[1]
+    saved = work.micro_batches * sum(work.saved_on_drive)
+    return moved[0] + spilled[0] + saved, moved[1] + spilled[1] + saved
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
+from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
 from infinity.schedule.estimate import (
     NOTHING_KEPT,
     STRATEGIES,
@@ -286,7 +287,18 @@ def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipelin
     least = pinned_bytes_min(work, strategy)
     if strategy.uses_nvme and pipeline.pinned_bytes < least:
         reasons.append(f"pinned pool: {format_bytes(pipeline.pinned_bytes)}, and the groups need {format_bytes(least)}")
-    return reasons
+    return reasons + _why_activations_stay(work, strategy)
+
+
+def _why_activations_stay(work: Work, strategy: Strategy) -> list[str]:
+    if work.activations != "nvme":
+        return []
+    if not strategy.uses_nvme:
+        return ["saved activations: they go to NVMe only where parameters or optimizer state rest there"]
+    have, need = work.activation_buffer_bytes, BUFFER_SHARES * work.saved_tensor_bytes
+    if have < need:
+        return [f"saved activations: their buffer has {format_bytes(have)}, and the largest needs {format_bytes(need)}"]
+    return []
 
 
 def _drive_room(machine: Machine) -> float:
@@ -297,16 +309,17 @@ def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline
     """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end."""
     program = _Programmer(work, machine, strategy, pipeline, kept)
     items = program.items()
+    buffer_bytes = work.activation_buffer_bytes if strategy.uses_nvme else 0
     return Step(
         program=items,
         group_bytes=program.group_bytes,
         ends=look_ahead_of(
             items,
             program.group_bytes,
-            look_ahead_bytes=pipeline.look_ahead_bytes,
+            look_ahead_bytes=pipeline.look_ahead_bytes + buffer_bytes // IN_HAND_SHARES,
             sub_groups_ahead=pipeline.sub_groups_ahead,
         ),
-        pool_bytes=pipeline.pinned_bytes,
+        pool_bytes=pipeline.pinned_bytes + buffer_bytes,
         overlap_gathers=not machine.device_is_host,
     )
 
@@ -327,6 +340,10 @@ class _Programmer:
         """The lease of each group: the whole copy, unless all of it stays."""
         self._spilled = work.gradients_that_spill(strategy)
         """By group: bytes of gradients that wait on NVMe."""
+        moves = work.moves_activations(device_is_host=machine.device_is_host)
+        self._saved = work.saved_bytes if moves else [0] * len(self._shards)
+        """By group: bytes of activations that a pass brings away from the device and back; of those, the drive's."""
+        self._saved_on_drive = work.saved_on_drive if strategy.uses_nvme else [0] * len(self._shards)
         self._lease_bytes = pipeline.sub_group_numel * (copy + rest + work.gradient_itemsize * any(self._spilled))
         count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
@@ -347,10 +364,36 @@ class _Programmer:
         return self._program
 
     def _forward(self, *, updated: bool) -> None:
+        """What a use saved is written once the next one is under way, where the device computes by itself."""
+        behind = not self._machine.device_is_host
+        used: list[tuple[int, int]] = []
         for group in (self._root, *range(self._root)):
             if updated:
                 self._update_group(group, into=group if self.group_bytes[group] else None)
             self._use(group, backward=False, made=updated)
+            used.append((group, len(self._program) - 1))
+            if len(used) > behind:
+                self._save(*used[-1 - behind])
+        if behind:
+            self._save(*used[-1])
+
+    def _save(self, group: int, place: int) -> None:
+        """The saved activations of a use that go to the drive."""
+        self._program += [each._replace(write_bytes=each.lease_bytes, after=place) for each in self._passing(group)]
+
+    def _restore(self, group: int) -> None:
+        """What the backward of a group needs of those."""
+        self._program += [each._replace(read_bytes=each.lease_bytes) for each in self._passing(group)]
+
+    def _passing(self, group: int) -> list[SubGroup]:
+        """Saved activations of a group that pass through the buffer, in as many pieces as that takes."""
+        nbytes = self._saved_on_drive[group]
+        count = max(1, math.ceil(nbytes / max(1, self._work.activation_buffer_bytes // BUFFER_SHARES)))
+        return (
+            [SubGroup(lease_bytes=round(nbytes / count), what=f"activations of group {group}")] * count
+            if nbytes
+            else []
+        )
 
     def _backward(self, *, updated: bool, first: bool) -> None:
         """Where the device computes by itself, what is done with the gradients of a group is done once the next one is under
@@ -365,6 +408,7 @@ class _Programmer:
                 self._spill(group, place, again=not first)
 
         for group in (*reversed(range(self._root)), self._root):
+            self._restore(group)
             self._use(group, backward=True)
             used.append((group, len(self._program) - 1))
             if len(used) > behind:
@@ -405,6 +449,8 @@ class _Programmer:
                 compute_seconds=flops_per_numel * numel / machine.flops_per_s + machine.group_seconds,
                 reduce_seconds=machine.gather_seconds(GRADIENT_BYTES * numel) if backward else 0.0,
                 gradient_bytes=GRADIENT_BYTES * shard if backward and strategy.on_host else 0,
+                saved_bytes=0 if backward else self._saved[group],
+                restored_bytes=self._saved[group] if backward else 0,
                 live_bytes=COPY_BYTES * numel,
             )
         )

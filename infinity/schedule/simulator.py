@@ -42,6 +42,7 @@ class Use(NamedTuple):
         copy_bytes: of its shard, from host memory to the device.
         gather_seconds, compute_seconds, reduce_seconds: of the all-gather, the computation, the reduce-scatter.
         gradient_bytes: of its shard, from the device to host memory.
+        saved_bytes, restored_bytes: of activations, after the computation to host memory, and back before it.
         live_bytes: on the device from the gather to the end of the computation.
     """
 
@@ -52,11 +53,13 @@ class Use(NamedTuple):
     compute_seconds: float = 0.0
     reduce_seconds: float = 0.0
     gradient_bytes: int = 0
+    saved_bytes: int = 0
+    restored_bytes: int = 0
     live_bytes: int = 0
 
 
 class SubGroup(NamedTuple):
-    """An update of what is stepped together.
+    """An update of what is stepped together; or anything else that is read, or written, or both, between uses.
 
     Attributes:
         read_bytes, write_bytes: from and to the drive.
@@ -64,7 +67,8 @@ class SubGroup(NamedTuple):
         update_seconds: of Adam.
         copy_bytes: of new parameters, from host memory to the device.
         into: the group whose copy it makes, to be used next: leased by then, and kept until that use. None for no group.
-        after: the place in the program of the use whose gradients it takes. None for gradients that are there.
+        after: the place in the program of the use whose gradients, or activations, it takes. None for what is there.
+        what: its name in the timeline; by its place where empty.
     """
 
     read_bytes: int = 0
@@ -74,6 +78,7 @@ class SubGroup(NamedTuple):
     copy_bytes: int = 0
     into: int | None = None
     after: int | None = None
+    what: str = ""
 
 
 class Pause(NamedTuple):
@@ -400,7 +405,7 @@ class _Thread:
         self._network_free = self._compute_free = 0.0
         self._live_bytes = 0
         self._gradients_at: list[float | None] = [None] * len(step.program)
-        """When the gradients of each use were where updates read them."""
+        """When what each use brought, gradients or activations, was in host memory."""
         self._uses_left = sum(isinstance(item, Use) for item in step.program)
         clock.at(0.0, self._demand, 0)
 
@@ -488,7 +493,9 @@ class _Thread:
 
     def _name(self, place: int) -> str:
         item = self._step.program[place]
-        return f"group {item.group}" if isinstance(item, Use) else f"sub-group {place}"
+        if isinstance(item, Use):
+            return f"group {item.group}"
+        return (item.what if isinstance(item, SubGroup) else "") or f"sub-group {place}"
 
     def _keep(self, chunk: int) -> None:
         self._states[chunk] = _STAGED
@@ -534,11 +541,12 @@ class _Thread:
         self._live_bytes += use.live_bytes
         self._result.live_bytes_peak = max(self._result.live_bytes_peak, self._live_bytes)
         gathered = self._link.to_device(time, use.copy_bytes, f"group {use.group}")
+        restored = self._link.to_device(time, use.restored_bytes, f"activations of group {use.group}")
         if use.gather_seconds:
             start = max(gathered, self._network_free)
             gathered = self._network_free = start + use.gather_seconds
             timeline.append(Interval("network", f"gather {use.group}", start, gathered))
-        start = max(gathered, self._compute_free)
+        start = max(gathered, restored, self._compute_free)
         self._compute_free = start + use.compute_seconds
         timeline.append(Interval("compute", f"use {place} of group {use.group}", start, self._compute_free))
         self._clock.at(gathered, self._gathered, use.group)
@@ -568,10 +576,12 @@ class _Thread:
             self._result.timeline.append(Interval("network", f"reduce {use.group}", start, end))
         if use.gradient_bytes:
             end = self._link.to_host(end, use.gradient_bytes, f"gradients of group {use.group}")
+        if use.saved_bytes:
+            end = self._link.to_host(end, use.saved_bytes, f"activations of group {use.group}")
         self._clock.at(end, self._reduced, place)
 
     def _reduced(self, time: float, place: int) -> None:
-        """The gradients of a use are where updates read them."""
+        """What a use brought, gradients or activations, is in host memory."""
         self._gradients_at[place] = self._result.gradient_seconds = time
         self._uses_left -= 1
         if not self._step.overlap_gathers:

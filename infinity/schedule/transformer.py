@@ -56,6 +56,15 @@ class Transformer:
         """What `blocks` blocks hold between two checkpoints: bsz · seq · ci · (16 · hd + 2 · heads · seq) (section 3)."""
         return samples * self.seq * blocks * (16 * self.hidden + 2 * self.heads * self.seq)
 
+    def saved_bytes(self, samples: int, *, checkpointing: bool) -> int:
+        """What one block saves for its backward: its checkpoint, or all that it holds."""
+        whole = self.checkpoint_bytes(samples) if checkpointing else self.activation_bytes(samples, self.layers)
+        return whole // self.layers
+
+    def saved_tensor_bytes(self, samples: int, *, checkpointing: bool) -> int:
+        """The largest tensor of it in 16 bits: a checkpoint, or what the feed-forward is inside."""
+        return 2 * samples * self.seq * self.hidden * (1 if checkpointing else 4)
+
     def logits_bytes(self, samples: int) -> int:
         """The logits and their gradient, in fp32."""
         return 8 * samples * self.seq * self.vocab

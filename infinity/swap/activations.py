@@ -83,6 +83,10 @@ class Activations:
         self._ended: deque[_Entry] = deque()
         """One for each handle that autograd let go of."""
         self._next = self._moved = self._moved_bytes = self._left = 0
+        self._drive_bytes = (0, 0)
+        """As they were at the end of the last step."""
+        self.step_bytes = (0, 0)
+        """Bytes (read, written) that the last step's took of the drives."""
 
     @property
     def stats(self) -> ActivationStats:
@@ -97,6 +101,11 @@ class Activations:
         self._forget()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
+
+    def end_step(self) -> None:
+        """What moves from now on belongs to the next step."""
+        before, self._drive_bytes = self._drive_bytes, self._shelf.drive_bytes
+        self.step_bytes = self._drive_bytes[0] - before[0], self._drive_bytes[1] - before[1]
 
     def close(self) -> None:
         """Forget everything; backward passes of forwards before this fail."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from infinity.swap.paged_model import PagedGroup, PagedModel
+from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
 from infinity.swap.policy import StagingPolicy
 
 
@@ -31,11 +31,13 @@ class DeviceAhead:
         self._started: list[PagedGroup] = []
         self.bytes_max = bytes_max
         self.late = 0
-        """Groups whose copies were not on their way yet when they were asked for."""
+        """How often the copies of a group, or those of it that stay in host memory, were not on their way yet when they were
+        asked for."""
 
-    def ask(self, group: PagedGroup) -> None:
-        """A shard of a group is about to be handed over."""
-        self.late += group.incoming is None
+    def ask(self, shard: PagedShard) -> None:
+        """A shard is about to be handed over."""
+        incoming = shard.group.incoming if shard.resident is None else shard.group.residents.incoming
+        self.late += incoming is None
 
     def start(self, *, asked_for: PagedGroup | None, update: bool) -> None:
         """Start what comes next, as far as it is staged and fits, and let go of what doesn't come next any more.
@@ -47,6 +49,7 @@ class DeviceAhead:
         for group in self._started:
             if group not in soon and group is not asked_for:
                 group.incoming = None
+                group.residents.let_go()
         self._started = []
         for group in soon:
             if not self._paged.start_ahead(group, partial(self._look_ahead, group), update=update):

@@ -25,6 +25,8 @@ class ChunkState(enum.Enum):
     """Somebody reads or changes its lease. Must not be dropped."""
     LANDING = "landing"
     """Given back by its user; the device is still copying out of the lease, which is free when the event fires."""
+    ARRIVING = "arriving"
+    """The device is copying new bytes into its lease, which is written when the event has fired."""
     WRITING = "writing"
     """Its lease is being written to the arena; free when the write has ended."""
 
@@ -33,8 +35,15 @@ _ALLOWED = {
     ChunkState.RESTING: {ChunkState.READING, ChunkState.IN_USE},
     ChunkState.READING: {ChunkState.STAGED, ChunkState.RESTING},
     ChunkState.STAGED: {ChunkState.IN_USE, ChunkState.RESTING},
-    ChunkState.IN_USE: {ChunkState.STAGED, ChunkState.LANDING, ChunkState.WRITING, ChunkState.RESTING},
+    ChunkState.IN_USE: {
+        ChunkState.STAGED,
+        ChunkState.LANDING,
+        ChunkState.ARRIVING,
+        ChunkState.WRITING,
+        ChunkState.RESTING,
+    },
     ChunkState.LANDING: {ChunkState.RESTING, ChunkState.IN_USE},
+    ChunkState.ARRIVING: {ChunkState.WRITING, ChunkState.RESTING},
     ChunkState.WRITING: {ChunkState.RESTING},
 }
 
@@ -69,6 +78,11 @@ class Chunk:
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)
     landing: Landing | None = field(default=None, repr=False)
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether the arena doesn't hold its last bytes yet."""
+        return self.state in (ChunkState.ARRIVING, ChunkState.WRITING)
 
     def move_to(self, state: ChunkState) -> None:
         """The one door of the state."""

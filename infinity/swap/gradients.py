@@ -12,16 +12,32 @@ fp32 first, and stay in host memory until the update. So what is kept is always 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from infinity.aio import Lease
+from infinity.device import Landing
 from infinity.store.layout import Piece
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import measured
+
+
+@dataclass
+class _Held:
+    """Gradients in host memory, all of them there once `landing` has fired."""
+
+    tensor: torch.Tensor
+    landing: Landing | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.landing is not None:
+            self.landing.wait()
+            self.landing = None
+        return self.tensor
 
 
 class Gradients:
@@ -38,7 +54,7 @@ class Gradients:
         self._spilled = {sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient is not None}
         for sub, chunk in self._spilled.items():
             sub.chunk.after += (chunk,)
-        self._held: dict[PagedSubGroup, torch.Tensor] = {}
+        self._held: dict[PagedSubGroup, _Held] = {}
         self._came: set[int] = set()
         """Numbers of the shards of which a gradient came since the last step."""
         self._moved = (0, 0)
@@ -53,7 +69,7 @@ class Gradients:
     @property
     def held_bytes(self) -> int:
         """Bytes of host memory that hold gradients which came since the last step."""
-        return sum(each.numel() * each.itemsize for each in self._held.values())
+        return sum(each.tensor.nbytes for each in self._held.values())
 
     def takes(self, group: PagedGroup) -> bool:
         """Whether gradients of the group are kept here, and not by torch."""
@@ -80,14 +96,18 @@ class Gradients:
                     self._spill(sub, pieces, grads)
                 else:
                     if sub not in self._held:
-                        self._held[sub] = self._home().memory(sub.layout.numel, self._dtype)
-                    self._put(self._held[sub], pieces, grads)
+                        self._held[sub] = _Held(self._home().memory(sub.layout.numel, self._dtype))
+                    held = self._held[sub]
+                    if any(piece.shard in self._came for piece in pieces):
+                        held.wait()  # for what the last micro-batch brought, not for anything of this one
+                    held.landing = self._put(held.tensor, pieces, grads) or held.landing
         self._came.update(grads)
 
     def claim(self, sub: PagedSubGroup) -> torch.Tensor | None:
         """The gradients that are kept of a sub-group (1-D), for its update, which settles them; None where that will find them
         in its lease."""
-        return self._held.pop(sub, None)
+        held = self._held.pop(sub, None)
+        return held.tensor if held is not None else None
 
     def staged(self, sub: PagedSubGroup, lease: Lease) -> torch.Tensor:
         """The gradients (1-D) of a sub-group that waited on NVMe, in the lease of its update."""
@@ -107,7 +127,9 @@ class Gradients:
         spilled = sum(sub.layout.gradient_bytes for sub in self._spilled)
         return spilled * (micro_batches - 1), spilled * micro_batches
 
-    def _put(self, kept: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
+    def _put(self, kept: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> Landing | None:
+        """Begin to bring gradients to their places in `kept`, added to what is there of them; what says when all are there."""
+        landing = None
         for piece in pieces:
             grad = grads[piece.shard]
             numel = min(piece.numel, grad.numel() - piece.start)  # less the padding
@@ -116,9 +138,9 @@ class Gradients:
             grad = grad[piece.start : piece.start + numel]
             place = kept[piece.offset : piece.offset + numel]
             if piece.shard in self._came:
-                self._home().settle()
-                grad.add_(place.to(grad.device))
-            self._home().fetch(grad, place)
+                grad.add_(self._home().take_back(place))
+            landing = self._home().fetch(grad, place)
+        return landing
 
     def _spill(self, sub: PagedSubGroup, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
         chunk = self._spilled[sub]
@@ -127,26 +149,25 @@ class Gradients:
         nbytes = sub.layout.gradient_bytes
         self._moved = (self._moved[0] + nbytes * begun, self._moved[1] + nbytes)
         try:
-            self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
-            self._home().settle()
+            landing = self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
         except BaseException:
+            self._home().settle()
             self._stager.release(chunk, keep=False)
             raise
-        self._stager.write_back(chunk)
+        self._stager.write_back(chunk, landing=landing)
 
     def _widen(self, sub: PagedSubGroup) -> None:
         """See [Note: Gradients in 16 bits]."""
         held = self._held.get(sub)
-        if self._dtype is torch.float32 or (held is not None and held.dtype is torch.float32):
+        if self._dtype is torch.float32 or (held is not None and held.tensor.dtype is torch.float32):
             return
         if held is not None:
-            self._home().settle()
-            self._held[sub] = held.float()
+            self._held[sub] = _Held(held.wait().float())
             return
         chunk = self._spilled[sub]
         lease = self._stager.acquire(chunk)
         try:
-            self._held[sub] = lease.view(self._dtype, 0, sub.layout.numel).float()
+            self._held[sub] = _Held(lease.view(self._dtype, 0, sub.layout.numel).float())
         finally:
             self._stager.release(chunk, keep=False)
 

@@ -77,12 +77,19 @@ class HostGradients:
         weakref.finalize(tensor, self._take_memory_back, buffer).atexit = False
         return tensor
 
-    def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> None:
-        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; `settle` before it is used."""
-        if self._device.copies:
-            self._last = self._device.start_give(gradient.to(into.dtype), into)
-        else:
+    def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> Landing | None:
+        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the landing fires when it is
+        there (None where it is already), and so does `settle`."""
+        if not self._device.copies:
             into.copy_(gradient)
+            return None
+        self._last = self._device.start_give(gradient.to(into.dtype), into)
+        return self._last
+
+    def take_back(self, kept: torch.Tensor) -> torch.Tensor:
+        """What came before (1-D, landed) on the device, for what the current stream does from now on; a `fetch` of what that
+        makes of it may go to the same place."""
+        return self._device.start_take(kept).hand_over()
 
     def settle(self) -> None:
         """Wait until everything that was fetched so far has come."""

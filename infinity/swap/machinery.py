@@ -9,9 +9,10 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool
+from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool, near
 from infinity.device import Device, HostBuffers
 from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
+from infinity.store.drive import drive_of
 from infinity.store.placement import step_bandwidth
 from infinity.store.probe import measure_drive
 from infinity.swap.host_gradients import HostGradients
@@ -49,6 +50,12 @@ class Drives:
     def count(self) -> int:
         """How many drives were given."""
         return len(self._folders)
+
+    @property
+    def numa_node(self) -> int | None:
+        """Of the first drive that says where it is; None where none does."""
+        nodes = (disk.numa_node for folder in self._folders for disk in drive_of(folder.root).disks)
+        return next((node for node in nodes if node is not None), None)
 
     def make_engine(self, pool: PinnedPool) -> IoEngine:
         """An engine over all of them, for the caller to close."""
@@ -89,12 +96,14 @@ class Machinery:
     """Pool, engine, arena and stager: made together when the size of the pool is known, closed together."""
 
     def __init__(self, pinned_bytes: int, drives: Drives, device: Device, *, lock_memory: bool) -> None:
-        self.pool = PinnedPool(pinned_bytes, lock=lock_memory)
+        self._notes: list[str] = []
+        node = device.numa_node if device.numa_node is not None else drives.numa_node
+        with near(node, self._notes):
+            self.pool = PinnedPool(pinned_bytes, lock=lock_memory)
         self.engine = drives.make_engine(self.pool)
         self.arena = drives.make_arena(self.engine)
         self.stager = Stager(self.engine, self.pool, self.arena, device)
         self._take_device(device, pin=False)
-        self._notes: list[str] = []
         if drives.count > 1:
             parts = ", ".join(f"{share:.0%} on {path}" for path, share in self.arena.shares)
             self._notes.append(f"striping over {len(self.arena.shares)} drives by their bandwidth: {parts}")

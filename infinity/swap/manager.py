@@ -273,8 +273,9 @@ class SwapManager:
             outlines = [group.outline for group in groups]
             layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
             place = self._checked_place(layout, outlines, mesh.size(-1), dtype, placing)
+            device = self._device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
-            machinery.adopt(self._device_of(groups), pin=self._pin_memory)
+            machinery.adopt(device, pin=self._pin_memory)
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
@@ -390,25 +391,27 @@ class SwapManager:
             raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
         if not shard.filled:
             raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
+        group = shard.group
+        if self._ahead is not None and group.chunk is None and shard is group.shards[0]:
+            self._staging.use(group, module_trains=training)  # nothing to read, but something to copy
         if shard.resident is not None:
-            for sub in shard.sub_groups:
+            for sub in group.beside:
                 model.catch_up(sub)
         else:
-            if self._copying is not shard.group:
+            if self._copying is not group:
                 self._give_back_copied()
-                self._copying = shard.group
-            chunk = shard.group.chunk
-            if chunk is None:
-                model.acquire(shard.group, self._look_ahead)
-            elif chunk.state is not ChunkState.IN_USE:
-                self._use(shard.group, training)
-            shard.group.gathering.add(shard.index)
-        if self._ahead is not None and shard.resident is None:
-            self._ahead.ask(shard.group)
+                self._copying = group
+            if group.chunk is None:
+                model.acquire(group, self._look_ahead)
+            elif group.chunk.state is not ChunkState.IN_USE:
+                self._use(group, training)
+            group.gathering.add(shard.index)
+        if self._ahead is not None:
+            self._ahead.ask(shard)
         with measured(self.timeline if self._device.copies else None, "copy", shard.name):
             taken = model.gathered_view(shard)
-        if shard.group.gathering and shard.group.handed_over:
-            shard.group.incoming = None  # the device's memory is FSDP2's now
+        if group.gathering and group.handed_over:
+            group.incoming = None  # the device's memory is FSDP2's now
         return taken
 
     def gathered(self, shard: PagedShard) -> None:
@@ -416,11 +419,13 @@ class SwapManager:
         group = shard.group
         if self.timeline is not None:
             self.timeline.gathered(group.name, at_once=self._alone)
-        if shard.resident is not None:
-            return
-        group.gathering.discard(shard.index)
-        if not group.gathering:
-            self._give_back(group)
+        last = not group.gathering and shard is group.shards[-1]
+        if shard.resident is None:
+            group.gathering.discard(shard.index)
+            last = not group.gathering
+            if last:
+                self._give_back(group)
+        if last:
             self._start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
     @property

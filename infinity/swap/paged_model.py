@@ -14,7 +14,8 @@ A device with memory of its own gets a group's copies in one piece, before the g
 the manager asks for it whenever a group was gathered. Until the gather the chunk stays staged, and its landing
 says when the device has the bytes; whatever is about to change the copies forgets the group, and what is on the device with it.
 An update that only waits for the gather, with everything that it reads staged, is run at that moment too: the host updates one
-group while the device computes the one before it.
+group while the device computes the one before it. Copies that stay in host memory go with those of their group, in one piece of
+their own; whatever is about to change one of them takes these back.
 
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
@@ -40,7 +41,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Lease
-from infinity.device import HostBuffer, HostBuffers, Incoming, Landing
+from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
@@ -174,8 +175,6 @@ class PagedShard:
     group: PagedGroup = field(repr=False)
     model: PagedModel = field(repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
-    landing: Landing | None = field(default=None, repr=False)
-    """Fires when the device has copied `resident` as it was taken last."""
     filled: bool = False
     stepped: bool = False
     """Whether its moments were ever written: if not, they read as zero."""
@@ -230,9 +229,7 @@ class PagedShard:
     def set_resident(self, start: int, values: torch.Tensor) -> None:
         """Set elements of the copy that stays in host memory, once the device has copied what they were."""
         assert self.resident is not None
-        if self.landing is not None:
-            self.landing.wait()
-            self.landing = None
+        self.group.residents.forget()
         self.resident[start : start + values.numel()].copy_(values)
 
     def refresh_resident(self) -> None:
@@ -273,6 +270,57 @@ class PagedShard:
 
 
 @dataclass(eq=False)
+class Residents:
+    """The copies of a group that stay in host memory, one behind the other: of `count` shards."""
+
+    copies: torch.Tensor | None = field(default=None, repr=False)
+    """1-D; None where there are none."""
+    count: int = 0
+    handed: set[int] = field(default_factory=set)
+    """Numbers of the shards that were handed over since the copies were taken."""
+    incoming: Incoming | None = field(default=None, repr=False)
+    """On their way to the device, until the last shard is handed over."""
+    landing: Landing | None = None
+    """Fires when the device has them as they were taken last."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.copies.nbytes if self.copies is not None else 0
+
+    def start_taking(self, device: Device) -> None:
+        """Begin to bring them to the device, whatever was taken of them before."""
+        assert self.copies is not None
+        self.incoming = device.start_take(self.copies)
+        self.landing = self.incoming.landing
+        self.handed.clear()
+
+    def hand_over(self, index: int, copy: torch.Tensor, device: Device) -> torch.Tensor:
+        """That of one shard, on the device."""
+        assert self.copies is not None
+        if self.incoming is None or index in self.handed:
+            self.start_taking(device)
+        assert self.incoming is not None
+        start = copy.storage_offset() - self.copies.storage_offset()
+        taken = self.incoming.hand_over()[start : start + copy.numel()]
+        self.handed.add(index)
+        if len(self.handed) == self.count:
+            self.let_go()
+        return taken
+
+    def let_go(self) -> None:
+        """Nobody gathers them soon."""
+        self.incoming = None
+        self.handed.clear()
+
+    def forget(self) -> None:
+        """They are about to change: what the device was given is stale, and it has copied them after this."""
+        self.let_go()
+        if self.landing is not None:
+            self.landing.wait()
+            self.landing = None
+
+
+@dataclass(eq=False)
 class PagedGroup:
     """The shards that FSDP2 gathers together. `chunk` fetches the copies of all of them that are not resident; where these are
     cached there is none, and `cached` holds them (1-D, the group's flat space)."""
@@ -292,6 +340,7 @@ class PagedGroup:
     """Its copies on their way to the device, from before the first shard is handed over until the last one is."""
     landing: Landing | None = None
     """Fires when the device has the copies, so that they may change where they rest in host memory."""
+    residents: Residents = field(default_factory=Residents)
 
     @property
     def completes(self) -> Chunk | None:
@@ -404,10 +453,10 @@ class PagedModel:
             group.cached = None
             if group.chunk is not None:
                 group.chunk.fills = ()
+            group.residents.forget()
+            group.residents.copies = None
         for shard in self.shards:
-            if shard.landing is not None:
-                shard.landing.wait()
-            shard.resident = shard.landing = None
+            shard.resident = None
         if self._residents is not None:
             self._residents.give_back()
         for sub in self.sub_groups:
@@ -445,11 +494,9 @@ class PagedModel:
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
         """The shard's copy (1-D, padded) on the device. The group's chunk must be in use, where there is one."""
-        if shard.resident is not None:
-            incoming = self._stager.device.start_take(shard.resident)
-            shard.landing = incoming.landing
-            return incoming.hand_over()
         group = shard.group
+        if shard.resident is not None:
+            return group.residents.hand_over(shard.index, shard.resident, self._stager.device)
         if group.incoming is None:
             self._start_taking(group)
         assert group.incoming is not None
@@ -457,7 +504,10 @@ class PagedModel:
         return group.incoming.hand_over()[start : start + self.layout.shards[shard.index].numel]
 
     def copies_bytes(self, group: PagedGroup) -> int:
-        """What the group's copies take on the device, those of resident shards aside."""
+        """What the group's copies take on the device."""
+        return self._moved_bytes(group) + group.residents.nbytes
+
+    def _moved_bytes(self, group: PagedGroup) -> int:
         return group.cached.nbytes if group.cached is not None else group.chunk.lease_bytes if group.chunk else 0
 
     def start_ahead(self, group: PagedGroup, look_ahead: Callable[[], None], *, update: bool) -> bool:
@@ -466,18 +516,25 @@ class PagedModel:
         `update`: where members wait for an update that nothing has to be read for any more, they get it now, and `look_ahead`
         is called after each. Returns whether the copies are on their way.
         """
-        if group.incoming is not None:
-            return True
-        waiting = self.waiting(group)
-        needed = [sub.chunk for sub in waiting if sub.moves] + ([group.chunk] if group.chunk is not None else [])
+        of_members = bool(self._moved_bytes(group)) and group.incoming is None
+        of_residents = bool(group.residents.nbytes) and group.residents.incoming is None
+        beside = [sub for sub in group.beside if of_residents and sub in self.updates]
+        waiting = beside + [sub for sub in self.waiting(group) if of_members]
+        needed = [sub.chunk for sub in waiting if sub.moves]
+        needed += [group.chunk] if of_members and group.chunk is not None else []
         if (waiting and not update) or not all(self._stager.is_ready(chunk) for chunk in needed):
             return False
-        self.acquire(group, look_ahead)
-        try:
-            self._start_taking(group)
-        finally:
-            if group.chunk is not None:
-                self._stager.release(group.chunk, keep=True, landing=group.landing)
+        for sub in beside:
+            self.catch_up(sub)
+        if of_members:
+            self.acquire(group, look_ahead)
+            try:
+                self._start_taking(group)
+            finally:
+                if group.chunk is not None:
+                    self._stager.release(group.chunk, keep=True, landing=group.landing)
+        if of_residents:
+            group.residents.start_taking(self._stager.device)
         return True
 
     def _start_taking(self, group: PagedGroup) -> None:
@@ -818,9 +875,11 @@ class PagedModel:
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
             group = self.groups[spec.group]
             shard = PagedShard(spec.name, index, shape, padded, spec.trained, group, self)
-            if spec.resident:
+            if spec.resident:  # those of a group lie together, as groups come one after the other
                 shard.resident = residents[at : at + spec.numel]
+                first = at - group.residents.nbytes // self.copy_dtype.itemsize
                 at += spec.numel
+                group.residents.copies, group.residents.count = residents[first:at], group.residents.count + 1
             group.shards.append(shard)
             self.shards.append(shard)
 

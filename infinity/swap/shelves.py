@@ -16,15 +16,13 @@ import torch
 from infinity.aio import Lease, PoolPart
 from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
 from infinity.errors import BudgetError, InfinityError
+from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
 from infinity.store import Arena, Extent
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 from infinity.units import align_up, format_bytes
 
 log = logging.getLogger("infinity")
-
-BUFFER_SHARES = 4
-"""A tensor larger than this part of the buffer is not put away: one is filled while others are written or read."""
 
 
 class Item(Protocol):
@@ -35,6 +33,9 @@ class Item(Protocol):
 
 class Shelf(Protocol):
     """Where tensors are put away. All are 1-D, on the device that computes."""
+
+    drive_bytes: tuple[int, int]
+    """Bytes (read, written) that this took of drives since the start."""
 
     def try_put(self, tensor: torch.Tensor) -> Item | None:
         """Put a tensor away as the current stream leaves it; the caller may forget it. None where there is no room for it.
@@ -68,6 +69,7 @@ class HostShelf:
 
     def __init__(self, device: Device, host_memory: HostBuffers, *, bytes_max: int | None) -> None:
         self._device, self._host_memory, self._bytes_max = device, host_memory, bytes_max
+        self.drive_bytes = 0, 0
         self._used = 0
         self._told = False
 
@@ -138,6 +140,7 @@ class ArenaShelf:
         """In their leases, the first one first, and not written yet; the device may still copy into or out of them."""
         self._ending: list[_InArena] = []
         """Dropped while being written."""
+        self.drive_bytes = 0, 0
         self._told = False
 
     def try_put(self, tensor: torch.Tensor) -> Item | None:
@@ -179,6 +182,7 @@ class ArenaShelf:
                 f"{kept.chunk.name} is lost, since a write of it failed: {kept.lost}; do the step again"
             )
         tensor, landing = self._copied(kept, self._stager.acquire(kept.chunk))
+        self.drive_bytes = self.drive_bytes[0] + kept.nbytes, self.drive_bytes[1]
         self._stager.release(kept.chunk, keep=False, landing=landing)
         return tensor
 
@@ -222,8 +226,8 @@ class ArenaShelf:
                 self._write_first()
 
     def _write_early(self) -> None:
-        """While there is still room: what has arrived first."""
-        while self._part.leased_bytes > self._part.nbytes // 2 and self._in_hand:
+        """While there is still room: what has arrived first, as long as it is more than stays in hand."""
+        while sum(item.nbytes for item in self._in_hand) > self._part.nbytes // IN_HAND_SHARES:
             if not next(iter(self._in_hand.values())).done():
                 break
             self._write_first()
@@ -232,6 +236,7 @@ class ArenaShelf:
     def _write_first(self) -> None:
         item = next(iter(self._in_hand))
         self._in_hand.pop(item).wait()
+        self.drive_bytes = self.drive_bytes[0], self.drive_bytes[1] + item.nbytes
         self._stager.write_back(item.chunk)
 
     def _sweep(self) -> None:

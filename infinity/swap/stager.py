@@ -1,12 +1,12 @@
 """Floor 4. The stager: brings chunks into leases and back. Mechanism only; what to stage next is decided elsewhere.
 
 [Note: Why nobody waits for ever]
-Every lease is held by a chunk in one of five states. READING and WRITING end by themselves, LANDING ends when the device has
-copied, STAGED may be dropped at any time. Only IN_USE lasts as long as its user wants, and the users are few: the groups
-being handed to FSDP2 (two at most, however many it prefetches: see [Note: When a group has been copied] in manager.py), or
-the sub-groups of one optimizer step that were read and not yet updated. The budget (infinity/swap/budget.py) holds these and
-enough holes around them for the next, so a demand either finds room, or makes it by dropping and waiting; it fails only where
-the caller breaks the sum.
+Every lease is held by a chunk in one of six states. READING and WRITING end by themselves, LANDING ends when the device has
+copied, ARRIVING becomes WRITING then, STAGED may be dropped at any time. Only IN_USE lasts as long as its user wants, and the
+users are few: the groups being handed to FSDP2 (two at most, however many it prefetches: see [Note: When a group has been
+copied] in manager.py), or the sub-groups of one optimizer step that were read and not yet updated. The budget
+(infinity/swap/budget.py) holds these and enough holes around them for the next, so a demand either finds room, or makes it by
+dropping and waiting; it fails only where the caller breaks the sum.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Stager:
         self._arena = arena
         self.device = device
         self._staged: list[Chunk] = []  # READING or STAGED, oldest first
+        self._arriving: list[Chunk] = []
         self._writing: list[Chunk] = []
         self._landing: list[Chunk] = []
         self.wanted: Sequence[Chunk] = ()
@@ -57,6 +58,7 @@ class Stager:
 
     def want(self, chunks: Sequence[Chunk]) -> None:
         """From now on these are worth having staged, soonest needed first: start reading what rests of them, while it fits."""
+        self._write_arrived()
         self.wanted = chunks
         for chunk in chunks:
             if chunk.state is ChunkState.RESTING and not self.prefetch(chunk):
@@ -64,9 +66,9 @@ class Stager:
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
-        if any(other.state is ChunkState.WRITING for other in chunk.after):
+        if any(other.is_unwritten for other in chunk.after):
             self.reap()
-            if any(other.state is ChunkState.WRITING for other in chunk.after):
+            if any(other.is_unwritten for other in chunk.after):
                 return False
         lease = self._pool.try_lease(chunk.lease_bytes)
         if lease is None:
@@ -86,7 +88,7 @@ class Stager:
 
         Raises IoError when the read failed (the lease is back in the pool then), BudgetError when the pool can't hold it.
         """
-        if chunk.state is ChunkState.WRITING:
+        if chunk.is_unwritten:
             self.settle(chunk)
         if chunk.landing is not None and chunk.writes:  # they may be changed now: the device must have copied them
             self._wait_landed(chunk)
@@ -141,29 +143,29 @@ class Stager:
             chunk.move_to(ChunkState.LANDING)
             self._landing.append(chunk)
 
-    def write_back(self, chunk: Chunk) -> None:
+    def write_back(self, chunk: Chunk, *, landing: Landing | None = None) -> None:
         """The user changed the bytes: write them in the background; the lease comes back when they are on the drive.
 
-        Raises IoError where the engine starts nothing any more: the new bytes are lost then, and the lease is back.
+        `landing`: fires when the device has brought them; nobody waits for it, and the write starts with the first call of
+        this stager that finds it fired. Raises IoError where the engine starts nothing any more, then or now: the new bytes
+        are lost then, and the lease is back.
         """
+        self._write_arrived()
         assert chunk.lease is not None and chunk.landing is None
-        if self.timeline is not None:
-            self.timeline.starting(chunk.name, len(chunk.writes))
-        try:
-            chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
-        except BaseException as error:
-            self._rest(chunk)
-            if chunk.on_lost is not None:
-                chunk.on_lost(str(error))
-            raise
-        chunk.move_to(ChunkState.WRITING)
-        self._writing.append(chunk)
+        if landing is None or landing.done():
+            self._start_write(chunk)
+            return
+        chunk.landing = landing
+        chunk.move_to(ChunkState.ARRIVING)
+        self._arriving.append(chunk)
 
     def settle(self, chunk: Chunk, why: str = "") -> None:
-        """Wait until a chunk that is being written is on the drive; nothing to do for any other.
+        """Wait until a chunk that is to be written is on the drive; nothing to do for any other.
 
         `why`: for a trace. Raises IoError when the write failed.
         """
+        if chunk.state is ChunkState.ARRIVING:
+            self._write_arriving(chunk)
         if chunk.state is ChunkState.WRITING:
             try:
                 self._wait("write", chunk, why)
@@ -202,9 +204,9 @@ class Stager:
     def settle_all(self) -> None:
         """Wait until everything written is on the drive. Raises the first failure, after all have ended."""
         failure: OSError | None = None
-        while self._writing:
+        while left := self._arriving or self._writing:
             try:
-                self.settle(self._writing[0])
+                self.settle(left[0])
             except OSError as error:
                 failure = failure or error
         if failure is not None:
@@ -212,6 +214,7 @@ class Stager:
 
     def reap(self) -> bool:
         """Take back what has ended by itself; whether anything had. Raises IoError where a write failed."""
+        self._write_arrived()
         ended = [c for c in self._writing if all(t.done for t in c.transfers)]
         for chunk in ended:
             self.settle(chunk)
@@ -234,6 +237,8 @@ class Stager:
                 self.drop(last)
             elif self._writing:
                 self.settle(self._writing[0], f"for room for {who}")
+            elif self._arriving:
+                self._write_arriving(self._arriving[0])
             elif last is not None:
                 self.drop(last)
             elif self._landing:
@@ -275,6 +280,31 @@ class Stager:
             raise
         chunk.transfers = []
         chunk.move_to(ChunkState.STAGED)
+
+    def _write_arrived(self) -> None:
+        """Start to write what the device has brought by now."""
+        for chunk in [c for c in self._arriving if c.landing is not None and c.landing.done()]:
+            self._write_arriving(chunk)
+
+    def _write_arriving(self, chunk: Chunk) -> None:
+        self._wait_landed(chunk)
+        self._arriving.remove(chunk)
+        chunk.landing = None
+        self._start_write(chunk)
+
+    def _start_write(self, chunk: Chunk) -> None:
+        assert chunk.lease is not None
+        if self.timeline is not None:
+            self.timeline.starting(chunk.name, len(chunk.writes))
+        try:
+            chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
+        except BaseException as error:
+            self._rest(chunk)
+            if chunk.on_lost is not None:
+                chunk.on_lost(str(error))
+            raise
+        chunk.move_to(ChunkState.WRITING)
+        self._writing.append(chunk)
 
     def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
         try:

@@ -153,6 +153,28 @@ def test_an_optimizer_that_keeps_less_needs_less(
     assert isinstance(made, AdamConfig) or bool(made.momentum) == (optimizer == "SGD")
 
 
+@pytest.mark.parametrize(("where", "strategy"), [("cpu", "stage 3, all on CPU"), ("nvme", "stage 3, all on NVMe")])
+def test_offloaded_activations_are_in_the_report_and_in_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, strategy: str
+) -> None:
+    file = tmp_path / "config.json"
+    asked = ["--params", "70B", "--preset", "dgx-h100", "--batch", "8", "--cache", "0", "--nvme-path", "/nvme0"]
+    found = planned(capsys, *asked, "--offload-activations", where, "--write-config", str(file))
+    of_it = next(each for each in found["strategies"] if each["name"] == strategy)
+    without = next(each for each in planned(capsys, *asked)["strategies"] if each["name"] == strategy)
+    read, before = (each["plain_read_bytes_per_rank"] for each in (of_it, without))
+    held = {user for tier in of_it["memory_bytes_per_rank"].values() for user in tier}
+    assert (found["offload_activations"], read > before) == (where, where == "nvme")
+    assert "activation checkpoints" not in held
+    assert "saved activations, pinned" in held if where == "cpu" else "saved activations" in held
+    config = load_config(file)
+    assert config.infinity.offload_activations.device == where
+    if where == "nvme":
+        buffer_bytes = found["activation_buffer_bytes"]
+        assert config.infinity.offload_activations.buffer_bytes == buffer_bytes
+        assert isinstance(config.infinity.pinned_bytes_max, int) and config.infinity.pinned_bytes_max > buffer_bytes
+
+
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     result, chart = tmp_path / "plan.json", tmp_path / "plan.png"
@@ -193,6 +215,7 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
         (["--params", "1B", "--preset", "laptop", "--plot", "x.exe"], "must end in one of"),
         (["--params", "1B", "--preset", "laptop", "--write-config", "not-there/x.json"], "can't be written"),
         (["--params", "1B", *FIGURES, "--gpus", "2"], "say --node-link"),
+        (["--params", "1B", *FIGURES, "--activation-buffer", "1GB"], "is for --offload-activations nvme"),
         (["--params", "1B", *FIGURES, "--nodes", "2"], "say --network"),
         (["--hf-config", "not-there.json", "--preset", "laptop"], "can't be read"),
         (

@@ -8,6 +8,7 @@ happen to be there. Raises `Hazard` on
   * a look into a destination by a stream, or by the host, that has not waited for the copy;
   * a copy out of bytes whose making its stream has not waited for;
   * a change of a source before the copy has run, and a lease or a buffer that goes back with such a copy in flight;
+  * a transfer of a drive that begins on bytes which a copy still reads or writes;
   * device memory that is freed while a stream other than its own may still use it, and was not noted.
 
 `watching()` sees every operation of torch while it is entered; the compiled optimizer, which works on addresses, is seen
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from infinity.aio import Lease, PinnedSlab
+from infinity.aio import IoEngine, Lease, PinnedSlab, Request
 from infinity.device import HostBuffer
 from infinity.optim import kernel
 from infinity.swap import paged_adam
@@ -153,6 +154,7 @@ class FakeRuntime:
     """See `infinity.device.Runtime`. `refuses`: what `pin` answers, where the machine pins nothing."""
 
     torch_device = torch.device("cpu")
+    numa_node = None
 
     def __init__(self, seed: int = 0, *, refuses: str | None = None) -> None:
         self.lots = random.Random(seed)
@@ -208,10 +210,10 @@ class FakeRuntime:
         inward = self._memory_of(span_of(into)) is not None
         self.copied_bytes["in" if inward else "out"] += into.nbytes
         if inward:
-            self.check_host(copy.reads, "a copy to the device reads")
+            self.check_host(copy.reads, "a copy to the device reads", by=stream)
         else:
             self._check_made(source, stream)
-            self.check_host(copy.writes, "a copy to the host writes", write=True)
+            self.check_host(copy.writes, "a copy to the host writes", write=True, by=stream)
         for other in self.copies:
             if overlap(other.writes, copy.reads) and not other.known_by(stream.clock):
                 raise Hazard(
@@ -233,7 +235,7 @@ class FakeRuntime:
             memory.noted.add(stream)
             return
         for copy in self.copies:  # of the current stream's own: the copy holds it, as the allocator would
-            if copy.source is not None and copy.stream is stream and overlap(copy.reads, span_of(tensor)):
+            if copy.stream is stream and overlap(copy.reads, span_of(tensor)):  # or has run by now, by lot
                 self._held.add(copy)
 
     # What goes wrong.
@@ -281,10 +283,12 @@ class FakeRuntime:
         if memory is not None:
             memory.used_by.add(self.compute)
 
-    def check_host(self, span: tuple[int, int], what: str, *, write: bool = False) -> None:
-        """The host touches its memory."""
+    def check_host(
+        self, span: tuple[int, int], what: str, *, write: bool = False, by: FakeStream | None = None
+    ) -> None:
+        """The host touches its memory, or a stream does."""
         for copy in self.copies:
-            if copy.known_by(self.host):
+            if copy.known_by(self.host) or (by is not None and copy.known_by(by.clock)):
                 continue
             if overlap(copy.writes, span):
                 raise Hazard(f"{what} host memory before the copy into it has ended")
@@ -320,6 +324,8 @@ class FakeRuntime:
     def watching(self) -> Iterator[None]:
         """Look at everything that touches memory, until the end of the block; then all that is queued has run."""
         originals = Lease.give_back, HostBuffer.give_back, kernel.update_split, kernel.update_full
+        start = IoEngine.start
+        IoEngine.start = self._transferring(start)  # type: ignore[method-assign]
         Lease.give_back = self._guarded(Lease.give_back, _lease_span, "a lease of")  # type: ignore[method-assign]
         HostBuffer.give_back = self._guarded(HostBuffer.give_back, _buffer_span, "a buffer of")  # type: ignore[method-assign]
         kernel.update_split = self._looking(kernel.update_split)
@@ -331,6 +337,7 @@ class FakeRuntime:
         finally:
             Lease.give_back, HostBuffer.give_back = originals[:2]  # type: ignore[method-assign]
             kernel.update_split, kernel.update_full = originals[2:]
+            IoEngine.start = start  # type: ignore[method-assign]
         for stream in self.streams:
             while stream.queue:
                 stream.run_one()
@@ -353,6 +360,15 @@ class FakeRuntime:
             give_back(owner)
 
         return guarded
+
+    def _transferring(self, start: Any) -> Any:
+        def transferring(engine: Any, requests: Sequence[Request]) -> Any:
+            for each in requests:
+                span = span_of(each.lease.view(torch.uint8, each.lease_offset, each.length))
+                self.check_host(span, f"a {each.operation} of the drive uses", write=each.operation == "read")
+            return start(engine, requests)
+
+        return transferring
 
     def _looking(self, update: Any) -> Any:
         def looking(*args: Any, **kwargs: Any) -> Any:

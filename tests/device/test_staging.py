@@ -12,6 +12,7 @@ from infinity.aio import PinnedPool
 from infinity.device import CpuDevice, HostBuffers, StreamDevice, device_for
 from infinity.device import cuda as module
 from infinity.device.cuda import CudaRuntime
+from infinity.swap.host_gradients import HostGradients
 
 
 def test_cpu_uses_staged_bytes_where_they_lie() -> None:
@@ -76,6 +77,23 @@ def test_bytes_come_back_as_the_current_stream_leaves_them() -> None:
             buffer.give_back()
         landing.wait()
         assert torch.equal(buffer.tensor, torch.full((1000,), 3.0))
+
+
+def test_a_sum_goes_back_to_where_its_first_part_was_taken_from_without_a_wait_in_between() -> None:
+    runtime = LateRuntime()
+    device = StreamDevice(runtime)
+    buffers = HostBuffers(device, pin=True)
+    home = HostGradients(device, buffers)
+    with runtime.watching():
+        place = home.memory(1000, torch.float32)
+        home.fetch(torch.ones(1000), place)
+        with pytest.raises(Hazard, match="reads host memory before the copy into it has ended"):
+            home.take_back(place)
+        home.settle()
+        home.fetch((torch.ones(1000) * 2).add_(home.take_back(place)), place)
+        assert not all(copy.ran for copy in runtime.copies), "nobody waited"
+        home.settle()
+        assert place.unique().tolist() == [3.0]
 
 
 def test_a_buffer_is_lent_again_for_its_own_size_and_never_rounded_to_a_power_of_two() -> None:

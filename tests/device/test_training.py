@@ -15,8 +15,11 @@ import pytest
 import torch
 from fake import FakeRuntime, Hazard, LateRuntime
 
+import infinity
 from infinity.device import StreamDevice, streams
-from infinity.swap import ahead, host_gradients, manager
+from infinity.swap import ahead, gradients, host_gradients, manager
+from infinity.swap.chunk import ChunkState
+from infinity.swap.stager import Stager
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 import training
@@ -67,8 +70,29 @@ def test_training_where_nothing_can_be_pinned_equals_memory(nvme_path: Path, mon
     assert not training.differences(expected, on_fake(runtime, case, nvme_path, monkeypatch))
 
 
-def test_groups_are_on_their_way_before_they_are_asked_for(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the order is known and reads are no longer than what they are read for; and no more than the bound lies there."""
+def test_pin_memory_false_pins_nothing(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(manager, "device_for", lambda torch_device: StreamDevice(runtime))
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    for pin in (False, True):
+        config = {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 3, "offload_param": place | {"pin_memory": pin}, "offload_optimizer": place},
+            "infinity": {"pinned_bytes_max": "16MiB"},
+        }
+        with infinity.initialize(model=torch.nn.Linear(8, 8), config=config)[0]:
+            assert bool(runtime.pinned) == pin
+
+
+@pytest.mark.parametrize(
+    ("name", "small_too"),
+    [("updated in the step", True), ("only the optimizer on NVMe", True), ("half cached", False), ("plain", True)],
+)
+def test_groups_are_on_their_way_before_they_are_asked_for(
+    name: str, small_too: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the order is known and reads are no longer than what they are read for; and no more than the bound lies there.
+    What stays in host memory comes ahead as well: copies that are small, cached, or all there are."""
     monkeypatch.setattr(training, "STEPS", 4)
     runtime = FakeRuntime()
     demanded: list[tuple[int, int]] = []
@@ -81,6 +105,7 @@ def test_groups_are_on_their_way_before_they_are_asked_for(nvme_path: Path, monk
         assert swap.device_ahead is not None
         demanded.append((swap.device_ahead.late, len(swap.paged.groups)))
         largest.append(swap.device_ahead.bytes_max)
+        assert any(group.residents.nbytes for group in swap.paged.groups) == small_too
 
     start = ahead.DeviceAhead.start
 
@@ -90,7 +115,7 @@ def test_groups_are_on_their_way_before_they_are_asked_for(nvme_path: Path, monk
 
     monkeypatch.setattr(manager.SwapManager, "end_step", end)
     monkeypatch.setattr(ahead.DeviceAhead, "start", start_when_read)
-    case = dataclasses.replace(training.CASES["updated in the step"], evaluate=False)
+    case = dataclasses.replace(training.CASES[name], evaluate=False, update="step")
     on_fake(runtime, case, nvme_path, monkeypatch)
     later = [after[0] - before[0] for before, after in itertools.pairwise(demanded[2:])]
     assert demanded[0][0] >= demanded[0][1] and set(later) == {0}, demanded
@@ -123,6 +148,23 @@ def test_a_bound_on_live_parameters_leaves_no_room_ahead(nvme_path: Path, monkey
     assert late[-1] > late[-2] > 0, "every copy starts when it is asked for"
 
 
+@pytest.mark.usefixtures("few_steps")
+def test_nobody_waits_for_a_gradient_that_spills(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device that copies nothing before it must, every gradient is still on its way when the backward goes on."""
+    waited: list[bool] = []
+    spill = gradients.Gradients._spill
+
+    def spilling(self: gradients.Gradients, sub: Any, pieces: Any, grads: Any) -> None:
+        spill(self, sub, pieces, grads)
+        chunk = self._spilled[sub]
+        waited.append(chunk.state is not ChunkState.ARRIVING or chunk.landing is None or chunk.landing.done())
+
+    monkeypatch.setattr(gradients.Gradients, "_spill", spilling)
+    case = training.CASES["some gradients on NVMe, accumulated"]
+    on_fake(LateRuntime(), case, nvme_path, monkeypatch)
+    assert len(waited) > 10 and not any(waited)
+
+
 def without_waiting(copied: Any) -> torch.Tensor:
     copied._runtime.note_use(copied._taken, copied._runtime.current_stream())
     return copied._taken
@@ -131,6 +173,10 @@ def without_waiting(copied: Any) -> torch.Tensor:
 def without_noting(copied: Any) -> torch.Tensor:
     copied._runtime.current_stream().wait_event(copied._event)
     return copied._taken
+
+
+def write_too_soon(stager: Any, chunk: Any, *, landing: Any = None) -> None:
+    stager._start_write(chunk)
 
 
 def give_too_soon(device: Any, found: torch.Tensor, into: torch.Tensor) -> Any:
@@ -153,6 +199,7 @@ BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "a landing that is a guess": (streams.EventLanding, "done", lambda landing: True),
     "a landing that nobody waits for": (streams.EventLanding, "wait", lambda landing: None),
     "gradients in 16 bits used before they have come": (host_gradients.HostGradients, "settle", lambda home: None),
+    "gradients written to the drive before they have come": (Stager, "write_back", write_too_soon),
     "gradients used before they have come": (
         host_gradients.HostGradient,
         "wait",
@@ -173,6 +220,8 @@ def test_what_is_left_out_is_found(bug: str, nvme_path: Path, monkeypatch: pytes
     case = training.CASES["plain"]
     if "16 bits" in bug:
         case = training.CASES["updated in forward, small sub-groups"]
+    if "drive" in bug:
+        case = training.CASES["some gradients on NVMe, accumulated"]
     if "guess" in bug:  # in which leases go back as soon as they may
         case = dataclasses.replace(training.CASES["updated in the step"], prefetch=0, persistence_threshold=0)
     with pytest.raises(Hazard):

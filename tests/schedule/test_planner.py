@@ -364,3 +364,75 @@ def test_busiest_counts_reads_and_writes_at_once_as_one_drive() -> None:
     ]
     assert busiest(timeline, 0, 5) == ("drive", 4)
     assert busiest(timeline, 0, 100) == ("to host", 45)
+
+
+def work_that_saves(where: str, **settings: Any) -> Work:
+    return work_of(8 * B, ranks=8, samples=4, activations=where, **settings)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_saved_activations_leave_the_device_for_the_tier_that_is_named(checkpointing: bool) -> None:
+    there, host, drive = (
+        memory_of(work, ALL_NVME, pinned_bytes=0, device_is_host=False)
+        for work in (work_that_saves(where, checkpointing=checkpointing) for where in ("none", "cpu", "nvme"))
+    )
+    work = work_that_saves("nvme", checkpointing=checkpointing)
+    saved, model = sum(work.saved_bytes), work.model
+    held = model.checkpoint_bytes(4) if checkpointing else model.activation_bytes(4, model.layers)
+    assert saved == pytest.approx(held, rel=1e-6)
+    assert there.device_bytes - host.device_bytes == there.device_bytes - drive.device_bytes
+    assert there.device_bytes - host.device_bytes == pytest.approx(held * (1 - 2 / model.layers), rel=1e-6)
+    assert host.host_bytes - there.host_bytes == saved
+    assert drive.host_bytes - there.host_bytes == work.activation_buffer_bytes
+    assert drive.nvme_bytes - there.nvme_bytes == saved
+
+
+def test_a_device_in_host_memory_has_no_other_place_there() -> None:
+    none, host = (memory_of(work_that_saves(w), ALL_NVME, pinned_bytes=0, device_is_host=True) for w in ("none", "cpu"))
+    assert none == host
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "checkpointing", "more"), [(1, True, 0), (3, True, 5), (1, False, 9), (1, True, 64)]
+)
+def test_a_step_moves_what_the_buffer_can_not_keep_each_way_of_each_pass(
+    micro_batches: int, checkpointing: bool, more: int
+) -> None:
+    work = work_that_saves("nvme", micro_batches=micro_batches, checkpointing=checkpointing)
+    work = replace(work, activation_buffer_bytes_max=work.activation_buffer_bytes + more * work.saved_tensor_bytes)
+    without = replace(work, activations="none")
+    moved = micro_batches * sum(work.saved_on_drive)
+    kept = work.activation_buffer_bytes // 2
+    assert (
+        sum(work.saved_bytes) - kept
+        <= sum(work.saved_on_drive)
+        <= sum(work.saved_bytes) - kept + work.saved_tensor_bytes
+    )
+    assert bytes_of_step(work, ALL_NVME) == tuple(moved + each for each in bytes_of_step(without, ALL_NVME))
+    plan, plain = (plan_step(each, NODE, ALL_NVME, cache_bytes=0) for each in (work, without))
+    assert plan.simulated is not None and plain.simulated is not None
+    assert plan.simulated.written_bytes == pytest.approx(plain.simulated.written_bytes + moved, rel=1e-6)
+    assert plan.simulated.to_host_bytes == plain.simulated.to_host_bytes + micro_batches * sum(work.saved_bytes)
+    assert plan.simulated.to_device_bytes == plain.simulated.to_device_bytes + micro_batches * sum(work.saved_bytes)
+    assert plain.floor_seconds <= plan.floor_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+def test_on_a_slow_drive_saved_activations_set_the_pace() -> None:
+    slow = replace(NODE, drive=DriveSpeed(4 * GB, 2 * GB))
+    work = work_that_saves("nvme", micro_batches=4)
+    with_them, without = (plan_step(each, slow, ALL_NVME) for each in (work, replace(work, activations="none")))
+    moved = 4 * sum(work.saved_on_drive)
+    assert with_them.fits
+    assert with_them.step_seconds >= moved / (4 * GB / 8) + moved / (2 * GB / 8)
+    assert with_them.step_seconds > without.step_seconds
+    assert {each.what for each in with_them.simulated.timeline if each.resource == "write"} >= {
+        "activations of group 0"
+    }
+
+
+def test_what_can_not_pass_does_not_fit_and_says_why() -> None:
+    work = work_that_saves("nvme")
+    small = replace(work, activation_buffer_bytes_max=3 * work.saved_tensor_bytes)
+    assert any("their buffer has" in reason for reason in plan_step(small, NODE, ALL_NVME).reasons)
+    no_drives = plan_step(work, NODE, Strategy("stage 3", 3))
+    assert any("only where parameters or optimizer state rest there" in reason for reason in no_drives.reasons)

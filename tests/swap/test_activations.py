@@ -15,6 +15,7 @@ from torch import nn
 import infinity
 from infinity.aio import PinnedPool, PoolPart
 from infinity.device import CpuDevice, HostBuffers, StreamDevice
+from infinity.schedule.activations import bytes_on_drive
 from infinity.swap import manager
 from infinity.swap.activations import Activations
 from infinity.swap.shelves import ArenaShelf, HostShelf
@@ -189,6 +190,53 @@ def test_places_are_used_again_so_that_the_arena_grows_no_more(nvme_path: Path) 
         assert swap.stats().written_bytes > 0, "what the buffer can't hold went to the drive"
         assert part.leased_bytes == 0
         bench.activations.close()
+
+
+@pytest.mark.parametrize("pages", [[1] * 9, [1, 2, 2, 1, 1, 2, 1, 1, 2, 1], [1, 3, 1]])
+def test_the_drive_moves_what_the_sum_says(pages: list[int], nvme_path: Path) -> None:
+    """All but what came last and fits half of the buffer; a tensor that is too large for it is not taken."""
+    sizes = [4096 * each for each in pages]
+    with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
+        machinery = swap._open()
+        part = PoolPart(machinery.stager.make_room(8 * 4096, "the test"))
+        shelf = ArenaShelf(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena)
+        items = []
+        for number, nbytes in enumerate(sizes):
+            items.append(shelf.try_put(torch.full((nbytes,), number, dtype=torch.uint8)))
+        for number, item in reversed(list(enumerate(items))):
+            if item is None:
+                continue
+            assert shelf.take_back(item).unique().tolist() == [number]
+            shelf.start_back([each for each in reversed(items[:number]) if each is not None])
+            shelf.drop(item)
+        machinery.engine.drain()
+        moved = sum(bytes_on_drive(sizes, part.nbytes))
+        assert shelf.drive_bytes == (moved, moved)
+        assert (swap.stats().read_bytes, swap.stats().written_bytes) == (moved, moved)
+        shelf.close()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_bytes_of_a_step_count_what_saved_activations_move(nvme_path: Path) -> None:
+    device = {"device": "nvme", "nvme_path": str(nvme_path)}
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
+        "infinity": {"pinned_bytes_max": "16MiB", **NVME},
+    }
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    with infinity.initialize(model=nn.Sequential(*layers), config=config)[0] as engine:
+        assert engine.swap is not None and engine.activations is not None
+        x = torch.randn(256, 64)  # 64 KiB, a quarter of the buffer, so that two stay in hand
+        for _ in range(3):
+            engine.backward(engine(x).sum())
+            engine.step()
+            engine.swap.stager.settle_all()
+            engine.swap._open().engine.drain()
+        read, written = engine.activations.step_bytes
+        rates = {"read_bytes_per_s": 1.0, "write_bytes_per_s": 1.0, "compute_seconds": 0.0}
+        assert read > 0 and written > 0
+        assert engine.step_floor_seconds(**rates) == sum(engine.swap.step_bytes()) + read + written
 
 
 def test_parameters_views_and_small_tensors_stay() -> None:

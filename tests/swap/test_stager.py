@@ -116,20 +116,43 @@ class ScriptedLanding:
         self.copies.clear()
 
 
+class ScriptedArrival:
+    """A device that brings new bytes late: until it fires, the lease holds what must not be written."""
+
+    def __init__(self, lease: Lease, value: int) -> None:
+        self.lease, self.value = lease, value
+        lease.view(torch.uint8).fill_(POISON)
+        self.fired = self.waited = False
+
+    def done(self) -> bool:
+        return self.fired
+
+    def wait(self) -> None:
+        self.waited = self.waited or not self.fired
+        self.fire()
+
+    def fire(self) -> None:
+        if not self.fired:
+            assert self.lease.held, "the device copies into a lease that was given back"
+            self.lease.view(torch.uint8).fill_(self.value)
+            self.fired = True
+
+
 class ScriptedDevice(CpuDevice):
     """A device that copies late. One queue of copies: a landing covers all that were taken before it."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.landings: list[ScriptedLanding] = []
+        self.landings: list[ScriptedLanding | ScriptedArrival] = []
 
     def take(self, staged: torch.Tensor) -> torch.Tensor:
         self.queue.append((staged, staged.clone()))
         return self.queue[-1][1]
 
     def landing(self) -> ScriptedLanding:
-        self.landings.append(ScriptedLanding(self.queue))
-        return self.landings[-1]
+        landing = ScriptedLanding(self.queue)
+        self.landings.append(landing)
+        return landing
 
 
 @dataclass
@@ -155,6 +178,12 @@ class Bench:
         """Start to write `value` into all bytes of the chunk."""
         self.stager.occupy(chunk).view(torch.uint8).fill_(value)
         self.stager.write_back(chunk)
+
+    def write_late(self, chunk: Chunk, value: int) -> ScriptedArrival:
+        """The same with a device that brings them when it fires."""
+        landing = ScriptedArrival(self.stager.occupy(chunk), value)
+        self.stager.write_back(chunk, landing=landing)
+        return landing
 
     def read(self, chunk: Chunk) -> list[int]:
         """The distinct bytes of the chunk."""
@@ -393,6 +422,78 @@ def test_write_goes_on_in_the_background(bench: Bench) -> None:
     bench.stager.settle(chunk)
     assert bench.engine.arena_bytes[:PAGE].unique().tolist() == [5]
     assert bench.is_clean()
+
+
+def late_want(bench: Bench) -> None:
+    bench.stager.want([])
+
+
+def late_reap(bench: Bench) -> None:
+    bench.stager.reap()
+
+
+def late_next(bench: Bench) -> None:
+    bench.write_late(bench.chunk(), 6)
+
+
+@pytest.mark.parametrize("turn", [late_want, late_reap, late_next])
+def test_write_starts_once_the_device_has_brought_the_bytes_and_nobody_waits(
+    bench: Bench, turn: Callable[[Bench], None]
+) -> None:
+    chunk = bench.chunk()
+    landing = bench.write_late(chunk, 5)
+    turn(bench)
+    assert chunk.state is ChunkState.ARRIVING and bench.engine.transfers == []
+    landing.fire()
+    turn(bench)
+    assert chunk.state is ChunkState.WRITING and not landing.waited
+    assert [transfer.done for transfer in bench.engine.transfers] == [False]
+    bench.stager.settle_all()
+    assert bench.is_clean()
+    assert bench.engine.arena_bytes[:PAGE].unique().tolist() == [5]
+
+
+def test_what_has_arrived_is_written_at_once(bench: Bench) -> None:
+    chunk = bench.chunk()
+    landing = ScriptedArrival(bench.stager.occupy(chunk), 5)
+    landing.fire()
+    bench.stager.write_back(chunk, landing=landing)
+    assert chunk.state is ChunkState.WRITING
+
+
+def test_whoever_reads_what_is_arriving_waits_for_device_and_drive(bench: Bench) -> None:
+    chunk = bench.chunk()
+    other = Chunk("the same bytes", PAGE, (Span(0, 0, PAGE),), (), after=(chunk,))
+    landing = bench.write_late(chunk, 5)
+    assert not bench.stager.prefetch(other) and not landing.waited
+    assert bench.read(other) == [5]
+    assert bench.read(chunk) == [5]
+    assert landing.waited
+
+
+def test_room_is_made_of_what_arrives(bench: Bench) -> None:
+    chunks = [bench.chunk(4), bench.chunk(4)]
+    for chunk in chunks:
+        bench.write_late(chunk, 5)
+    bench.stager.occupy(bench.chunk(8))
+    assert [chunk.state for chunk in chunks] == [ChunkState.RESTING] * 2
+
+
+def test_write_that_can_not_start_after_the_arrival_frees_its_lease(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk, lost = bench.chunk(), []
+    chunk.on_lost = lost.append
+    landing = bench.write_late(chunk, 5)
+
+    def refuse(requests: Sequence[Request]) -> None:
+        raise IoError("the engine starts nothing any more", errno.EIO, "write")
+
+    monkeypatch.setattr(bench.engine, "start", refuse)
+    landing.fire()
+    with pytest.raises(IoError, match="starts nothing"):
+        bench.stager.reap()
+    assert bench.is_clean() and len(lost) == 1
 
 
 def test_acquire_of_a_chunk_being_written_waits_for_the_write(bench: Bench) -> None:
@@ -797,8 +898,8 @@ class StagerMachine(RuleBasedStateMachine):
         chunk = self.some(data, ChunkState.IN_USE)
         self.stager.release(chunk, keep=keep)
 
-    @rule(data=st.data(), occupy=st.booleans())
-    def change(self, data: st.DataObject, occupy: bool) -> None:
+    @rule(data=st.data(), occupy=st.booleans(), late=st.booleans())
+    def change(self, data: st.DataObject, occupy: bool, late: bool) -> None:
         """As an optimizer does: new bytes in place, then back to the drive. Staged copies of them are dropped before."""
         chunk = self.plain[data.draw(st.integers(0, len(self.plain) - 1), label="chunk")]
         shared = chunk in self.group.after
@@ -815,15 +916,19 @@ class StagerMachine(RuleBasedStateMachine):
         if lease is None:
             return
         self.version = self.version % 200 + 1
-        lease.view(torch.uint8).fill_(self.version)
         self.content[chunk.name] = self.version
-        self.stager.write_back(chunk)
+        landing = ScriptedArrival(lease, self.version) if late else None
+        if landing is not None:
+            self.bench.device.landings.append(landing)
+        else:
+            lease.view(torch.uint8).fill_(self.version)
+        self.stager.write_back(chunk, landing=landing)
 
     @rule(data=st.data(), how=st.sampled_from(["settle", "drop"]))
     def finish(self, data: st.DataObject, how: str) -> None:
         chunk = self.some(data)
         self.attempt(lambda: getattr(self.stager, how)(chunk))
-        assert chunk.state is not (ChunkState.WRITING if how == "settle" else ChunkState.READING)
+        assert not chunk.is_unwritten if how == "settle" else chunk.state is not ChunkState.READING
 
     @rule(how=st.sampled_from(["settle_all", "drop_all"]))
     def finish_all(self, how: str) -> None:

@@ -83,6 +83,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         help="host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
     )
+    training.add_argument(
+        "--offload-activations",
+        choices=("none", "cpu", "nvme"),
+        default="none",
+        help="where saved activations wait for their backward, as infinity.offload_activations (default: none, the GPU)",
+    )
+    training.add_argument(
+        "--activation-buffer",
+        type=checked_value(parse_bytes, at_least=1),
+        metavar="BYTES",
+        help="pinned memory of a rank through which those on NVMe pass (default: 256 MiB, and more where they need it)",
+    )
     add_scheme(training)
     training.add_argument(
         "--optimizer",
@@ -227,6 +239,8 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
             scheme_from(asked, accumulation=asked.accumulation), moments=OPTIMIZERS[asked.optimizer]
         ),
         gradient_bytes_max=asked.gradient_memory,
+        activations=asked.offload_activations,
+        activation_buffer_bytes_max=asked.activation_buffer,
     )
 
 
@@ -259,6 +273,8 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(f"--here {asked.here}: name an existing folder on the drive to plan with")
     if (asked.read is None) != (asked.write is None):
         raise ConfigError("--read and --write go together: give both")
+    if asked.activation_buffer is not None and asked.offload_activations != "nvme":
+        raise ConfigError("--activation-buffer is for --offload-activations nvme: give both, or leave it out")
     scheme_from(asked, accumulation=asked.accumulation)
     reason = why_not_written(asked)
     for file in (asked.write_config, asked.timeline):

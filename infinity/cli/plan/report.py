@@ -66,6 +66,7 @@ def _about(plan: Plan) -> str:
     if machine.ranks == 1:
         ranks = "one rank"
     recomputed = "recomputed in the backward" if work.checkpointing else "kept"
+    recomputed += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
     return (
         f"[bold]{format_count(model.numel)} parameters[/]: {model.layers} blocks, hidden size {model.hidden}, vocabulary "
         f"{model.vocab}; {work.samples} x {model.seq} tokens a pass and rank, {work.micro_batches} passes a step, activations "
@@ -175,6 +176,8 @@ def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str,
         "accumulation": work.micro_batches,
         "checkpointing": work.checkpointing,
         "groups_per_block": work.groups_per_block,
+        "offload_activations": work.activations,
+        "activation_buffer_bytes": work.activation_buffer_bytes,
         "clipping": work.clipping,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
@@ -270,15 +273,20 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         "optimizer": _OPTIMIZERS[work.scheme.moments],
         "zero_optimization": zero,
     }
+    own: dict[str, Any] = {}
     if strategy.uses_nvme:
         zero["sub_group_size"] = plan.pipeline.sub_group_numel
-        config["infinity"] = {
-            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.kept.nbytes,
+        own = {
+            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.kept.nbytes + work.activation_buffer_bytes,
             "host_cache_bytes": plan.kept.nbytes,
         }
         if work.gradient_bytes_max is not None:
-            config["infinity"]["gradient_bytes_max"] = work.gradient_bytes_max
-    return config
+            own["gradient_bytes_max"] = work.gradient_bytes_max
+    if work.activations != "none":
+        own["offload_activations"] = {"device": work.activations}
+    if work.activations == "nvme":
+        own["offload_activations"]["buffer_bytes"] = work.activation_buffer_bytes
+    return config | ({"infinity": own} if own else {})
 
 
 _OPTIMIZERS: dict[int, dict[str, Any]] = {
