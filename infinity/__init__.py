@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from infinity.runtime.engine import Engine as DeepSpeedEngine
     from infinity.runtime.initialize import initialize
     from infinity.store.probe import DriveRates, measure_drive
-    from infinity.swap import PagedAdam, PagedAdamW, SwapManager
+    from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, SwapManager
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "IoError",
     "PagedAdam",
     "PagedAdamW",
+    "PagedSGD",
     "StoreError",
     "SwapManager",
     "__version__",
@@ -90,7 +91,7 @@ _NAMES_OF = {
         "get_fp32_state_dict_from_zero_checkpoint",
     ),
     "infinity.store.probe": ("DriveRates", "measure_drive"),
-    "infinity.swap": ("PagedAdam", "PagedAdamW", "SwapManager"),
+    "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "SwapManager"),
 }
 _MODULES = {
     "checkpointing": "infinity.checkpointing",

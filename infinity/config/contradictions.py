@@ -30,7 +30,7 @@ def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
     if isinstance(config.optimizer, SGDConfig):
-        yield from _find_sgd_contradictions(config, config.optimizer)
+        yield from _find_sgd_contradictions(config.optimizer)
     if config.infinity.durability == "step":
         yield from _find_durability_contradictions(config)
     if config.infinity.checkpoint_format == "arena" and not config.nvme_paths:
@@ -44,12 +44,7 @@ def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]
         yield from _find_scheduler_contradictions(config.scheduler, auto)
 
 
-def _find_sgd_contradictions(config: TopLevel, optimizer: SGDConfig) -> Iterator[str]:
-    if config.nvme_paths:
-        yield (
-            'optimizer.type: got "SGD" together with NVMe, expected AdamW or Adam: what is paged is stepped piece by piece by '
-            "a kernel of its own, which there is for these two; leave parameters and optimizer state off NVMe to use SGD"
-        )
+def _find_sgd_contradictions(optimizer: SGDConfig) -> Iterator[str]:
     if optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
         yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
 

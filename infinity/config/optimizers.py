@@ -67,7 +67,7 @@ class AdamConfig(Block):
 
 
 class SGDConfig(Block):
-    """Stochastic gradient descent, torch's. Not with NVMe, where only Adam and AdamW are paged."""
+    """Stochastic gradient descent, torch's plain loop, in memory, on the CPU or on NVMe."""
 
     type: Literal["SGD"] = Field(default="SGD", description="Names this optimizer.")
     lr: Amount = Field(default=1e-3, description="Learning rate, where no scheduler sets it.")

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adam import adam
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What is kept of each element, by torch's names."""
+
 
 @dataclass(frozen=True)
 class AdamSettings:

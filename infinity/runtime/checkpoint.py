@@ -43,7 +43,7 @@ from infinity.runtime.rest import RANDOM_STATES, decode, encode
 from infinity.runtime.stored import Planner, Reader, Writer, cause_of
 from infinity.store.files import open_regular, sync, write_durably
 from infinity.store.manifest import StoredFile, others
-from infinity.swap import PagedAdam
+from infinity.swap import PagedOptimizer
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 from infinity.units import GIB
@@ -120,7 +120,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, veri
         reshard(model)  # what is gathered now would be stale
         state = _state_of(model, optimizer)
         _check_fits(path, state)
-    with optimizer.loading() if isinstance(optimizer, PagedAdam) else contextlib.nullcontext():
+    with optimizer.loading() if isinstance(optimizer, PagedOptimizer) else contextlib.nullcontext():
         failure = _read(state, path)
         with together():
             if failure is not None:

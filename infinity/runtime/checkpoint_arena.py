@@ -44,14 +44,14 @@ from infinity.runtime.checkpoint_folder import (
 )
 from infinity.runtime.commits import packed_ties
 from infinity.runtime.rest import encode
-from infinity.runtime.stored_arena import MOMENTS, RankState, StoredArena, arena_name, record_name
+from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, record_name
 from infinity.store.commit import Commit, Record, bits
 from infinity.store.copying import Copying
 from infinity.store.files import write_durably
-from infinity.store.layout import Field, SubGroup
+from infinity.store.layout import MOMENTS, Field, SubGroup
 from infinity.store.manifest import Manifest, StoredFile
 from infinity.store.snapshot import Snapshot, rows_of
-from infinity.swap import PagedAdam, SwapManager
+from infinity.swap import PagedOptimizer, SwapManager
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 
@@ -203,7 +203,7 @@ def load(
             verify(path, (), everything=verified)
             reshard(model)  # what is gathered now would be stale
             _check_fits(stored, outside, model, optimizer)
-        with optimizer.loading() if isinstance(optimizer, PagedAdam) else contextlib.nullcontext(), together():
+        with optimizer.loading() if isinstance(optimizer, PagedOptimizer) else contextlib.nullcontext(), together():
             same = stored.alike(swap.place) if swap is not None else None
             if swap is not None and same is not None:
                 _copy_back(same, swap)
@@ -251,7 +251,7 @@ def _check_fits(
     for each in stored.parameters:
         theirs[f"model.{each.name}"] = each.shape
         if each.trained:
-            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in MOMENTS}
+            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in stored.moments}
     ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
     for parameter, names in parameter_names(model).items():
         ours[f"model.{names[0]}"] = tuple(parameter.shape)
@@ -289,7 +289,7 @@ def _put_together(stored: StoredArena, model: nn.Module, optimizer: torch.optim.
         fields = {Field.MASTER: parameter.data}
         fields |= {
             which: optimizer.state[parameter][name]
-            for name, which in MOMENTS.items()
+            for name, which in zip(stored.moments, MOMENTS, strict=False)
             if name in optimizer.state.get(parameter, {})
         }
         for which, tensor in fields.items():

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -35,7 +36,7 @@ from infinity.runtime.stored_arena import is_arena_checkpoint
 from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
 from infinity.schedule.floor import step_floor_seconds
-from infinity.swap import PagedAdam, SwapManager, SwapStats, TraceSummary
+from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.activations import Activations
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.timeline import Timeline, measured
@@ -116,7 +117,7 @@ class Engine:
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
-        if isinstance(optimizer, PagedAdam):  # parameters don't show what was taken of their gradients
+        if isinstance(optimizer, PagedOptimizer):  # parameters don't show what was taken of their gradients
             module.zero_grad = partial(_zero_grad_of, weakref.ref(self))  # type: ignore[method-assign]
         if config.fp16.enabled:
             self._tell_optimizer(overflow=False)
@@ -620,7 +621,7 @@ class Engine:
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(saved)
         stepped = {p: steps[names[0]] for p, names in parameter_names(self.module).items() if names[0] in steps}
-        if isinstance(self.optimizer, PagedAdam):
+        if isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.restore_steps(stepped)
         else:
             for parameter, step in stepped.items():
@@ -677,7 +678,7 @@ class Engine:
             isinstance(self.module, FSDPModule) and self.module._get_fsdp_state()._is_root
         ):  # known from the first pass on
             getattr(self.module, "reset_iter_state", lambda: None)()  # of torch 2.13 on
-        if isinstance(self.optimizer, PagedAdam):
+        if isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.discard()
         self.zero_grad()
 
@@ -690,10 +691,10 @@ class Engine:
 
     def _applied_in_backward(self) -> bool:
         """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
-        return isinstance(self.optimizer, PagedAdam) and self.optimizer.applied
+        return isinstance(self.optimizer, PagedOptimizer) and self.optimizer.applied
 
     def _check_between_steps(self) -> None:
-        taken = isinstance(self.optimizer, PagedAdam) and bool(self.optimizer.norms)
+        taken = isinstance(self.optimizer, PagedOptimizer) and bool(self.optimizer.norms)
         if taken or any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             raise CheckpointError(
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
@@ -706,7 +707,7 @@ class Engine:
 
     def _make_optimizer_state(self) -> None:
         """State for every parameter, as a first step would make it, without a step: a checkpoint holds all of it."""
-        if isinstance(self.optimizer, PagedAdam):
+        if isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.init_state()
         elif isinstance(self.optimizer, torch.optim.Adam):
             for group in self.optimizer.param_groups:
@@ -721,6 +722,16 @@ class Engine:
                         )
                         if group["amsgrad"]:
                             self.optimizer.state[parameter]["max_exp_avg_sq"] = torch.zeros_like(parameter.data)
+        elif isinstance(self.optimizer, torch.optim.SGD):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self.optimizer.state[
+                        parameter
+                    ]  # there, even if empty: else torch would take a step to make it
+                    if parameter.requires_grad and group["momentum"] and state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(parameter.data)
+        elif not self.optimizer.state:
+            get_optimizer_state_dict(self.module, self.optimizer)  # torch makes it by a step that changes nothing
 
     def _gradient_factor(self) -> float | torch.Tensor | None:
         """What gradients are multiplied by before the step, to undo the loss scale and to clip; None where it must be skipped.
@@ -735,7 +746,9 @@ class Engine:
         factor: float | torch.Tensor = unscale
         if clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
             factor = torch.clamp(clipping / (norm + 1e-6), max=1.0) * unscale
-        if self.config.fp16.enabled or (isinstance(factor, torch.Tensor) and isinstance(self.optimizer, PagedAdam)):
+        if self.config.fp16.enabled or (
+            isinstance(factor, torch.Tensor) and isinstance(self.optimizer, PagedOptimizer)
+        ):
             known, factor = torch.stack([norm, torch.as_tensor(factor, device=norm.device)]).tolist()
             self._grad_norm = known
             if self.config.fp16.enabled and self._overflowed(known):
@@ -744,7 +757,7 @@ class Engine:
 
     def _step_optimizer(self, factor: float | torch.Tensor) -> None:
         """Step with the gradients multiplied by `factor`: on their way into the update where the optimizer is paged."""
-        if isinstance(self.optimizer, PagedAdam):
+        if isinstance(self.optimizer, PagedOptimizer):
             assert isinstance(factor, float)
             self.optimizer.step(grad_scale=factor)
             return
@@ -754,7 +767,7 @@ class Engine:
 
     def _scaled_norm(self) -> torch.Tensor:
         """Norm of the whole gradient as `backward` left it, scaled."""
-        taken = self.optimizer.take_gradients() if isinstance(self.optimizer, PagedAdam) else {}
+        taken = self.optimizer.take_gradients() if isinstance(self.optimizer, PagedOptimizer) else {}
         norms = []
         for parameter in self.module.parameters():
             if parameter in taken:

@@ -26,9 +26,9 @@ from infinity.errors import CheckpointError
 from infinity.runtime.checkpoint_folder import check_space
 from infinity.runtime.rest import encode
 from infinity.runtime.stored import Writer, cause_of
-from infinity.runtime.stored_arena import MOMENTS, StoredArena, is_arena_checkpoint
+from infinity.runtime.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.store.files import sync, write_durably
-from infinity.store.layout import Field
+from infinity.store.layout import MOMENTS, Field
 from infinity.store.manifest import FILE_NAME, StoredFile, find_checkpoint
 
 Progress = Callable[[int], None]
@@ -102,10 +102,11 @@ def _state_of(stored: StoredArena) -> tuple[dict[str, Any], dict[str, _Values]]:
     for each in stored.parameters:
         model[each.name] = torch.empty(each.shape, device="meta")
         values[f"model.{each.name}"] = _Values(each.name, Field.MASTER)
-        if each.name not in outside["steps"]:
+        steps = outside["steps"]
+        if not each.trained or (steps and each.name not in steps):  # SGD counts none
             continue
-        moments[each.name] = {"step": outside["steps"][each.name]}
-        for name, which in MOMENTS.items():
+        moments[each.name] = {"step": steps[each.name]} if steps else {}
+        for name, which in zip(stored.moments, MOMENTS, strict=False):
             moments[each.name][name] = torch.empty(each.shape, device="meta")
             values[f"optimizer.state.{each.name}.{name}"] = _Values(each.name, which)
     for alias, name in stored.manifest.aliases.items():

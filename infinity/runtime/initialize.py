@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
+from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.runtime.commits import Commits, open_run, outside_of, restore_arena
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
@@ -32,12 +33,12 @@ from infinity.runtime.materialize import (
     meta_parameters,
     stored_names,
 )
-from infinity.runtime.optimizers import check_pageable, make_optimizer, make_schedule, trained_names
+from infinity.runtime.optimizers import make_early, make_optimizer, make_schedule, stepper_for, trained_names
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.saved import make_activations
 from infinity.runtime.storage import choose_storage
 from infinity.schedule.gradients import gradient_itemsize
-from infinity.schedule.scheme import STATE_BYTES, choose_update
+from infinity.schedule.scheme import choose_update, state_bytes
 from infinity.store import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.activations import Activations
@@ -75,7 +76,8 @@ def initialize(
         args: an object with `deepspeed_config`, read when `config` is None.
         model: an nn.Module, on the CPU or built on the meta device (`infinity.init_empty`). It is changed in place.
         optimizer: a fresh torch optimizer over the model's parameters, a function of parameter groups that makes one, or None:
-            the config's. With NVMe it is Adam or AdamW, and another one takes its place; else it is kept.
+            the config's. With NVMe it is Adam, AdamW, SGD or another one that updates each element by itself, and another
+            object takes its place; else it is kept.
         model_parameters: parameters or parameter groups to train; all that require a gradient where None.
         training_data: a dataset; a DataLoader over it is returned, each rank's share in an order that is drawn with seed 0
             (`loader.sampler.set_epoch(n)` draws another).
@@ -113,22 +115,26 @@ def initialize(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
             )
             _check_supported(settled, model, init_fn, weights)
-            if settled.nvme_paths and isinstance(optimizer, torch.optim.Optimizer):
-                check_pageable(optimizer)
+            stepper = None
+            if settled.nvme_paths:
+                optimizer = early = make_early(model, optimizer, model_parameters)
             groups = trained_names(model, model_parameters, optimizer)
+            if settled.nvme_paths:
+                stepper = stepper_for(settled, early, groups)
         _report_ignored(settled)
         run = open_run(settled, resume=resume)
         if run is not None:
             undo.callback(run.close)
         resumed = run.resumed if run is not None else None
-        swap, live, activations = _shard_and_page(model, settled, run, undo)
+        moments = stepper.moments if stepper is not None else ADAM_MOMENTS
+        swap, live, activations = _shard_and_page(model, settled, moments, run, undo)
         remember_sharded(model)
         with together():
             outside = outside_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
             _give_values(model, swap, weights, init_fn, outside)
-            made = make_optimizer(model, settled, optimizer, groups, swap)
+            made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
         engine = Engine(
@@ -218,7 +224,7 @@ def _set_but_not_acted_on(config: Config) -> list[str]:
 
 
 def _shard_and_page(
-    model: nn.Module, config: Config, run: DurableRun | None, undo: ExitStack
+    model: nn.Module, config: Config, moments: tuple[str, ...], run: DurableRun | None, undo: ExitStack
 ) -> tuple[SwapManager | None, LiveParameters | None, Activations | None]:
     """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
@@ -231,7 +237,7 @@ def _shard_and_page(
         wrap, outline, notes = choose_wrap(model, classes, zero)
     swap = None
     if any(_mixed_residency(config)):
-        swap = _page(model, config, mesh, wrap, run, notes, undo)
+        swap = _page(model, config, mesh, wrap, moments, run, notes, undo)
     else:
         _shard(model, config, mesh, wrap)
     live = None
@@ -303,6 +309,7 @@ def _page(
     config: Config,
     mesh: DeviceMesh,
     wrap: Sequence[nn.Module],
+    moments: tuple[str, ...],
     run: DurableRun | None,
     notes: list[str],
     undo: ExitStack,
@@ -316,7 +323,7 @@ def _page(
         resident_numel_below=zero.stage3_param_persistence_threshold,
         resident_small_numel_max=zero.stage3_model_persistence_threshold,
         resident_numel_max=zero.offload_param.max_in_cpu,
-        cache_bytes=_cache_bytes(config, model, mesh),
+        cache_bytes=_cache_bytes(config, model, mesh, len(moments)),
         update=choose_update(
             own.update,
             clipping=config.gradient_clipping > 0,
@@ -330,6 +337,7 @@ def _page(
         gradient_dtype=_gradient_dtype(config),
         gradient_bytes_max=None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
         activation_bytes=own.offload_activations.buffer_bytes if own.offload_activations.device == "nvme" else 0,
+        moments=moments,
     )
     with together():
         storage = choose_storage(config)
@@ -373,11 +381,11 @@ def _gradient_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if reduced_in_16_bits else dtype
 
 
-def _cache_bytes(config: Config, model: nn.Module, mesh: DeviceMesh) -> int:
+def _cache_bytes(config: Config, model: nn.Module, mesh: DeviceMesh, moments: int) -> int:
     """What stays in host memory from step to step: as asked for in bytes, or as a share of the optimizer's state."""
-    state_bytes = STATE_BYTES * sum(p.numel() for p in model.parameters()) // mesh.size(-1)
+    whole_bytes = state_bytes(moments) * sum(p.numel() for p in model.parameters()) // mesh.size(-1)
     offload = config.zero_optimization.offload_optimizer
-    kept = (1.0 - offload.ratio) * state_bytes if offload.device == "nvme" else 0.0
+    kept = (1.0 - offload.ratio) * whole_bytes if offload.device == "nvme" else 0.0
     return max(config.infinity.host_cache_bytes, int(kept))
 
 

@@ -6,7 +6,7 @@ An optimizer or a schedule may come from the config or from the caller, made or 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from infinity.config import AdamConfig, Config, SGDConfig
 from infinity.errors import ConfigError
+from infinity.optim.hosted import Stepper
 from infinity.runtime.lr_schedules import make_lr_scheduler
-from infinity.swap import PagedAdam, SwapManager
+from infinity.swap import HostedOptimizer, PagedAdam, SwapManager
+from infinity.swap.hosted_optimizer import stand_in
 from infinity.swap.names import parameter_names, parameters_by_name
 
 Groups = list[tuple[dict[str, Any], list[str]]]
@@ -45,45 +47,71 @@ def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, opti
     return found
 
 
+def make_early(
+    model: nn.Module,
+    given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+) -> torch.optim.Optimizer | None:
+    """The caller's optimizer over the model as it is before it is sharded: what has its state paged must be known by then."""
+    if given is None or isinstance(given, torch.optim.Optimizer):
+        return given
+    named: dict[str, nn.Parameter] = parameters_by_name(model)
+    groups = trained_names(model, model_parameters, None)
+    return given([{**settings, "params": [named[name] for name in names]} for settings, names in groups])
+
+
+def stepper_for(config: Config, given: torch.optim.Optimizer | None, groups: Groups) -> Stepper | None:
+    """What steps the pieces of a paged model; None where that is the kernel for Adam and AdamW.
+
+    Raises ConfigError for an optimizer that has stepped, and for one that can't be paged.
+    """
+    if given is None:
+        return Stepper(_sgd([stand_in(each) for each, _ in groups], config)) if _wants_sgd(config) else None
+    if any(float(state.get("step", 1)) for state in given.state.values()):
+        raise ConfigError(_HAS_STEPPED)
+    adam = isinstance(given, torch.optim.Adam) and not any(group["amsgrad"] for group in given.param_groups)
+    if adam and inspect.unwrap(type(given).step) is inspect.unwrap(torch.optim.Adam.step):
+        return None
+    return Stepper(given)
+
+
 def make_optimizer(
-    model: nn.Module, config: Config, given: Any, groups: Groups, swap: SwapManager | None
+    model: nn.Module, config: Config, given: Any, groups: Groups, swap: SwapManager | None, stepper: Stepper | None
 ) -> torch.optim.Optimizer:
     """The optimizer over the sharded parameters: the caller's, made to hold them, or the config's; paged where `swap` is.
 
-    Raises ConfigError for one that has stepped, and for one that can't be paged.
+    Raises ConfigError for one that has stepped.
     """
     parameters = parameters_by_name(model)
     regrouped = [{**settings, "params": [parameters[name] for name in names]} for settings, names in groups]
-    if isinstance(given, torch.optim.Optimizer):
-        if given.state:
-            raise ConfigError("pass an optimizer that has not stepped yet; its state can't follow the parameters")
-    elif callable(given):
-        made: torch.optim.Optimizer = given(regrouped)
-        if swap is None:
-            return made
-        given, regrouped = made, made.param_groups
+    if stepper is not None:
+        assert swap is not None
+        return HostedOptimizer(regrouped, swap=swap, like=stepper)
     if swap is not None:
-        if given is not None:
-            check_pageable(given)
         settings = given.defaults if given is not None else _settings_in(config)
         return PagedAdam(regrouped, swap=swap, **{key: settings[key] for key in _PAGED_SETTINGS if key in settings})
-    if given is not None:
+    if isinstance(given, torch.optim.Optimizer):
+        if given.state:
+            raise ConfigError(_HAS_STEPPED)
         for group, holding in zip(given.param_groups, regrouped, strict=True):
             group["params"] = holding["params"]
-        return given  # type: ignore[no-any-return]
-    if isinstance(config.optimizer, SGDConfig):
-        return torch.optim.SGD(regrouped, **config.optimizer.model_dump(exclude={"type"}))
-    return torch.optim.Adam(regrouped, **_settings_in(config))
+        return given
+    if given is not None:
+        made: torch.optim.Optimizer = given(regrouped)
+        return made
+    return _sgd(regrouped, config) if _wants_sgd(config) else torch.optim.Adam(regrouped, **_settings_in(config))
 
 
-def check_pageable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where it is something else than torch's Adam or AdamW."""
-    adam = isinstance(optimizer, torch.optim.Adam)
-    if not adam or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(torch.optim.Adam.step):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} can't be paged: with NVMe the state is stepped piece by piece, by a kernel "
-            "that there is for Adam and AdamW; pass torch.optim.AdamW or Adam, or leave parameters and optimizer state off NVMe"
-        )
+def _wants_sgd(config: Config) -> bool:
+    return isinstance(config.optimizer, SGDConfig)
+
+
+def _sgd(groups: list[dict[str, Any]], config: Config) -> torch.optim.SGD:
+    assert isinstance(config.optimizer, SGDConfig)
+    return torch.optim.SGD(groups, **config.optimizer.model_dump(exclude={"type"}))
+
+
+_HAS_STEPPED = "pass an optimizer that has not stepped yet; its state can't follow the parameters"
 
 
 def make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, before: Any) -> Any:

@@ -27,9 +27,6 @@ from infinity.store.snapshot import Snapshot, rows_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
-"""By the name that they have in the optimizer's state."""
-
 
 def is_arena_checkpoint(path: Path) -> bool:
     """Whether the checkpoint in this folder is one of arenas."""
@@ -144,6 +141,11 @@ class StoredArena:
     def parameters(self) -> tuple[StoredParameter, ...]:
         """The model's, as rank 0 had them."""
         return self.rank(0).place.parameters
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What the optimizer kept of each element, by its names."""
+        return self.rank(0).place.moments
 
     def rank(self, rank: int) -> RankState:
         """What a rank has stored. Raises CheckpointError."""

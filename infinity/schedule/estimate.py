@@ -13,7 +13,7 @@ from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, b
 from infinity.schedule.floor import Part, candidates_of, step_bytes
 from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
 from infinity.schedule.residency import choose_resident
-from infinity.schedule.scheme import COPY_BYTES, STATE_BYTES, Scheme
+from infinity.schedule.scheme import COPY_BYTES, Scheme, state_bytes
 from infinity.schedule.transformer import Transformer
 from infinity.units import GIB, PAGE_BYTES, align_up
 
@@ -68,7 +68,7 @@ class Strategy:
         """Bytes on NVMe of each element: of its copy, and of the rest of its state."""
         if self.optimizer != "nvme":
             return 0, 0
-        return (COPY_BYTES, scheme.rest_bytes()) if self.parameters == "nvme" else (0, STATE_BYTES)
+        return (COPY_BYTES, scheme.rest_bytes()) if self.parameters == "nvme" else (0, state_bytes(scheme.moments))
 
     def updates_in_passes(self, scheme: Scheme) -> bool:
         """Whether groups are updated in forward or backward: only state on NVMe has anything to gain by it."""
@@ -350,7 +350,8 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
         device[_COPIES] = COPY_BYTES * shard
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
     what = "remainders" if copy_bytes and scheme.copy_is_state() else "masters"
-    home[f"optimizer state: {what} and moments"] = (rest_bytes or STATE_BYTES) * shard
+    user = f"optimizer state: {what} and moments" if scheme.moments else f"optimizer state: {what}"
+    home[user] = (rest_bytes or state_bytes(scheme.moments)) * shard
     if not (strategy.optimizer == "nvme" and scheme.update == "backward"):
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.uses_nvme:

@@ -1,12 +1,12 @@
 """Floor 3. The sums every measured step stands beside: bytes a step must move, and the time it can't go below.
 
-16-bit model, fp32 Adam, gradients in host memory (docs/architecture.md, "The sum").
+16-bit model, fp32 state, gradients in host memory (docs/architecture.md, "The sum").
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
 from infinity.schedule.scheme import COPY_BYTES, Scheme
@@ -37,7 +37,8 @@ def candidates_of(part: Part, scheme: Scheme, *, copy_itemsize: int = COPY_BYTES
     if not part.trained:
         return Candidate(copy_itemsize * part.numel, 1, part.gathers, 0), Candidate(0, 1, 0, 0)
     if not part.copy_on_nvme:  # masters rest in full
-        return Candidate(0, 1, 0, 0), Candidate(Scheme("full").rest_bytes() * part.numel, 1, 1, 1)
+        full = replace(scheme, master_weights="full")
+        return Candidate(0, 1, 0, 0), Candidate(full.rest_bytes() * part.numel, 1, 1, 1)
     copies = Candidate(copy_itemsize * part.numel, 1, scheme.copy_reads(part.gathers, copy_itemsize), 1)
     return copies, Candidate(scheme.rest_bytes(copy_itemsize) * part.numel, 1, 1, 1)
 

@@ -27,7 +27,7 @@ from infinity.schedule.estimate import (
 )
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.gradients import GRADIENT_BYTES
-from infinity.schedule.scheme import COPY_BYTES, MASTER_BYTES, Scheme
+from infinity.schedule.scheme import ADAM_MOMENTS, COPY_BYTES, MASTER_BYTES, Scheme
 from infinity.schedule.simulator import (
     Pause,
     Program,
@@ -45,9 +45,15 @@ from infinity.units import format_bytes
 USABLE = 0.95
 """The share of a memory that can be planned with; the rest goes to fragmentation and to what else lives there."""
 
-ADAM_BYTES = 28
-"""Memory traffic of a fused AdamW per element: parameter, gradient and moments read, all but the gradient written. A split
-master's two halves are the parameter."""
+PARAMETER_BYTES = 12
+"""Memory traffic of a fused update per element: parameter and gradient read, the parameter written. A split master's two halves
+are the parameter."""
+
+MOMENT_TRAFFIC_BYTES = 8
+"""The same for each moment: read and written."""
+
+ADAM_BYTES = PARAMETER_BYTES + ADAM_MOMENTS * MOMENT_TRAFFIC_BYTES
+"""The same for AdamW."""
 
 CAST_BYTES = 6
 """The same for a new 16-bit copy that torch makes: read from fp32 and written. The kernel for what rests on NVMe writes it in
@@ -493,12 +499,13 @@ class _Programmer:
 
 def update_bytes(strategy: Strategy, scheme: Scheme) -> int:
     """Memory traffic of an update per element, the norm and clipping aside."""
+    fused = PARAMETER_BYTES + scheme.moments * MOMENT_TRAFFIC_BYTES
     if not strategy.on_host:
-        return ADAM_BYTES
+        return fused
     if strategy.optimizer != "nvme":
-        return ADAM_BYTES + CAST_BYTES
+        return fused + CAST_BYTES
     split = scheme.master_weights == "split" and strategy.parameters == "nvme"
-    return ADAM_BYTES if split else ADAM_BYTES + COPY_BYTES
+    return fused if split else fused + COPY_BYTES
 
 
 def plans_for(

@@ -1,10 +1,11 @@
 """Floor 3. The scheme of a step: how master weights rest on the drive, when a group is updated, and what that moves.
 
 [Note: Schemes]
-Master weights rest *split*, as the bf16 copy that is gathered and the 16 bits that rounding took away (12 bytes of state per
-element, the copy among them), or in *full* beside the copy (14). A group is updated in the optimizer *step* after the backward;
-or just before its next *forward*, by the numbers that the step settled; or in the *backward*, as soon as its gradient is
-reduced, which is the same only where nothing has to be known of all gradients before. Bytes per element of one micro-batch:
+Master weights rest *split*, as the bf16 copy that is gathered and the 16 bits that rounding took away (with Adam
+12 bytes of state per element, the copy among them), or in *full* beside the copy (14). A group is updated in the optimizer
+*step* after the backward; or just before its next *forward*, by the numbers that the step settled; or in the *backward*, as
+soon as its gradient is reduced, which is the same only where nothing has to be known of all gradients before. Bytes per element
+of one micro-batch:
 
     split      forward             backward            step      read   written
     step       2                   2                   12        16     12
@@ -13,6 +14,8 @@ reduced, which is the same only where nothing has to be known of all gradients b
 
 In full the step reads 12 and writes 14. Updated before its forward, a group gets its copy from the update (12 + 2 read);
 updated in its backward, it has read the copy for that already, and reads the master beside it (2 + 2 + 12).
+
+An optimizer that keeps less than Adam's two moments moves 4 bytes less, both ways, for each that it doesn't keep.
 """
 
 from __future__ import annotations
@@ -31,16 +34,22 @@ COPY_BYTES = 2
 MASTER_BYTES = 4
 MOMENT_BYTES = 4
 
-STATE_BYTES = MASTER_BYTES + 2 * MOMENT_BYTES
-"""Master and moments; split, the copy is a part of them."""
+ADAM_MOMENTS = 2
+"""Numbers that Adam keeps of each element. SGD keeps one, its momentum, or none without."""
+
+
+def state_bytes(moments: int = ADAM_MOMENTS) -> int:
+    """Master and moments of one element; split, the copy is a part of them."""
+    return MASTER_BYTES + moments * MOMENT_BYTES
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """See [Note: Schemes]."""
+    """See [Note: Schemes]. `moments`: how many numbers (fp32) the optimizer keeps of each element."""
 
     master_weights: MasterWeights = "split"
     update: Update = "forward"
+    moments: int = ADAM_MOMENTS
 
     @property
     def in_passes(self) -> bool:
@@ -53,7 +62,7 @@ class Scheme:
 
     def rest_bytes(self, copy_itemsize: int = COPY_BYTES) -> int:
         """State per element beside what is gathered: a remainder and moments, moments alone, or master and moments."""
-        return STATE_BYTES - (copy_itemsize if self.copy_is_state(copy_itemsize) else 0)
+        return state_bytes(self.moments) - (copy_itemsize if self.copy_is_state(copy_itemsize) else 0)
 
     def copy_reads(self, gathers: int, copy_itemsize: int = COPY_BYTES) -> int:
         """How often a step reads a trained copy that is gathered `gathers` times in it and doesn't stay in memory."""

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from infinity.store.layout import Layout
+from infinity.store.layout import MOMENTS, Layout
 from infinity.units import GIB
 
 VERSION = 1
@@ -34,6 +34,7 @@ _LINE_BYTES_MAX = 192
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Bits = Annotated[str, Field(pattern=r"^[01]*$")]
 _Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
 _T = TypeVar("_T")
 
 
@@ -69,6 +70,8 @@ class Place:
         rank, ranks: whose it is, of how many; `shards`: over how many of them each parameter is sharded.
         copy_dtype: in which parameters are gathered.
         pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
+        moments: what the optimizer keeps of each element, by its own names, in the order of the fields. Records that don't say
+            are older, and Adam's.
     """
 
     rank: _Count
@@ -80,6 +83,7 @@ class Place:
     arena_bytes: _Count
     parameters: tuple[StoredParameter, ...]
     sub_groups: tuple[StoredSubGroup, ...]
+    moments: Annotated[tuple[_Name, ...], Field(max_length=len(MOMENTS))] = ("exp_avg", "exp_avg_sq")
 
     @cached_property
     def as_json(self) -> bytes:
@@ -197,6 +201,7 @@ def describe(
     pattern: Sequence[int] = (0,),
     stripe_bytes: int = 1,
     arena_bytes: int = 0,
+    moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
 ) -> Place:
     """The place that a model laid out so has; `shapes`: of its whole parameters, in the order of the layout's shards."""
     return Place(
@@ -215,6 +220,7 @@ def describe(
             StoredSubGroup(each.space, each.start, each.numel, each.trained, each.copy_itemsize, each.split)
             for each in layout.sub_groups
         ),
+        moments=tuple(moments),
     )
 
 
@@ -231,6 +237,8 @@ def differences(there: Place, here: Place) -> Iterator[str]:
         return
     if there.copy_dtype != here.copy_dtype:
         yield f"parameters were gathered in {there.copy_dtype}, and are in {here.copy_dtype} now"
+    if there.moments != here.moments:
+        yield f"its optimizer kept {_kept(there.moments)}, and keeps {_kept(here.moments)} now: use the one of that run"
     theirs = {each.name: each for each in there.parameters}
     ours = {each.name: each for each in here.parameters}
     for what, names in (("it has no", ours.keys() - theirs.keys()), ("the model has no", theirs.keys() - ours.keys())):
@@ -246,6 +254,10 @@ def differences(there: Place, here: Place) -> Iterator[str]:
             "its sub-groups are cut or kept in another way: set zero_optimization.sub_group_size, infinity.pinned_bytes_max "
             "and infinity.master_weights as they were"
         )
+
+
+def _kept(moments: Sequence[str]) -> str:
+    return " and ".join(moments) or "nothing"
 
 
 def _ranks(count: int) -> str:

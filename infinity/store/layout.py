@@ -7,12 +7,13 @@ fetched with their group, so all of them share one flat space of their own.
 
 A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-group is one extent:
 
-    | copy (bf16) | remainder (16-bit) | exp_avg (fp32) | exp_avg_sq (fp32) |   trained
-    | copy (16-bit) | master (fp32) | exp_avg (fp32) | exp_avg_sq (fp32) |      trained, the master kept in full
-    | copy (16-bit) | master (fp32) |                                           frozen
+    | copy (bf16) | remainder (16-bit) | moment 1 (fp32) | moment 2 (fp32) |   trained
+    | copy (16-bit) | master (fp32) | moment 1 (fp32) | moment 2 (fp32) |      trained, the master kept in full
+    | copy (16-bit) | master (fp32) |                                          frozen
 
-A bf16 copy and the remainder that the rounding left are the master (infinity/optim/split.py): 12 bytes an element instead of
-14. Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
+The moments are the optimizer's own numbers, as many as it keeps per element: Adam's two, SGD's momentum, or none. A bf16 copy
+and the remainder that the rounding left are the master (infinity/optim/split.py): with Adam 12 bytes an element instead of 14.
+Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
 a sub-group's state with one read and writes it and the new copy with one write, and the copies of a group's sub-groups,
 read one behind the other, give back the group's flat space without a gap: a shard cut by a sub-group boundary is whole
 again. Where compute runs in fp32 there is no copy field: the master is what gets gathered. Nor is there one in the space of
@@ -49,11 +50,16 @@ class Field(enum.Enum):
     COPY = "copy"
     MASTER = "master"
     REMAINDER = "remainder"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
+    MOMENT_1 = "moment 1"
+    MOMENT_2 = "moment 2"
+    MOMENT_3 = "moment 3"
+    MOMENT_4 = "moment 4"
 
 
-_STATE = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
+MOMENTS = (Field.MOMENT_1, Field.MOMENT_2, Field.MOMENT_3, Field.MOMENT_4)
+"""Of which a layout has the first few."""
+
+_STATE = (Field.MASTER, *MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -100,15 +106,17 @@ class SubGroup:
     """The fields that stay in pinned memory."""
     gradient_itemsize: int = 0
     """Bytes per element of a gradient that waits for its update on NVMe; 0 where it waits in host memory."""
+    moments: int = 2
+    """How many numbers (fp32) the optimizer keeps of each element, where it is trained."""
 
     @property
     def fields(self) -> tuple[Field, ...]:
         """What is kept of its elements, in order."""
+        moments = MOMENTS[: self.moments] if self.trained else ()
         if self.split:
-            return (Field.COPY, Field.REMAINDER, Field.EXP_AVG, Field.EXP_AVG_SQ)
+            return (Field.COPY, Field.REMAINDER, *moments)
         copy = (Field.COPY,) if self.copy_itemsize else ()
-        state = (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ) if self.trained else (Field.MASTER,)
-        return copy + state
+        return (*copy, Field.MASTER, *moments)
 
     @property
     def resting(self) -> tuple[Field, ...]:
@@ -229,6 +237,7 @@ def plan_layout(
     hold_state: bool = False,
     cached: Mapping[tuple[int, bool], Cached] | None = None,
     gradient_itemsizes: Mapping[int, int] | None = None,
+    moments: int = 2,
 ) -> Layout:
     """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
 
@@ -241,6 +250,7 @@ def plan_layout(
         hold_state: masters and moments stay in host memory, and the extents hold copies only.
         cached: by flat space and whether trained: what of this part of the space stays in pinned memory.
         gradient_itemsizes: bytes per element of the gradients that rest on NVMe, by flat space; the others stay in host memory.
+        moments: how many numbers the optimizer keeps of each element.
     """
     if sub_group_numel_max < SPACE_ALIGN:
         raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
@@ -258,7 +268,7 @@ def plan_layout(
                 for start, numel in _cut(low, high, sub_group_numel_max):
                     pieces = pieces_of(part, shards, place, start, numel)
                     split = split_master and trained and own_copy > 0 and not hold_state
-                    sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, split, held)
+                    sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, split, held, moments=moments)
                     gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
                     kept = keep.fields_of(sub, start - part.start)
                     cuts.append(replace(sub, cached=kept, gradient_itemsize=gradient))

@@ -1,7 +1,7 @@
 """Floor 2. What a checkpoint's arena file holds of one rank, and where in it what lies: pure arithmetic, no torch, no I/O.
 
     sub-group 0 | sub-group 1 | ...      rankN.arena
-    copy | remainder | exp_avg | ...     each: all of its fields, in the order of layout.py
+    copy | remainder | moment 1 | ...    each: all of its fields, in the order of layout.py
 
 It is the same file whatever of it rested in the arena or in host memory, and whichever half was current. What lies outside is
 in `rankN.record` beside it, which is a commit record (infinity/store/commit.py) and says how the sub-groups are cut.
@@ -63,6 +63,8 @@ def _check_parameters(place: Place) -> None:
         raise ValueError(f"rank {place.rank} of {place.ranks}, sharded over {place.shards}, can't be")
     if len({each.name for each in place.parameters}) != len(place.parameters):
         raise ValueError("a parameter is in it twice")
+    if len(set(place.moments)) != len(place.moments):
+        raise ValueError("a moment is in it twice")
     for each in place.parameters:
         if not each.shape or each.numel != rows_of((-(-each.shape[0] // place.shards), *each.shape[1:]), 0, 1)[1]:
             raise ValueError(f"{each.name} of shape {each.shape} can't have {each.numel} elements on a rank")
@@ -108,5 +110,7 @@ def _cut_as_given(
         if cut.split and not (trained and cut.copy_itemsize and place.copy_dtype == "bfloat16"):
             raise ValueError(f"sub-group {index} can't have split masters")
         pieces = pieces_of(part, shards, where, at, cut.numel)
-        yield SubGroup(index, space, at, cut.numel, trained, cut.copy_itemsize, pieces, cut.split)
+        yield SubGroup(
+            index, space, at, cut.numel, trained, cut.copy_itemsize, pieces, cut.split, moments=len(place.moments)
+        )
         at += cut.numel

@@ -1,8 +1,20 @@
 """Floor 4. The swap floor: parameters and optimizer state between the arena, the pinned pool and FSDP2."""
 
 from infinity.schedule.timeline import TraceSummary
+from infinity.swap.hosted_optimizer import HostedOptimizer, PagedSGD
 from infinity.swap.manager import SwapManager, SwapStats
-from infinity.swap.paged_optimizer import PagedAdam, PagedAdamW
+from infinity.swap.paged_adam import PagedAdam, PagedAdamW
+from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.paged_tensor import PagedTensor
 
-__all__ = ["PagedAdam", "PagedAdamW", "PagedTensor", "SwapManager", "SwapStats", "TraceSummary"]
+__all__ = [
+    "HostedOptimizer",
+    "PagedAdam",
+    "PagedAdamW",
+    "PagedOptimizer",
+    "PagedSGD",
+    "PagedTensor",
+    "SwapManager",
+    "SwapStats",
+    "TraceSummary",
+]

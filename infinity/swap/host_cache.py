@@ -59,7 +59,7 @@ def _copy_reads(sub: SubGroup, scheme: Scheme, gathers: int) -> int:
     if not sub.trained:
         return gathers
     found = Scheme("split" if sub.split else "full", scheme.update)
-    return found.copy_reads(gathers, sub.itemsize(sub.gathered)) if Field.EXP_AVG in sub.resting else gathers
+    return gathers if sub.held else found.copy_reads(gathers, sub.itemsize(sub.gathered))
 
 
 def _parts(layout: Layout) -> list[_Part]:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease, PoolPart
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
+from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.schedule.estimate import record_bytes
 from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
@@ -206,6 +207,7 @@ class SwapManager:
         gradient_dtype: torch.dtype = torch.float32,
         gradient_bytes_max: int | None = None,
         activation_bytes: int = 0,
+        moments: Sequence[str] = ADAM_MOMENTS,
     ) -> None:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
@@ -237,6 +239,8 @@ class SwapManager:
                 see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
             activation_bytes: so much of the pinned memory is for saved activations on their way to NVMe and back: see
                 `shelf_for_activations`.
+            moments: what the optimizer keeps of each element, by the names it has in its `state`, 4 bytes each: Adam's two, or
+                `("momentum_buffer",)` for SGD, or `()` for SGD without momentum.
             gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
                 wait in memory where None. With either of these the gradients are taken in the backward, and `.grad` is None
                 after it; without a meaning where updates are in the backward.
@@ -260,6 +264,7 @@ class SwapManager:
             gradient_dtype=gradient_dtype,
             gradient_bytes_max=gradient_bytes_max,
             activation_bytes=activation_bytes,
+            moments=tuple(moments),
         )
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
@@ -268,7 +273,7 @@ class SwapManager:
             self._alone = mesh.size(-1) == 1
             outlines = [group.outline for group in groups]
             layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
-            place = self._checked_place(layout, outlines, mesh.size(-1), dtype)
+            place = self._checked_place(layout, outlines, mesh.size(-1), dtype, placing)
             device = self._device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
             machinery.adopt(device, pin=self._pin_memory)
@@ -325,7 +330,7 @@ class SwapManager:
         """
         groups = outlined_groups(model, wrap)
         layout, _ = self._plan(groups, ranks, dtype, placing)
-        self._checked_place(layout, groups, ranks, dtype)
+        self._checked_place(layout, groups, ranks, dtype, placing)
         nbytes = layout.nbytes + layout.gradient_bytes
         if self.run is not None:
             nbytes += layout.nbytes + record_bytes(layout.nbytes)
@@ -613,13 +618,16 @@ class SwapManager:
         pinned_bytes = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
         return plan_model(groups, ranks, dtype, placing, pinned_bytes)
 
-    def _checked_place(self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype) -> Place:
+    def _checked_place(
+        self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing
+    ) -> Place:
         """How the state lies, the drives aside. Raises CheckpointError where what a durable run goes on from lies in another
         way."""
         shapes = [parameter.shape for group in groups for parameter in group.parameters]
         kind = str(dtype).removeprefix("torch.")
         world = dist.get_world_size()
-        place = describe(layout, shapes, rank=dist.get_rank(), ranks=world, shards=ranks, copy_dtype=kind)
+        rank, moments = dist.get_rank(), placing.moments
+        place = describe(layout, shapes, rank=rank, ranks=world, shards=ranks, copy_dtype=kind, moments=moments)
         if self.run is None or self.run.resumed is None:
             return place
         if why := list(differences(self.run.resumed.place, place)):

@@ -1,7 +1,7 @@
-"""Floor 4. Adam and AdamW over paged parameters: what a step does to each sub-group; when, the swap manager decides.
+"""Floor 4. An optimizer over paged parameters: what a step does to each sub-group; when, the swap manager decides.
 
-The numbers are those of `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls
-the same kernels.
+What is common to all of them is here: gradients, what is updated when, state. How elements are updated the kinds know that are
+in paged_adam.py and hosted_optimizer.py.
 """
 
 from __future__ import annotations
@@ -20,62 +20,43 @@ from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
-from infinity.optim import AdamSettings, adam_, kernel
-from infinity.optim.kernel import GradPiece
-from infinity.store import Field
+from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, Update
 from infinity.swap.paged_tensor import PagedTensor
 
-_MOMENTS = {"exp_avg": Field.EXP_AVG, "exp_avg_sq": Field.EXP_AVG_SQ}
 
-
-class PagedAdam(torch.optim.Adam):
-    """`torch.optim.Adam` for the parameters of a model that `swap.page` was called on.
-
-    Args:
-        params: parameters or parameter groups, as for torch; all of them paged by `swap`.
-        swap: the manager that paged the model.
-        lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as for torch.
+class PagedOptimizer(torch.optim.Optimizer):
+    """For the parameters of a model that `swap.page` was called on. Those that can be made are below it.
 
     When a parameter is updated follows from `swap.page(update=...)`. `state_dict`, `load_state_dict`, param_groups and lr
-    schedulers work as with torch: the moments in `state` are paged
-    tensors. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
+    schedulers work as with torch: what `state` holds of each element is a paged tensor.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        swap: SwapManager,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+    moments: tuple[str, ...] = ()
+    """What is kept of each element, by its names in `state`."""
+    counts_steps: bool = True
+    """Whether `state` holds a "step"."""
+
+    def _adopt(self, swap: SwapManager) -> None:
+        """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
+        did, and where it has no place for the moments."""
         self._swap = swap
+        self._fields = dict(zip(swap.place.moments, FIELDS, strict=False))
+        if not self._fields.keys() >= set(self.moments):
+            raise ConfigError(
+                f"{type(self).__name__} keeps {_kept(self.moments)} of each element, and there is room for "
+                f"{_kept(self._fields)}: page the model with swap.page(model, moments={self.moments!r})"
+            )
         for group in self.param_groups:
-            _settings(group)
+            self._settings(group)
             for parameter in group["params"]:
                 _trained_shard(parameter)
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         """Norms (0-D) of the gradients that were taken in the backward since the last step."""
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
-        self._used: dict[nn.Parameter, AdamSettings] = {}
+        self._used: dict[nn.Parameter, Any] = {}
         """With what was updated in the backward since the last step."""
         self._coming: list[tuple[PagedGroup, dict[PagedSubGroup, Update]]] = []
         """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
@@ -118,8 +99,7 @@ class PagedAdam(torch.optim.Adam):
                 updates[sub] = partial(self._update, sub, own, self._swap.gradients.claim(sub))
         self._swap.paged.defer(updates)
         for each in stepping.values():
-            self.state[each.parameter]["step"] += 1
-            each.shard.stepped = True
+            self._note_step_of(each)
         if self._swap.update_at != "step":
             for each in stepping.values():
                 each.parameter.grad = None  # whoever changed it would change the update
@@ -196,8 +176,7 @@ class PagedAdam(torch.optim.Adam):
             assert each.parameter.grad is not None
             self.norms[each.parameter] = torch._foreach_norm([each.parameter.grad])[0]
             self._used[each.parameter] = each.settings
-            self.state[each.parameter]["step"] += 1
-            each.shard.stepped = True
+            self._note_step_of(each)
             each.parameter.grad = None
         behind = self._swap.groups_coming
         if behind and not self._coming:
@@ -212,7 +191,7 @@ class PagedAdam(torch.optim.Adam):
 
     def _check_used(self, grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than this step would."""
-        now = {p: _settings(group) for group in self.param_groups for p in group["params"]} if self._used else {}
+        now = {p: self._settings(group) for group in self.param_groups for p in group["params"]} if self._used else {}
         if self._used and (grad_scale != 1.0 or any(now[p] != used for p, used in self._used.items())):
             raise InfinityError(
                 "the gradients were applied in the backward already, with other settings than those of this step: set the "
@@ -241,9 +220,13 @@ class PagedAdam(torch.optim.Adam):
                     self._init_state_of(parameter)
 
     def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """These parameters were stepped so often, and their moments are in the arena. For an optimizer without state."""
+        """These parameters were stepped so often, and the moments of all that were are in the arena. For an optimizer without
+        state."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in steps or _trained_shard(parameter).stepped:
+                    self._init_state_of(parameter, zero=False)
         for parameter, step in steps.items():
-            self._init_state_of(parameter, zero=False)
             self.state[parameter]["step"].copy_(step)
 
     @contextlib.contextmanager
@@ -258,15 +241,16 @@ class PagedAdam(torch.optim.Adam):
         """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
-            moments = {name: loaded[name] for name in _MOMENTS}
+            moments = {name: loaded[name] for name in self.moments if loaded.get(name) is not None}
             del self.state[parameter]
-            self._init_state_of(parameter, zero=False)
+            self._init_state_of(parameter, zero=moments.keys() != {*self.moments})
             for name, moment in moments.items():
                 self.state[parameter][name]._local_tensor.copy_(_local_of(moment))
-            self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
+            if self.counts_steps:
+                self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._swap.paged.mend()
 
-    def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, _Stepping]:
+    def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
         has = self._swap.gradients.has
         chosen = [
@@ -277,18 +261,32 @@ class PagedAdam(torch.optim.Adam):
         ]
         left = {_trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
         grads = dict(zip(left, self._swap.host_gradients.start([*left.values()]), strict=True))
-        found: dict[int, _Stepping] = {}
+        found: dict[int, Stepping] = {}
         for parameter, group in chosen:
             self._init_state_of(parameter)
             shard = _trained_shard(parameter)
-            step = self.state[parameter]["step"].clone()
+            step = self.state[parameter]["step"].clone() if self.counts_steps else torch.zeros(())
+            first = not shard.stepped or (self.counts_steps and not step)
             grad = grads.get(shard.index)
-            found[shard.index] = _Stepping(shard, parameter, _settings(group), step, grad, grad_scale)
+            found[shard.index] = Stepping(shard, parameter, self._settings(group), step, first, grad, grad_scale)
         return found
+
+    def _note_step_of(self, each: Stepping) -> None:
+        if self.counts_steps:
+            self.state[each.parameter]["step"] += 1
+        each.shard.stepped = True
+
+    def _settings(self, group: dict[str, Any]) -> Any:
+        """What one step needs to know of a parameter group: fixed, hashable. Raises ConfigError for what can't be paged."""
+        raise NotImplementedError
+
+    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
+        """Step elements of one sub-group, by their settings, and make its copies anew."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def _update(
-        self, sub: PagedSubGroup, stepping: dict[int, _Stepping], kept: torch.Tensor | None, lease: Lease | None
+        self, sub: PagedSubGroup, stepping: dict[int, Stepping], kept: torch.Tensor | None, lease: Lease | None
     ) -> None:
         """Step the pieces of one sub-group in place and refresh its copies. `kept`: its gradients where they were taken."""
         if kept is None and any(each.grad is None for each in stepping.values()):
@@ -296,7 +294,7 @@ class PagedAdam(torch.optim.Adam):
             kept = self._swap.gradients.staged(sub, lease)
         elif kept is not None:
             self._swap.host_gradients.settle()
-        batches: dict[AdamSettings, list[_Piece]] = {}
+        batches: dict[Any, list[Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
             numel = min(piece.numel, each.numel - piece.start) if each else 0  # padding is never stepped
@@ -306,12 +304,8 @@ class PagedAdam(torch.optim.Adam):
                 else:
                     assert kept is not None
                     grad = kept[piece.offset : piece.offset + numel]
-                batches.setdefault(each.settings, []).append(_Piece(each, piece.offset, piece.start, numel, grad))
-        for settings, batch in batches.items():
-            if kernel.matches_torch(settings):
-                _step_in_one_pass(sub, settings, batch, lease)
-            else:
-                _step_as_torch(sub, settings, batch, lease)
+                batches.setdefault(each.settings, []).append(Piece(each, piece.offset, piece.start, numel, grad))
+        self._step_pieces(sub, batches, lease)
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:
             master = sub.master(lease)
@@ -319,31 +313,29 @@ class PagedAdam(torch.optim.Adam):
                 done.stepping.shard.set_resident(done.start, master[done.place])
 
     def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
-        """Make the state of a parameter that has none: step 0 and moments of zero (or left as they are in the arena)."""
+        """Make the state of a parameter that has none: step 0 and moments of zero, as of one that was never stepped (or left as
+        they are in the arena)."""
         state = self.state[parameter]
         if state:
             return
         shard = _trained_shard(parameter)
         data = parameter.data
         assert isinstance(data, DTensor)
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        for name, which in _MOMENTS.items():
-            local = PagedTensor.over(shard, which, self._swap, data.device)
+        if self.counts_steps:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        was_stepped = shard.stepped
+        for name in self.moments:
+            local = PagedTensor.over(shard, self._fields[name], self._swap, data.device)
             state[name] = DTensor.from_local(
                 local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
             )
-            if zero and shard.stepped:
+            if zero and was_stepped:
                 local.zero_()
+        if zero:
+            shard.stepped = False
 
 
-class PagedAdamW(PagedAdam):
-    """`torch.optim.AdamW` for the parameters of a model that `swap.page` was called on; see `PagedAdam`."""
-
-    def __init__(self, params: Any, *, swap: SwapManager, weight_decay: float = 1e-2, **settings: Any) -> None:
-        super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
-
-
-def _tell(optimizer: weakref.ref[PagedAdam], parameter: nn.Parameter) -> None:
+def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> None:
     """A gradient came. The parameter must not keep the optimizer: Python's collector doesn't see through hooks of tensors."""
     alive = optimizer()
     if alive is not None:
@@ -351,14 +343,15 @@ def _tell(optimizer: weakref.ref[PagedAdam], parameter: nn.Parameter) -> None:
 
 
 @dataclass(frozen=True)
-class _Stepping:
-    """One parameter that is stepped: its shard, the settings of its group, its steps so far, and its gradient (1-D; None
-    where it was taken)."""
+class Stepping:
+    """One parameter that is stepped: its shard, the settings of its group, its steps so far and whether there was none, and its
+    gradient (1-D; None where it was taken)."""
 
     shard: PagedShard
     parameter: nn.Parameter
-    settings: AdamSettings
+    settings: Any
     step: torch.Tensor
+    first: bool
     grad: HostGradient | None
     grad_scale: float
 
@@ -369,11 +362,11 @@ class _Stepping:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Elements [start, start + numel) of a parameter, which lie at `offset` of the sub-group that is updated, and their
     gradient (1-D, on the CPU)."""
 
-    stepping: _Stepping
+    stepping: Stepping
     offset: int
     start: int
     numel: int
@@ -383,83 +376,14 @@ class _Piece:
     def place(self) -> slice:
         return slice(self.offset, self.offset + self.numel)
 
-
-def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
-    """With the kernel, which converts, scales, steps and rounds as it goes."""
-    exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
-    alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
-    for piece in batch:
-        each = piece.stepping
-        key = (float(each.step), each.grad_scale, piece.grad.dtype)
-        grad = GradPiece(piece.offset, piece.grad, piece.start, each.numel)
-        alike.setdefault(key, []).append(grad)
-    for (step, grad_scale, _), pieces in alike.items():
-        common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
-        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        if sub.layout.split:
-            copy, remainder = sub.view(Field.COPY, lease), sub.view(Field.REMAINDER, lease)
-            sub.ties = kernel.update_split(settings, copy=copy, remainder=remainder, ties=sub.ties, **common)
-        else:
-            kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
-    if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
-        sub.set_master(sub.view(Field.MASTER, lease), lease)
-    elif not sub.layout.split and (narrow := _narrow_copy(sub, lease)) is not None:
-        master = sub.view(Field.MASTER, lease)
-        for start, end in _between(batch, sub.layout.numel):  # the copy was not read: see SubGroup.state
-            narrow[start:end].copy_(master[start:end])
+    def scaled(self, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """Its gradient, or elements [start, end) of that, in fp32 and as the step takes it."""
+        grad = self.grad[start:end].float()
+        return grad if self.stepping.grad_scale == 1.0 else grad * self.stepping.grad_scale
 
 
-def _between(batch: list[_Piece], numel: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
-    at = 0
-    for piece in sorted(batch, key=lambda each: each.offset):
-        if piece.offset > at:
-            yield at, piece.offset
-        at = piece.offset + piece.numel
-    if at < numel:
-        yield at, numel
-
-
-def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
-    """Its 16-bit copy, if it has one."""
-    narrow = Field.COPY in sub.layout.fields and sub.copy_dtype is not torch.float32
-    return sub.view(Field.COPY, lease) if narrow else None
-
-
-def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[_Piece], lease: Lease | None) -> None:
-    """With torch's own operations, one after the other."""
-    master = sub.master(lease)
-    exp_avg, exp_avg_sq = sub.view(Field.EXP_AVG, lease), sub.view(Field.EXP_AVG_SQ, lease)
-    adam_(
-        settings,
-        masters=[master[piece.place] for piece in batch],
-        grads=[_scaled(piece) for piece in batch],
-        exp_avgs=[exp_avg[piece.place] for piece in batch],
-        exp_avg_sqs=[exp_avg_sq[piece.place] for piece in batch],
-        steps=[piece.stepping.step.clone() for piece in batch],  # a shard in two pieces makes one step
-    )
-    sub.set_master(master, lease)
-
-
-def _scaled(piece: _Piece) -> torch.Tensor:
-    grad = piece.grad.float()
-    return grad if piece.stepping.grad_scale == 1.0 else grad * piece.stepping.grad_scale
-
-
-def _settings(group: dict[str, Any]) -> AdamSettings:
-    if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
-        raise ConfigError("amsgrad, capturable and differentiable are not available for paged parameters")
-    if isinstance(group["lr"], torch.Tensor) and not group["fused"]:
-        raise ConfigError("a learning rate that is a tensor needs fused=True for paged parameters: pass a float")
-    return AdamSettings(
-        lr=float(group["lr"]),
-        betas=(float(group["betas"][0]), float(group["betas"][1])),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-        maximize=group["maximize"],
-        fused=group["fused"],
-    )
+def _kept(moments: Collection[str]) -> str:
+    return " and ".join(moments) or "nothing"
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:

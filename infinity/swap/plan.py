@@ -12,9 +12,12 @@ from functools import partial
 
 import torch
 
+from infinity.errors import ConfigError
+from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.schedule.gradients import GRADIENT_BYTES, groups_that_spill
 from infinity.schedule.scheme import Scheme, Update
 from infinity.store import Layout, Shard, plan_layout
+from infinity.store.layout import MOMENTS as FIELDS
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap import budget
 from infinity.swap.fsdp2 import GroupOutline, padded_shape
@@ -37,11 +40,19 @@ class Placing:
     gradient_bytes_max: int | None
     activation_bytes: int = 0
     resident_small_numel_max: int | None = None
+    moments: tuple[str, ...] = ADAM_MOMENTS
 
     @property
     def what_is_stored(self) -> str:
         """In words, for an error about missing space."""
         return "parameters" if self.hold_state else "parameters and optimizer state"
+
+    def __post_init__(self) -> None:
+        if len(self.moments) > len(FIELDS):
+            raise ConfigError(
+                f"the optimizer keeps {len(self.moments)} numbers of each parameter ({', '.join(self.moments)}), and "
+                f"{len(FIELDS)} can be paged: use another one, or leave parameters and optimizer state off NVMe"
+            )
 
 
 def plan_model(
@@ -66,8 +77,9 @@ def plan_model(
         copy_itemsize=dtype.itemsize if dtype.itemsize < 4 or placing.hold_state else 0,
         split_master=placing.split_master and dtype is torch.bfloat16,
         hold_state=placing.hold_state,
+        moments=len(placing.moments),
     )
-    scheme = Scheme("split" if placing.split_master else "full", placing.update)
+    scheme = Scheme("split" if placing.split_master else "full", placing.update, len(placing.moments))
     bare = lay_out(sub_group_numel_max=numel)
     cached = plan_cache(bare, scheme, [group.gathers for group in groups], placing.cache_bytes)
     lay_out = partial(lay_out, gradient_itemsizes=_spilled(bare, placing))

@@ -12,7 +12,7 @@ import pytest
 from infinity.cli import bench
 from infinity.cli.plan.machines import PRESETS
 from infinity.cli.plan.model import read_hf_config
-from infinity.config import load_config
+from infinity.config import AdamConfig, load_config
 from infinity.errors import ConfigError
 from infinity.schedule.estimate import STRATEGIES
 from infinity.schedule.floor import DriveSpeed
@@ -102,7 +102,7 @@ def test_nodes_shard_further(capsys: pytest.CaptureFixture[str]) -> None:
         (["--params", "7B", "--cache", "0", "--preset", "rtx4090-gen4"], "stage 3, optimizer on NVMe"),
         (["--params", "7B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
         (["--params", "13B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
-        (["--params", "30B", "--preset", "rtx4090-gen4"], None),
+        (["--params", "7B", "--preset", "rtx4090-gen4"], None),
         (["--params", "200M", "--seq", "256", "--preset", "laptop"], "stage 2"),
     ],
 )
@@ -135,6 +135,22 @@ def test_the_config_that_is_written_loads_and_says_what_was_chosen(
         assert isinstance(config.infinity.pinned_bytes_max, int)
         assert (config.infinity.host_cache_bytes > 0) == ("--cache" not in arguments)
         assert config.infinity.pinned_bytes_max > config.infinity.host_cache_bytes
+
+
+@pytest.mark.parametrize(("optimizer", "bytes_each"), [("AdamW", 12), ("SGD", 8), ("plain-SGD", 4)])
+def test_an_optimizer_that_keeps_less_needs_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, bytes_each: int
+) -> None:
+    file = tmp_path / "config.json"
+    arguments = ["--params", "7B", "--preset", "rtx4090-gen4", "--cache", "0", "--write-config", str(file)]
+    given = planned(capsys, *arguments, "--optimizer", optimizer)
+    (everything,) = (each for each in given["strategies"] if each["name"] == "stage 3, all on NVMe")
+    assert sum(everything["memory_bytes_per_rank"]["nvme"].values()) == pytest.approx(
+        bytes_each * given["model"]["params"], rel=1e-3
+    )
+    made = load_config(file).optimizer
+    assert made is not None and made.type == optimizer.removeprefix("plain-")
+    assert isinstance(made, AdamConfig) or bool(made.momentum) == (optimizer == "SGD")
 
 
 @pytest.mark.parametrize(("where", "strategy"), [("cpu", "stage 3, all on CPU"), ("nvme", "stage 3, all on NVMe")])

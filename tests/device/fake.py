@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_iter
 from infinity.aio import IoEngine, Lease, PinnedSlab, Request
 from infinity.device import HostBuffer
 from infinity.optim import kernel
-from infinity.swap import paged_optimizer
+from infinity.swap import paged_adam
 from infinity.swap.paged_tensor import PagedTensor
 
 
@@ -330,7 +330,7 @@ class FakeRuntime:
         HostBuffer.give_back = self._guarded(HostBuffer.give_back, _buffer_span, "a buffer of")  # type: ignore[method-assign]
         kernel.update_split = self._looking(kernel.update_split)
         kernel.update_full = self._looking(kernel.update_full)
-        assert paged_optimizer.kernel is kernel
+        assert paged_adam.kernel is kernel
         try:
             with self._watch:
                 yield

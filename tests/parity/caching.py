@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from infinity.schedule.estimate import STRATEGIES, states_of
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+from infinity.schedule.scheme import Scheme
 from infinity.store.layout import SPACE_ALIGN
 
 HIDDEN = 128
@@ -46,14 +48,22 @@ class Model(nn.Module):
         return h
 
 
-def cache_bytes_for(share: Fraction, numel: int) -> int:
-    """About `share` of the 12 bytes per element: whole pages of copies, beyond them whole pages of each field of the state."""
-    nbytes, copies = int(share * 12 * numel), 2 * numel
-    unit = SPACE_ALIGN * (10 if nbytes > copies else 2)
+OPTIMIZERS = {
+    2: {"type": "AdamW", "params": {"lr": 1e-3}},
+    1: {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+    0: {"type": "SGD", "params": {"lr": 1e-3}},
+}
+"""By how many numbers they keep of each element."""
+
+
+def cache_bytes_for(share: Fraction, numel: int, moments: int) -> int:
+    """About `share` of the state (12 bytes per element with Adam): whole pages of copies, then of the rest."""
+    nbytes, copies = int(share * (4 + 4 * moments) * numel), 2 * numel
+    unit = SPACE_ALIGN * (2 + 4 * moments if nbytes > copies else 2)
     return copies + (nbytes - copies) // unit * unit
 
 
-def optimum(ranks: int, cache_bytes: int, update: str) -> tuple[int, int]:
+def optimum(ranks: int, cache_bytes: int, update: str, moments: int) -> tuple[int, int]:
     """The fewest bytes (read, written) of a step on one rank. Beside the state, copies are read twice: for forward or with the
     update before it, and for backward, where they stay for the update in it. With a look-ahead of one group (of two, where an
     update in the backward needs them) the last block's copy, or that of the last two, stays in the pool from forward to
@@ -64,21 +74,21 @@ def optimum(ranks: int, cache_bytes: int, update: str) -> tuple[int, int]:
     stay = 1 + eager
     copies = [(embedding, 1 + eager), *[(block, 2)] * (BLOCKS - stay), *[(block, 1)] * stay]
     parts = [Candidate(2 * numel, 1, reads, 1) for numel, reads in copies]
-    parts.append(Candidate(10 * (embedding + BLOCKS * block), 1, 1, 1))
+    parts.append(Candidate((2 + 4 * moments) * (embedding + BLOCKS * block), 1, 1, 1))
     return moved_bytes(parts, choose_resident(parts, cache_bytes))
 
 
-def check(nvme_path: str, share: Fraction, update: str) -> None:
+def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> None:
     """Raises AssertionError where a step moves other bytes than the optimum, or memory is exceeded."""
     torch.manual_seed(0)
     model = Model()
     numel = sum(p.numel() for p in model.parameters()) // dist.get_world_size()
-    cache_bytes = cache_bytes_for(share, numel)
+    cache_bytes = cache_bytes_for(share, numel, moments)
     device = {"device": "nvme", "nvme_path": nvme_path}
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": OPTIMIZERS[moments],
         "zero_optimization": {
             "stage": 3,
             "offload_param": device,
@@ -109,10 +119,14 @@ def check(nvme_path: str, share: Fraction, update: str) -> None:
             come_to_rest(swap)
             after = swap.stats()
             moved.append((after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes))
-        assert moved[-1] == optimum(dist.get_world_size(), cache_bytes, update), (share, moved)
+        assert moved[-1] == optimum(dist.get_world_size(), cache_bytes, update, moments), (share, moved)
         assert moved[-1] == swap.step_bytes(), (share, moved)
         assert after.cached_bytes == cache_bytes
-        assert after.arena_bytes == 12 * numel - cache_bytes
+        assert after.arena_bytes == (4 + 4 * moments) * numel - cache_bytes
+        if not share:
+            everything = next(each for each in STRATEGIES if each.parameters == each.optimizer == "nvme")
+            states = states_of(numel, 1, everything, Scheme(moments=moments))
+            assert after.arena_bytes == states.nvme_bytes
         assert after.pinned_peak_bytes <= after.pinned_bytes
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 import training
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import infinity
 import infinity.aio
@@ -89,6 +91,32 @@ def test_own_loop_equals_stock_fsdp2_and_adamw(name: str, fused: bool, nvme_path
     )
 
 
+def test_own_loop_equals_stock_fsdp2_and_sgd(nvme_path: Path) -> None:
+    case = training.CASES["SGD"]
+    assert not training.differences(
+        training.in_memory(training.with_own_loop, case), training.with_own_loop(case, str(nvme_path))
+    )
+
+
+def test_a_model_paged_for_another_optimizer_is_refused_with_the_moments(nvme_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        swap.page(model, moments=["momentum_buffer"])
+        with pytest.raises(
+            infinity.ConfigError, match=r"PagedAdamW keeps exp_avg and exp_avg_sq .* room for momentum_b"
+        ):
+            infinity.PagedAdamW(model.parameters(), swap=swap)
+        infinity.PagedSGD([{"params": model.parameters()}], swap=swap, lr=0.1)
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        model = nn.Linear(64, 64)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        swap.page(model, moments=[])
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.9}]
+        with pytest.raises(infinity.ConfigError, match=r"page\(model, moments=\('momentum_buffer',\)\)"):
+            infinity.PagedSGD(groups, swap=swap)
+
+
 def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: one master bit, in one step, is enough."""
     case = training.CASES["plain"]
@@ -111,6 +139,12 @@ def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("share", caching.SHARES, ids=str)
 def test_a_step_moves_the_fewest_bytes_that_its_cache_allows(share: Fraction, update: str, nvme_path: Path) -> None:
     caching.check(str(nvme_path), share, update)
+
+
+@pytest.mark.parametrize(("share", "update"), [(Fraction(0), "forward"), (Fraction(3, 4), "backward")])
+@pytest.mark.parametrize("moments", [0, 1])
+def test_so_does_a_step_of_sgd(moments: int, share: Fraction, update: str, nvme_path: Path) -> None:
+    caching.check(str(nvme_path), share, update, moments)
 
 
 @pytest.mark.slow

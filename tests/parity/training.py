@@ -39,7 +39,7 @@ class Case:
     fused: bool = True
     frozen: bool = False
     evaluate: bool = False
-    adam: bool = False
+    optimizer: str = "AdamW"
     reduce_dtype: str = "fp32"
     loss_scale: float | None = None  # fp16; 0 adapts
     # What only the NVMe side has.
@@ -73,7 +73,20 @@ CASES = {
     "fp16": Case(bf16=False, loss_scale=0, clipping=0.5),
     "fp16, fixed loss scale": Case(bf16=False, loss_scale=100, accumulation=2, sub_group_size=4096),
     "the plain kernel": Case(fused=False),
-    "Adam": Case(adam=True),
+    "Adam": Case(optimizer="Adam"),
+    "SGD": Case(optimizer="SGD"),
+    "SGD, accumulation and clipping": Case(optimizer="SGD", accumulation=2, clipping=0.5, sub_group_size=4096),
+    "SGD, updated in the step": Case(optimizer="SGD", update="step", evaluate=True, persistence_threshold=0),
+    "SGD, masters in full": Case(optimizer="SGD", master="full", update="forward", frozen=True, sub_group_size=4096),
+    "SGD, fp16": Case(optimizer="SGD", bf16=False, loss_scale=0, clipping=0.5),
+    "SGD with dampening": Case(optimizer="SGD with dampening", max_in_cpu=40_000),
+    "SGD without momentum": Case(optimizer="SGD without momentum"),
+    "SGD without momentum, updated in forward": Case(
+        optimizer="SGD without momentum", update="forward", persistence_threshold=0, sub_group_size=4096, clipping=0.5
+    ),
+    "SGD without momentum, fp32, half cached": Case(
+        optimizer="SGD without momentum", bf16=False, cached=0.5, persistence_threshold=0
+    ),
     "bf16 reduction": Case(reduce_dtype="bf16"),
     "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
@@ -125,6 +138,14 @@ CASES = {
     ),
 }
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+    "Adam": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}},
+    "SGD": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}},
+    "SGD with dampening": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3}},
+    "SGD without momentum": {"type": "SGD", "params": {"weight_decay": 0.1}},
+}
+
 ON_SEVERAL_RANKS = (
     "plain",
     "accumulation and clipping",
@@ -143,6 +164,9 @@ ON_SEVERAL_RANKS = (
     "half cached",
     "some gradients on NVMe, accumulated",
     "gradients on NVMe, fp16",
+    "SGD",
+    "SGD with dampening",
+    "SGD without momentum, updated in forward",
 )
 """What more than one rank makes different: shards cut unevenly, reductions, agreements. The rest only take minutes there."""
 
@@ -222,17 +246,17 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
     torch.manual_seed(0)
     model = Model(case)
     state_bytes = 14 * sum(p.numel() for p in model.parameters()) // dist.get_world_size()
+    lr = (
+        1e-2 if case.clipping or not case.optimizer.startswith("SGD") else 1e-5
+    )  # not too much for gradients this large
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "bf16": {"enabled": case.bf16},
         "fp16": {"enabled": case.loss_scale is not None, "loss_scale": case.loss_scale or 0, "initial_scale_power": 24},
-        "optimizer": {
-            "type": "Adam" if case.adam else "AdamW",
-            "params": {"lr": 1e-2, "weight_decay": 0.1, **({"adam_w_mode": False} if case.adam else {})},
-        },
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
+        "optimizer": OPTIMIZERS[case.optimizer],
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 4}},
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": case.sub_group_size,
@@ -282,7 +306,7 @@ IN_MEMORY = (
         "fused",
         "frozen",
         "evaluate",
-        "adam",
+        "optimizer",
         "reduce_dtype",
         "loss_scale",
     ),
@@ -311,13 +335,17 @@ def with_own_loop(case: Case, nvme_path: str | None) -> Outcome:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": True if case.fused else None}
+    stock, paged, moments = torch.optim.AdamW, infinity.PagedAdamW, ["exp_avg", "exp_avg_sq"]
+    if case.optimizer == "SGD":
+        settings = {"lr": 1e-5, **OPTIMIZERS["SGD"]["params"]}
+        stock, paged, moments = torch.optim.SGD, infinity.PagedSGD, ["momentum_buffer"]  # type: ignore[assignment]
     swap = None
     if nvme_path is None:
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        optimizer: torch.optim.Optimizer = stock(model.parameters(), **settings)
     else:
         swap = infinity.SwapManager(nvme_path, host_bytes_max=case.pinned_bytes_max, backend=case.backend)
-        swap.page(model, resident_numel_below=case.persistence_threshold)
-        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, **settings)
+        swap.page(model, resident_numel_below=case.persistence_threshold, moments=moments)
+        optimizer = paged(model.parameters(), swap=swap, **settings)
     losses = []
     try:
         for step in range(STEPS):

@@ -40,6 +40,7 @@ class Case:
     sub_group_size: int = 4096
     meta: bool = False
     gradient_bytes_max: int | str = "auto"
+    optimizer: str = "AdamW"
 
 
 CASES = {
@@ -53,10 +54,18 @@ CASES = {
     "frozen parameters": Case(frozen=True, meta=True),
     "gradients on NVMe": Case(clipping=1.0, gradient_bytes_max=0, threshold=0),
     "copies in host memory": Case(parameters_on="none", sub_group_size=8192),
+    "SGD": Case(optimizer="SGD", accumulation=2),
+    "SGD without momentum": Case(optimizer="SGD without momentum", update="backward", threshold=0),
+}
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+    "SGD": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3}},
+    "SGD without momentum": {"type": "SGD", "params": {"weight_decay": 0.1}},
 }
 
 
-ON_SEVERAL_RANKS = ("step, masters in full", "forward", "backward")
+ON_SEVERAL_RANKS = ("step, masters in full", "forward", "backward", "SGD")
 
 
 class Block(nn.Module):
@@ -94,7 +103,7 @@ def config(path: Path | str | list[str], case: Case, **own: Any) -> dict[str, An
         "gradient_clipping": case.clipping,
         "bf16": {"enabled": not case.fp16},
         "fp16": {"enabled": case.fp16, "initial_scale_power": 24, "hysteresis": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "optimizer": OPTIMIZERS[case.optimizer],
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}},
         "aio": {"block_size": 16384},
         "zero_optimization": {

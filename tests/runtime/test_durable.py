@@ -127,6 +127,7 @@ def test_resuming_needs_durability(nvme_path: Path) -> None:
         ({"master": "full"}, "infinity.master_weights"),
         ({"threshold": 10**6}, "stage3_param_persistence_threshold"),
         ({"frozen": True}, "blocks.1.up.weight was trained, and is frozen now"),
+        ({"optimizer": "SGD"}, "its optimizer kept exp_avg and exp_avg_sq, and keeps momentum_buffer now"),
     ],
 )
 def test_another_config_or_model_is_refused_in_words(change: dict[str, Any], words: str, nvme_path: Path) -> None:

@@ -293,12 +293,12 @@ def test_parameter_groups_and_a_torch_optimizer(nvme_path: Path) -> None:
     with engine:
         assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.5), (0.25, 0.01)]
         one_step(engine)
-    refused(infinity.ConfigError, "SGD", config(nvme_path), **_with_sgd())
+    refused(infinity.ConfigError, "LBFGS", config(nvme_path), **_with_lbfgs())
 
 
-def _with_sgd() -> dict[str, Any]:
+def _with_lbfgs() -> dict[str, Any]:
     plain = model()
-    return {"model": plain, "optimizer": torch.optim.SGD(plain.parameters(), lr=0.1)}
+    return {"model": plain, "optimizer": torch.optim.LBFGS(plain.parameters())}
 
 
 def test_step_without_backward_is_refused(nvme_path: Path) -> None:

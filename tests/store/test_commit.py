@@ -45,6 +45,22 @@ def test_a_record_comes_back_as_it_was_written() -> None:
     assert parse_record(record().to_bytes()) == record()
 
 
+def test_a_record_of_before_other_optimizers_is_adam_s() -> None:
+    older = record()
+    place = json.loads(older.place.as_json)
+    assert place.pop("moments") == ["exp_avg", "exp_avg_sq"]
+    object.__setattr__(older.place, "as_json", json.dumps(place).encode())
+    found = parse_record(older.to_bytes())
+    assert found.place == record().place and b"moments" not in older.to_bytes()
+
+
+def test_another_optimizer_is_said_in_words() -> None:
+    here = dataclasses.replace(place(), moments=())
+    assert list(differences(place(), here)) == [
+        "its optimizer kept exp_avg and exp_avg_sq, and keeps nothing now: use the one of that run"
+    ]
+
+
 @pytest.mark.inputs
 @given(st.data())
 def test_a_record_that_was_cut_is_refused(data: st.DataObject) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.store import Cached, Field, Layout, Shard, plan_layout
-from infinity.store.layout import SHARD_ALIGN, SPACE_ALIGN
+from infinity.store.layout import MOMENTS, SHARD_ALIGN, SPACE_ALIGN
 
 PAGE = 4096
 
@@ -96,7 +96,7 @@ def test_shards_are_cut_only_where_a_vector_ends(plan: Plan) -> None:
 def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
     for sub in plan.layout.sub_groups:
         assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
-        assert (Field.EXP_AVG in sub.fields) == (Field.EXP_AVG_SQ in sub.fields) == sub.trained
+        assert (Field.MOMENT_1 in sub.fields) == (Field.MOMENT_2 in sub.fields) == sub.trained
         assert Field.MASTER in sub.fields
         assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0 and sub.space != plan.groups)
 
@@ -180,9 +180,22 @@ def test_same_shards_make_the_same_layout(plan: Plan) -> None:
 def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
     layout = plan_layout([Shard("p", 0, SPACE_ALIGN)], groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2)
     (sub,) = layout.sub_groups
-    assert sub.fields == (Field.COPY, Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ)
+    assert sub.fields == (Field.COPY, Field.MASTER, Field.MOMENT_1, Field.MOMENT_2)
     assert [sub.field_offset(which) for which in sub.fields] == [0, 4096, 12288, 20480]
     assert sub.nbytes == 14 * SPACE_ALIGN
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("moments", range(len(MOMENTS) + 1))
+def test_a_moment_is_four_bytes_per_element(moments: int, split: bool) -> None:
+    shards = [Shard("w", 0, 4096), Shard("frozen", 0, 4096, trained=False)]
+    layout = plan_layout(
+        shards, groups=1, sub_group_numel_max=4096, copy_itemsize=2, split_master=split, moments=moments
+    )
+    trained, frozen = layout.sub_groups
+    assert trained.fields[1:] == (Field.REMAINDER if split else Field.MASTER, *MOMENTS[:moments])
+    assert trained.nbytes == 4096 * ((4 if split else 6) + 4 * moments)
+    assert frozen.fields == (Field.COPY, Field.MASTER)
 
 
 def test_sub_group_below_the_least_is_refused_with_the_number() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from infinity.store import Field, Place, Shard, plan_layout
 from infinity.store.commit import describe
+from infinity.store.layout import MOMENTS
 from infinity.store.snapshot import Snapshot, rows_of
 
 SHAPES = st.lists(
@@ -21,20 +22,26 @@ SHAPES = st.lists(
 )
 
 
-def place_of(drawn: list[tuple[tuple[int, int], int, bool, bool]], ranks: int, cut: int, split: bool) -> Place:
+def place_of(
+    drawn: list[tuple[tuple[int, int], int, bool, bool]], ranks: int, cut: int, split: bool, kept: int = 2
+) -> Place:
     used = sorted({group for _, group, _, _ in drawn})
     shards, shapes = [], []
     for number, (shape, group, trained, resident) in enumerate(drawn):
         numel = -(-shape[0] // ranks) * shape[1]
         shards.append(Shard(f"p{number}", used.index(group), numel, trained, resident))
         shapes.append(shape)
-    layout = plan_layout(shards, groups=len(used), sub_group_numel_max=2048 * cut, copy_itemsize=2, split_master=split)
-    return describe(layout, shapes, rank=0, ranks=ranks, shards=ranks, copy_dtype="bfloat16")
+    limit = 2048 * cut
+    layout = plan_layout(
+        shards, groups=len(used), sub_group_numel_max=limit, copy_itemsize=2, split_master=split, moments=kept
+    )
+    names = [f"kept{number}" for number in range(kept)]
+    return describe(layout, shapes, rank=0, ranks=ranks, shards=ranks, copy_dtype="bfloat16", moments=names)
 
 
-@given(drawn=SHAPES, ranks=st.integers(1, 4), cut=st.integers(1, 4), split=st.booleans())
-def test_every_element_has_one_place(drawn: list, ranks: int, cut: int, split: bool) -> None:  # type: ignore[type-arg]
-    place = place_of(drawn, ranks, cut, split)
+@given(drawn=SHAPES, ranks=st.integers(1, 4), cut=st.integers(1, 4), split=st.booleans(), kept=st.integers(0, 4))
+def test_every_element_has_one_place(drawn: list, ranks: int, cut: int, split: bool, kept: int) -> None:  # type: ignore[type-arg]
+    place = place_of(drawn, ranks, cut, split, kept)
     snapshot = Snapshot(place)
     assert snapshot.nbytes == sum(sub.nbytes for sub in snapshot.sub_groups)
     taken = set()
@@ -42,7 +49,7 @@ def test_every_element_has_one_place(drawn: list, ranks: int, cut: int, split: b
         at = 0
         for sub, first, count in snapshot.pieces(number, 0, parameter.numel):
             assert 0 <= first < first + count <= sub.numel
-            for which in (Field.EXP_AVG, Field.EXP_AVG_SQ) if sub.trained else (Field.MASTER,):
+            for which in MOMENTS[:kept] if sub.trained else (Field.MASTER,):
                 begin = snapshot.field_offset(sub, which) + 4 * first
                 assert begin + 4 * count <= snapshot.nbytes
                 taken.add((begin, begin + 4 * count))
@@ -70,6 +77,7 @@ PLACE = place_of([((30, 300), 0, True, False), ((10, 10), 0, False, False), ((5,
     ("changed", "words"),
     [
         ({"sub_groups": PLACE.sub_groups[:-1]}, "don't make up space"),
+        ({"moments": ("exp_avg", "exp_avg")}, "a moment is in it twice"),
         ({"sub_groups": (*PLACE.sub_groups, PLACE.sub_groups[-1])}, "more sub-groups than"),
         ({"sub_groups": (replace(PLACE.sub_groups[0], numel=2**40), *PLACE.sub_groups[1:])}, "can't have 10995116"),
         ({"sub_groups": (replace(PLACE.sub_groups[0], numel=100), *PLACE.sub_groups[1:])}, "can't have 100 elements"),

@@ -99,7 +99,7 @@ def test_where_the_master_is_gathered_it_comes_before_the_moments() -> None:
     layout = laid_out([pages(2, 0)], groups=1, copy_itemsize=0)
     cached = plan_cache(layout, IN_STEP, [2], 4 * PAGE)
     (sub,) = laid_out([pages(2, 0)], groups=1, copy_itemsize=0, cached=cached).sub_groups
-    assert (sub.cached, sub.resting) == ((Field.MASTER,), (Field.EXP_AVG, Field.EXP_AVG_SQ))
+    assert (sub.cached, sub.resting) == ((Field.MASTER,), (Field.MOMENT_1, Field.MOMENT_2))
 
 
 def model_of(hidden: int) -> nn.Module:

@@ -292,7 +292,7 @@ def test_tensor_without_elements_reads_nothing(bench: Bench) -> None:
 
 
 def test_bytes_never_written_are_zeros(bench: Bench) -> None:
-    for which in (Field.MASTER, Field.EXP_AVG, Field.EXP_AVG_SQ):
+    for which in (Field.MASTER, Field.MOMENT_1, Field.MOMENT_2):
         assert not bench.tensor("long", which).clone().any()
 
 
@@ -442,11 +442,11 @@ def test_writing_the_master_sets_the_resident_copy(bench: Bench) -> None:
 
 def test_writing_a_moment_leaves_the_master_and_its_copy(bench: Bench) -> None:
     _, ordinary = bench.pair()
-    bench.tensor("a", Field.EXP_AVG).fill_(3.0)
+    bench.tensor("a", Field.MOMENT_1).fill_(3.0)
     assert torch.equal(bench.tensor("a").clone(), ordinary)
     assert torch.equal(bench.copy_of("a"), ordinary.bfloat16().float().view(-1))
-    assert not bench.tensor("a", Field.EXP_AVG_SQ).clone().any()
-    assert bench.tensor("a", Field.EXP_AVG).clone().unique().tolist() == [3.0]
+    assert not bench.tensor("a", Field.MOMENT_2).clone().any()
+    assert bench.tensor("a", Field.MOMENT_1).clone().unique().tolist() == [3.0]
 
 
 @pytest.mark.parametrize("change", [lambda t: t.t_(), lambda t: t.unsqueeze_(0), lambda t: t.transpose_(0, 1)])
@@ -605,7 +605,7 @@ def test_zeros_of_another_size_are_ordinary(bench: Bench) -> None:
     paged, _ = bench.pair("uneven")
     for size in [(3, 5), (4, 6), (20,)]:
         assert not isinstance(paged.new_zeros(size), PagedTensor)
-    assert not isinstance(bench.tensor("uneven", Field.EXP_AVG).new_zeros((4, 5)), PagedTensor)
+    assert not isinstance(bench.tensor("uneven", Field.MOMENT_1).new_zeros((4, 5)), PagedTensor)
 
 
 # A model.

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import infinity
-from infinity.swap import paged_optimizer
+from infinity.swap import paged_adam
 from infinity.swap.stager import Stager
 
 BLOCKS = 5
@@ -208,8 +208,8 @@ def test_an_update_that_fails_half_way_is_told_to_everybody(
         raise RuntimeError("the kernel failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged_optimizer, "adam_", fail)
-        patch.setattr(paged_optimizer.kernel, "update_split", fail)
+        patch.setattr(paged_adam, "adam_", fail)
+        patch.setattr(paged_adam.kernel, "update_split", fail)
         with pytest.raises(RuntimeError, match="the kernel failed"):
             nvme(torch.ones(2, 8))
     assert waiting(nvme) == 0
@@ -377,8 +377,8 @@ def test_a_kernel_that_fails_in_the_backward_tears_the_values(
         raise RuntimeError("the kernel failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged_optimizer, "adam_", fail)
-        patch.setattr(paged_optimizer.kernel, "update_split", fail)
+        patch.setattr(paged_adam, "adam_", fail)
+        patch.setattr(paged_adam.kernel, "update_split", fail)
         with pytest.raises(RuntimeError, match="the kernel failed"):
             backward(nvme)
     with pytest.raises(infinity.InfinityError, match=r"torn.*the kernel failed.*load a checkpoint"):

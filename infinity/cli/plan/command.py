@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from infinity.schedule.planner import Machine, Plan
     from infinity.schedule.transformer import Transformer
 
+OPTIMIZERS = {"AdamW": 2, "SGD": 1, "plain-SGD": 0}
+"""How many numbers each keeps of a parameter beside its master."""
+
 _DESCRIPTION = """\
 Plan a training: memory per tier, bytes, time and what limits it, for every way to place a model's states, and the
 fastest that fits. Describe the model by --params, by --layers and --hidden, or by --hf-config; the machine by --preset, by
@@ -99,6 +102,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="step: every step is committed, which takes twice the space on the drives and no cache (default: none)",
     )
     add_scheme(training)
+    training.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="AdamW",
+        help="what is kept of each parameter beside its master: two numbers (AdamW), one (SGD, with momentum), or none "
+        "(plain-SGD) (default: AdamW)",
+    )
     training.add_argument(
         "--groups-per-block",
         type=count,
@@ -231,7 +241,9 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         checkpointing=not asked.no_checkpointing,
         groups_per_block=asked.groups_per_block,
         clipping=not asked.no_clipping,
-        scheme=scheme_from(asked, accumulation=asked.accumulation),
+        scheme=dataclasses.replace(
+            scheme_from(asked, accumulation=asked.accumulation), moments=OPTIMIZERS[asked.optimizer]
+        ),
         gradient_bytes_max=asked.gradient_memory,
         activations=asked.offload_activations,
         activation_buffer_bytes_max=asked.activation_buffer,

@@ -148,7 +148,7 @@ def words(plan: Plan) -> list[str]:
 _LIMITS = {
     "to device": "the link from host to GPU",
     "to host": "the link from GPU to host",
-    "update": "the memory that AdamW reads and writes",
+    "update": "the memory that the update reads and writes",
 }
 
 
@@ -182,6 +182,7 @@ def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
         "durability": "step" if work.durable else "none",
+        "moments": work.scheme.moments,
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,
@@ -270,7 +271,7 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         "gradient_accumulation_steps": work.micro_batches,
         "gradient_clipping": 1.0 if work.clipping else 0.0,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        "optimizer": _OPTIMIZERS[work.scheme.moments],
         "zero_optimization": zero,
     }
     own: dict[str, Any] = {}
@@ -289,6 +290,14 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
     if work.durable:
         own["durability"] = "step"
     return config | ({"infinity": own} if own else {})
+
+
+_OPTIMIZERS: dict[int, dict[str, Any]] = {
+    2: {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    1: {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
+    0: {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 1e-4}},
+}
+"""By how many numbers they keep of each parameter."""
 
 
 def _offload(device: str, nvme_path: str) -> dict[str, Any]:

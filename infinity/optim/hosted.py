@@ -1,0 +1,184 @@
+"""Floor 3. Any element-wise torch optimizer, stepped on pieces of tensors: its own `step`, on views that it is handed.
+
+[Note: What can be stepped piece by piece]
+An optimizer can be if each element is updated by its own gradient and by what is kept of itself alone, and all that is kept are
+fp32 numbers per element and perhaps the number of steps. No list of names says that of an optimizer, and one of a user's own is
+in no list; so each is tried: a few steps on a matrix as a whole, beside the same on pieces of it, which must agree in every
+bit. What looks at whole rows, at norms, at shapes or at random numbers shows in that.
+
+The numbers are those of the optimizer with the same arguments on the CPU: of torch's plain loop, or of its fused kernel where
+`fused` is set.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+
+_SHAPE = (16, 128)
+_CUTS = (0, 320, 1024, 2048)
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The hyper-parameters of one parameter group: names and values, all but the parameters."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(group: dict[str, Any]) -> Settings:
+        """Raises ConfigError for those with which pieces can't be stepped."""
+        found = []
+        for name, value in group.items():
+            if name == "params":
+                continue
+            if isinstance(value, torch.Tensor):
+                raise ConfigError(f"{name} is a tensor, which is not available for paged parameters: pass a number")
+            if value and name in ("capturable", "differentiable"):
+                raise ConfigError(f"{name} is not available for paged parameters")
+            found.append((name, tuple(value) if isinstance(value, list) else value))
+        return Settings(tuple(found))
+
+    def __hash__(self) -> int:
+        return hash(tuple(name for name, _ in self.values))  # values of an optimizer of one's own may be anything
+
+
+class Stepper:
+    """Steps pieces of tensors as an optimizer would step the whole.
+
+    Args:
+        like: the optimizer, with its parameter groups; it is left as it is, and may hold any parameters.
+
+    moments: what it keeps of each element, by its names. counts_steps: whether it keeps a "step" beside.
+    Raises ConfigError, saying why, where that can't be done: see [Note: What can be stepped piece by piece].
+    """
+
+    def __init__(self, like: torch.optim.Optimizer) -> None:
+        self._like = _bare(like, [])  # whoever keeps this one keeps no parameters
+        self._begins_with_state = bool(like.state)
+        self.defaults: dict[str, Any] = dict(like.defaults)
+        self.moments: tuple[str, ...] = ()
+        self.counts_steps = False
+        for settings in dict.fromkeys(map(Settings.of, like.param_groups)):
+            self._try(settings)
+
+    def step(
+        self,
+        settings: Settings,
+        *,
+        masters: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        moments: Sequence[dict[str, torch.Tensor]],
+        steps: Sequence[torch.Tensor],
+        first: bool,
+    ) -> None:
+        """One step, in place. All lists have the same length.
+
+        Entry i of masters, grads and of each of the moments has the same shape (fp32); `steps` are scalars of how many steps
+        were taken, and are left as they are. `first`: none was, so that what the moments are doesn't matter.
+        """
+        groups = [{**dict(settings.values), "params": masters}]
+        worker = self._begin(groups) if first else _bare(self._like, groups)
+        for master, grad, own, step in zip(masters, grads, moments, steps, strict=True):
+            master.grad = grad
+            if not first:
+                worker.state[master] = {**own, **({"step": step.clone()} if self.counts_steps else {})}
+        with torch.no_grad():
+            inspect.unwrap(type(worker).step)(worker)
+        for master, own in zip(masters, moments, strict=True):
+            master.grad = None
+            made = worker.state[master]
+            for name, view in own.items():
+                if made.get(name) is not None and made[name] is not view:
+                    view.copy_(made[name])
+
+    def _begin(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """One that has taken no step, with the state that it has then: some are made with state."""
+        if not self._begins_with_state:
+            return _bare(self._like, groups)
+        kind: Any = type(self._like)
+        known = inspect.signature(kind).parameters
+        made: torch.optim.Optimizer = kind(groups, **{k: v for k, v in self.defaults.items() if k in known})
+        return made
+
+    def _try(self, settings: Settings) -> None:
+        what = f"optimizer {type(self._like).__name__} can't be paged"
+        way_out = "pass another one, or leave parameters and optimizer state off NVMe"
+        try:
+            reason = self._reason_against(settings)
+        except Exception as error:  # whatever an optimizer of one's own does
+            reason = f"a step of it failed ({type(error).__name__}: {error})"
+        if reason:
+            raise ConfigError(f"{what}, where state is stepped piece by piece: {reason}; {way_out}")
+
+    def _reason_against(self, settings: Settings) -> str | None:
+        """In words, why it can't be stepped in pieces with such settings; notes what it keeps."""
+        random = torch.Generator().manual_seed(0)
+        whole = torch.nn.Parameter(torch.randn(_SHAPE, generator=random))
+        groups = [{**dict(settings.values), "params": [whole]}]
+        real = self._begin(groups)
+        before = copy.copy(groups[0])
+        flat = whole.detach().clone().view(-1)
+        kept: dict[str, torch.Tensor] = {}
+        for done in range(_STEPS):
+            grad = torch.randn(_SHAPE, generator=random)
+            whole.grad = grad.clone()
+            real.step()
+            if done == 0:
+                if reason := self._note_state(real.state[whole]):
+                    return reason
+                kept = {name: torch.zeros(flat.numel()) for name in self.moments}
+            self.step(
+                settings,
+                masters=[*_cut(flat)],
+                grads=[*_cut(grad.view(-1))],
+                moments=[dict(zip(kept, own, strict=True)) for own in zip(*map(_cut, kept.values()), strict=True)]
+                or [{} for _ in _CUTS[1:]],
+                steps=[torch.tensor(float(done)) for _ in _CUTS[1:]],
+                first=done == 0,
+            )
+        if any(value != before.get(name) for name, value in real.param_groups[0].items() if name != "params"):
+            return "it keeps numbers for a whole parameter group"
+        theirs = {name: each for name, each in real.state[whole].items() if name in kept and each is not None}
+        same = _same(flat, whole.detach()) and all(_same(kept[name], each) for name, each in theirs.items())
+        return None if same else "it does not update each element by itself (pieces of a matrix come out otherwise)"
+
+    def _note_state(self, state: dict[str, Any]) -> str | None:
+        """What it keeps; or in words, what of it can't be paged."""
+        for name, value in state.items():
+            if name == "step" and isinstance(value, torch.Tensor) and value.dim() == 0:
+                self.counts_steps = True
+            elif isinstance(value, torch.Tensor) and value.shape == _SHAPE and value.dtype is torch.float32:
+                self.moments += () if name in self.moments else (name,)
+            elif value is not None:
+                return f"what it keeps as {name!r} is no fp32 number per element"
+        return None
+
+
+def _bare(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The same optimizer over other parameters, without state and without anybody who listens to its steps."""
+    worker = object.__new__(type(like))
+    worker.__dict__.update(like.__dict__)
+    worker.__dict__.pop("step", None)  # what a schedule wraps around it
+    worker.param_groups, worker.state = groups, defaultdict(dict)
+    worker._optimizer_step_pre_hooks, worker._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return worker
+
+
+def _cut(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start, end in pairwise(_CUTS):
+        yield flat[start:end]
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.int32), b.reshape(-1).view(torch.int32))

@@ -1,0 +1,100 @@
+"""Floor 4. Other torch optimizers over paged parameters, SGD among them: each steps the pieces that are in memory itself.
+
+A sub-group is stepped in parts that the processor's caches hold, so that the passes of torch's plain loop don't each go over
+all of it, and a split master is never joined as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.aio import Lease
+from infinity.optim.hosted import Settings, Stepper
+from infinity.optim.kernel import join, split
+from infinity.store import Field
+from infinity.store.layout import SHARD_ALIGN
+from infinity.swap.manager import SwapManager
+from infinity.swap.paged_model import PagedSubGroup
+from infinity.swap.paged_optimizer import PagedOptimizer, Piece
+
+_PART_NUMEL = 1 << 19
+assert _PART_NUMEL % SHARD_ALIGN == 0
+
+
+class HostedOptimizer(PagedOptimizer):
+    """A torch optimizer for the parameters of a model that `swap.page` was called on, bit for bit what it is on the CPU.
+
+    Args:
+        params: parameters or parameter groups, as for torch; all of them paged by `swap`.
+        swap: the manager that paged the model, with `moments` as `Stepper(like)` has them.
+        like: an optimizer of that kind and with those arguments, over any parameters; or what was made of it.
+
+    Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did, and for an optimizer that can't
+    be stepped piece by piece: see infinity/optim/hosted.py.
+    """
+
+    def __init__(self, params: Any, *, swap: SwapManager, like: torch.optim.Optimizer | Stepper) -> None:
+        self._stepper = like if isinstance(like, Stepper) else Stepper(like)
+        self.moments, self.counts_steps = self._stepper.moments, self._stepper.counts_steps
+        super().__init__(params, self._stepper.defaults)
+        self._adopt(swap)
+
+    def _settings(self, group: dict[str, Any]) -> Settings:
+        return Settings.of(group)
+
+    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Settings, list[Piece]], lease: Lease | None) -> None:
+        for settings, batch in batches.items():
+            for first in (True, False):
+                alike = [piece for piece in batch if piece.stepping.first is first]
+                for piece, start, end in _parts(alike):
+                    self._step_part(sub, settings, piece, start, end, lease)
+        if not sub.layout.split:
+            sub.set_master(sub.view(Field.MASTER, lease), lease)
+
+    def _step_part(
+        self, sub: PagedSubGroup, settings: Settings, piece: Piece, start: int, end: int, lease: Lease | None
+    ) -> None:
+        """Elements [start, end) of the piece. A split master is joined and split again; others are stepped in place."""
+        low, high = piece.offset + start, piece.offset + end
+        if sub.layout.split:
+            copy, remainder = sub.view(Field.COPY, lease)[low:high], sub.view(Field.REMAINDER, lease)[low:high]
+            ties = sub.ties[(sub.ties >= low) & (sub.ties < high)] - low
+            master = join(copy, remainder, ties)
+        else:
+            master = sub.view(Field.MASTER, lease)[low:high]
+        self._stepper.step(
+            settings,
+            masters=[master],
+            grads=[piece.scaled(start, end)],
+            moments=[{name: sub.view(self._fields[name], lease)[low:high] for name in self.moments}],
+            steps=[piece.stepping.step],
+            first=piece.stepping.first,
+        )
+        if sub.layout.split:
+            sub.set_ties(split(master, copy, remainder) + low, low, high)
+
+
+class PagedSGD(HostedOptimizer):
+    """`torch.optim.SGD` for the parameters of a model that was paged with `moments=("momentum_buffer",)`, or with `()` where
+    there is no momentum; see `HostedOptimizer`. `settings` are torch's."""
+
+    def __init__(self, params: Any, *, swap: SwapManager, lr: float = 1e-3, **settings: Any) -> None:
+        given = [*params]
+        groups = [stand_in(each) for each in given if isinstance(each, dict)] or [stand_in({})]
+        super().__init__(given, swap=swap, like=torch.optim.SGD(groups, lr=lr, **settings))
+
+
+def stand_in(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group with the same settings over a parameter that is nobody's."""
+    return {**group, "params": [nn.Parameter(torch.zeros(1))]}
+
+
+def _parts(batch: list[Piece]) -> Iterator[tuple[Piece, int, int]]:
+    """Elements [start, end) of pieces, cut where a vector of the kernels ends: see SHARD_ALIGN."""
+    for piece in batch:
+        for start in range(0, piece.numel, _PART_NUMEL):
+            yield piece, start, min(start + _PART_NUMEL, piece.numel)

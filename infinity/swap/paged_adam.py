@@ -1,0 +1,154 @@
+"""Floor 4. Adam and AdamW over paged parameters.
+
+The numbers are those of `torch.optim.Adam` and `torch.optim.AdamW` with the same arguments, bit for bit: infinity/optim calls
+the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from infinity.aio import Lease
+from infinity.errors import ConfigError
+from infinity.optim import AdamSettings, adam_, kernel
+from infinity.optim.adam import MOMENTS
+from infinity.optim.kernel import GradPiece
+from infinity.store import Field
+from infinity.swap.manager import SwapManager
+from infinity.swap.paged_model import PagedSubGroup
+from infinity.swap.paged_optimizer import PagedOptimizer, Piece
+
+
+class PagedAdam(PagedOptimizer, torch.optim.Adam):
+    """`torch.optim.Adam` for the parameters of a model that `swap.page` was called on.
+
+    Args:
+        params: parameters or parameter groups, as for torch; all of them paged by `swap`.
+        swap: the manager that paged the model.
+        lr, betas, eps, weight_decay, maximize, fused, decoupled_weight_decay: as for torch.
+
+    Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
+    """
+
+    moments = MOMENTS
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        swap: SwapManager,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._adopt(swap)
+
+    def _adopt(self, swap: SwapManager) -> None:
+        super()._adopt(swap)
+        if tuple(self._fields)[: len(MOMENTS)] != MOMENTS:
+            raise ConfigError(f"the kernel for Adam wants its moments first: swap.page(model, moments={MOMENTS!r})")
+
+    def _settings(self, group: dict[str, Any]) -> AdamSettings:
+        if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
+            raise ConfigError("amsgrad, capturable and differentiable are not available for paged parameters")
+        if isinstance(group["lr"], torch.Tensor) and not group["fused"]:
+            raise ConfigError("a learning rate that is a tensor needs fused=True for paged parameters: pass a float")
+        return AdamSettings(
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
+            fused=group["fused"],
+        )
+
+    def _step_pieces(
+        self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[Piece]], lease: Lease | None
+    ) -> None:
+        for settings, batch in batches.items():
+            if kernel.matches_torch(settings):
+                _step_in_one_pass(sub, settings, batch, lease)
+            else:
+                _step_as_torch(sub, settings, batch, lease)
+
+
+class PagedAdamW(PagedAdam):
+    """`torch.optim.AdamW` for the parameters of a model that `swap.page` was called on; see `PagedAdam`."""
+
+    def __init__(self, params: Any, *, swap: SwapManager, weight_decay: float = 1e-2, **settings: Any) -> None:
+        super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
+
+
+def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease | None) -> None:
+    """With the kernel, which converts, scales, steps and rounds as it goes."""
+    exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
+    alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
+    for piece in batch:
+        each = piece.stepping
+        key = (float(each.step), each.grad_scale, piece.grad.dtype)
+        grad = GradPiece(piece.offset, piece.grad, piece.start, each.numel)
+        alike.setdefault(key, []).append(grad)
+    for (step, grad_scale, _), pieces in alike.items():
+        common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
+        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if sub.layout.split:
+            copy, remainder = sub.view(Field.COPY, lease), sub.view(Field.REMAINDER, lease)
+            sub.ties = kernel.update_split(settings, copy=copy, remainder=remainder, ties=sub.ties, **common)
+        else:
+            kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
+    if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
+        sub.set_master(sub.view(Field.MASTER, lease), lease)
+    elif not sub.layout.split and (narrow := _narrow_copy(sub, lease)) is not None:
+        master = sub.view(Field.MASTER, lease)
+        for start, end in _between(batch, sub.layout.numel):  # the copy was not read: see SubGroup.state
+            narrow[start:end].copy_(master[start:end])
+
+
+def _between(batch: list[Piece], numel: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
+    at = 0
+    for piece in sorted(batch, key=lambda each: each.offset):
+        if piece.offset > at:
+            yield at, piece.offset
+        at = piece.offset + piece.numel
+    if at < numel:
+        yield at, numel
+
+
+def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
+    """Its 16-bit copy, if it has one."""
+    narrow = Field.COPY in sub.layout.fields and sub.copy_dtype is not torch.float32
+    return sub.view(Field.COPY, lease) if narrow else None
+
+
+def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease | None) -> None:
+    """With torch's own operations, one after the other."""
+    master = sub.master(lease)
+    exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
+    adam_(
+        settings,
+        masters=[master[piece.place] for piece in batch],
+        grads=[piece.scaled() for piece in batch],
+        exp_avgs=[exp_avg[piece.place] for piece in batch],
+        exp_avg_sqs=[exp_avg_sq[piece.place] for piece in batch],
+        steps=[piece.stepping.step.clone() for piece in batch],  # a shard in two pieces makes one step
+    )
+    sub.set_master(master, lease)
