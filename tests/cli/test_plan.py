@@ -102,7 +102,7 @@ def test_nodes_shard_further(capsys: pytest.CaptureFixture[str]) -> None:
         (["--params", "7B", "--cache", "0", "--preset", "rtx4090-gen4"], "stage 3, optimizer on NVMe"),
         (["--params", "7B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
         (["--params", "13B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
-        (["--params", "7B", "--preset", "rtx4090-gen4"], None),
+        (["--params", "30B", "--preset", "rtx4090-gen4"], None),
         (["--params", "200M", "--seq", "256", "--preset", "laptop"], "stage 2"),
     ],
 )

@@ -58,12 +58,15 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def ours(path: Path, master: str = "split", **arguments: Any) -> infinity.Engine:
+SETTINGS: dict[str, dict[str, Any]] = {"AdamW": {"lr": 0.01}, "SGD": {"lr": 0.01, "momentum": 0.9}}
+
+
+def ours(path: Path, master: str = "split", optimizer: str = "AdamW", **arguments: Any) -> infinity.Engine:
     torch.manual_seed(0)
     offload = {"device": "nvme", "nvme_path": str(path)}
     config = {
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": {"type": optimizer, "params": SETTINGS[optimizer]},
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload,
@@ -78,7 +81,7 @@ def ours(path: Path, master: str = "split", **arguments: Any) -> infinity.Engine
     return engine
 
 
-def stock() -> tuple[nn.Module, torch.optim.Optimizer]:
+def stock(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(7)
     model = Model()
     mesh = init_device_mesh("cpu", (1,))
@@ -86,7 +89,8 @@ def stock() -> tuple[nn.Module, torch.optim.Optimizer]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model, torch.optim.AdamW(groups_of(model), lr=0.01, fused=True)
+    fused = {"fused": True} if name == "AdamW" else {}
+    return model, getattr(torch.optim, name)(groups_of(model), **SETTINGS[name], **fused)
 
 
 def loss_of(model: Any, step: int) -> torch.Tensor:
@@ -124,11 +128,11 @@ def saved(nvme_path: Path, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("master", ["split", "full"])
+@pytest.mark.parametrize(("optimizer", "master"), [("AdamW", "split"), ("AdamW", "full"), ("SGD", "split")])
 def test_stock_training_goes_on_from_it_bit_for_bit(
-    master: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optimizer: str, master: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ours(nvme_path, master) as engine:
+    with ours(nvme_path, master, optimizer) as engine:
         our_losses(engine, 0, SAVED)
         engine.save_checkpoint(tmp_path / "saved", client_state={"seen": 12})
         expected = our_losses(engine, SAVED, END)
@@ -138,14 +142,14 @@ def test_stock_training_goes_on_from_it_bit_for_bit(
     assert exporting.export(tmp_path / "saved", out) == out
     assert len(list(out.glob("*.distcp"))) > 30
 
-    model, optimizer = stock()
-    state, optimizer_state = get_state_dict(model, optimizer)
+    model, stepper = stock(optimizer)
+    state, optimizer_state = get_state_dict(model, stepper)
     dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=out)
-    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
-    assert stock_losses(model, optimizer, SAVED, END) == expected
+    set_state_dict(model, stepper, model_state_dict=state, optim_state_dict=optimizer_state)
+    assert stock_losses(model, stepper, SAVED, END) == expected
     assert all(torch.equal(value.full_tensor(), weights[name]) for name, value in model.named_parameters())
 
-    with ours(nvme_path, master) as engine:  # and so does infinity
+    with ours(nvme_path, master, optimizer) as engine:  # and so does infinity
         _, client_state = engine.load_checkpoint(out.parent, tag="out")
         assert (client_state, engine.global_steps) == ({"seen": 12}, SAVED)
         assert our_losses(engine, SAVED, END) == expected
