@@ -141,6 +141,7 @@ class SwapManager:
         self._policy: StagingPolicy | None = None
         """Of the paged model."""
         self._activation_part: PoolPart | None = None
+        self._activation_stager: Stager | None = None
         self._gradients: Gradients | None = None
         """The same."""
         self.update_at: Update = "step"
@@ -449,6 +450,8 @@ class SwapManager:
             )
         machinery = self._open()
         stager = Stager(machinery.engine, self._activation_part, machinery.arena, self._device)
+        stager.timeline = self.timeline
+        self._activation_stager = stager
         return ArenaShelf(stager, self._activation_part, machinery.arena)
 
     @property
@@ -555,7 +558,7 @@ class SwapManager:
         if self.timeline is not None:
             raise InfinityError("a trace runs already: call stop_trace() first")
         machinery = self._open()
-        machinery.stager.timeline = Timeline(machinery.engine)
+        self._trace_into(Timeline(machinery.engine))
 
     def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
         """Wait until the drives rest, and end the trace: its figures. See docs/timeline.md.
@@ -566,8 +569,13 @@ class SwapManager:
         timeline = self.timeline
         if timeline is None:
             raise InfinityError("no trace runs: call start_trace() first")
-        self.stager.timeline = None
+        self._trace_into(None)
         return timeline.stop(path, rank=int(os.environ.get("RANK", "0")))
+
+    def _trace_into(self, timeline: Timeline | None) -> None:
+        self.stager.timeline = timeline
+        if self._activation_stager is not None:
+            self._activation_stager.timeline = timeline
 
     def close(self) -> None:
         """Wait for what is in flight, give memory and drive space back. Idempotent.

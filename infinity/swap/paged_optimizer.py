@@ -248,6 +248,8 @@ class PagedOptimizer(torch.optim.Optimizer):
                 self.state[parameter][name]._local_tensor.copy_(_local_of(moment))
             if self.counts_steps:
                 self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
+        self._end_backward()  # what a torn step had applied, and had not
+        self._swap.discard_step()
         self._swap.paged.mend()
 
     def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, Stepping]:

@@ -230,3 +230,20 @@ def test_a_training_in_memory_has_no_timeline() -> None:
     engine, *_ = infinity.initialize(model=Model(), config={"bf16": {"enabled": True}})
     with engine, pytest.raises(InfinityError, match="rests on NVMe"):
         engine.start_trace()
+
+
+def test_saved_activations_are_in_it_by_name(nvme_path: Path, tmp_path: Path) -> None:
+    """They have a buffer of their own, and the drive in common with all else."""
+    moved = {"device": "nvme", "bytes_min": 4096, "buffer_bytes": "128KiB"}
+    with made(nvme_path, "forward", offload_activations=moved, pinned_bytes_max="16MiB") as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(64, 96)).float().square().mean())
+            engine.step()
+        engine.start_trace()
+        engine.backward(engine(torch.ones(64, 96)).float().square().mean())
+        engine.step()
+        engine.stop_trace(tmp_path / "trace.json")
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [each["name"] for each in events]
+    assert any("saved activation of 6144" in name for name in names)
+    assert not any("something else" in name for name in names)
