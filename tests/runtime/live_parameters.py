@@ -1,4 +1,4 @@
-"""What is gathered, sampled whenever FSDP2 gathers or releases a group. As ranks, `live_parameters.py FOLDER` runs all.
+"""What is gathered, sampled whenever FSDP2 gathers or releases a group. As ranks, `live_parameters.py FOLDER [all]`.
 
 The sampler looks at FSDP2's own state, and at the memory behind it; it knows nothing of plans.
 """
@@ -162,6 +162,18 @@ CASES = {
     "a frozen tower, far ahead": Case(LEAST + 2 * BLOCK_NUMEL, 0, 2 * BLOCK_NUMEL, accumulation=2, aside=(1, 2)),
 }
 
+ON_SEVERAL_RANKS = (
+    "one group at a time, asked for more",
+    "three groups, far ahead",
+    "some kept, some ahead",
+    "kept between micro-batches",
+    "in memory",
+    "finer groups, in blocks",
+    "another path each time",
+    "a frozen tower, far ahead",
+)
+"""Where the others' gathers could meet a bound of one's own; each takes seconds there."""
+
 
 def settings(case: Case, nvme_path: str) -> dict[str, Any]:
     place = {"device": case.offload, **({"nvme_path": nvme_path} if case.offload == "nvme" else {})}
@@ -262,7 +274,7 @@ def check(name: str, nvme_path: str) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    for name in CASES:
+    for name in CASES if sys.argv[2:] == ["all"] else ON_SEVERAL_RANKS:
         check(name, sys.argv[1])
     dist.destroy_process_group()
     print("the bound held", flush=True)

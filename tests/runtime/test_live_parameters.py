@@ -22,8 +22,9 @@ def test_the_bound_holds_and_no_bit_changes(name: str, nvme_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_bound_holds_on_two_ranks(forked_ranks: Any, nvme_path: Path) -> None:
-    done = forked_ranks(Path(scene.__file__), str(nvme_path))
+@pytest.mark.parametrize("cases", [[], pytest.param(["all"], marks=pytest.mark.long)])
+def test_the_bound_holds_on_two_ranks(cases: list[str], forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(Path(scene.__file__), str(nvme_path), *cases)
     assert done.stdout.count("the bound held") == 2, done.stdout
 
 
