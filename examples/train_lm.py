@@ -314,6 +314,7 @@ def train(
                 )
                 engine.backward(micro_loss)
                 loss += micro_loss.item() / accumulation
+            gradient_bytes = engine.gradient_bytes
             engine.step()
             took = engine.step_stats
             assert took is not None
@@ -325,6 +326,7 @@ def train(
                     "read_bytes": took.read_bytes,
                     "written_bytes": took.written_bytes,
                     "stall_seconds": took.stall_seconds,
+                    "gradient_bytes": gradient_bytes,
                 }
             )
             if traces:
@@ -393,6 +395,7 @@ def summarize(
             compute_seconds=compute, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
     peak = peak_rss_bytes()
+    gradients = max(r["gradient_bytes"] for r in records)
     pinned = stats.pinned_bytes if stats is not None else 0
     return {
         **facts,
@@ -409,8 +412,8 @@ def summarize(
         "peak_rss_bytes": peak,
         "baseline_rss_bytes": facts["baseline_rss_bytes"],
         "pinned_bytes": pinned,
-        "gradient_bytes": 4 * own,
-        "in_memory_bytes": peak if stats is None else peak - pinned + 12 * own,
+        "gradient_bytes": gradients,
+        "in_memory_bytes": peak if stats is None else peak - pinned - gradients + 16 * own,
         "drive": None
         if rates is None
         else {"read_bytes_per_s": rates.read_bytes_per_s, "write_bytes_per_s": rates.write_bytes_per_s},
@@ -452,7 +455,10 @@ def show(console: Console, summary: dict[str, Any]) -> None:
             rates = drive["read_bytes_per_s"] / 1e9, drive["write_bytes_per_s"] / 1e9
             rows.append(("drive, measured before", f"{rates[0]:.2f} GB/s read, {rates[1]:.2f} GB/s write"))
         rows.append(
-            ("the same held in memory", f"{size('in_memory_bytes')} resident (computed: 12 B of state, no pool)")
+            (
+                "the same held in memory",
+                f"{size('in_memory_bytes')} resident (computed: 16 B of state and gradients, no pool)",
+            )
         )
     table = Table(title=f"rank 0 of {summary['ranks']}" if summary["ranks"] > 1 else None, show_header=False)
     for row in rows:

@@ -249,6 +249,13 @@ class Engine:
         type(self.module).zero_grad(self.module, set_to_none)
         self.optimizer.zero_grad(set_to_none)  # the module shows others while a group is gathered
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of this rank, in bytes, that holds reduced gradients now: in `.grad`, or where they wait for their update."""
+        shown = (p.grad for group in self.optimizer.param_groups for p in group["params"])
+        kept = self.swap.gradients.held_bytes if self.swap is not None else 0
+        return kept + sum(_local_of(grad).nbytes for grad in shown if grad is not None)
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` will step: the last micro-batch of a step has had its backward pass."""
         return self._ends_a_step(self.micro_steps)

@@ -63,9 +63,9 @@ class PagedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 shard = _trained_shard(parameter)
-                takes = swap.update_at == "backward" or swap.gradients.takes(shard.group)
-                if takes and shard.resident is None:
-                    parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+                if swap.update_at == "backward" or swap.gradients.takes(shard.group):
+                    came = partial(_tell, weakref.ref(self)) if shard.resident is None else _move_out
+                    parameter.register_post_accumulate_grad_hook(came)
 
     @property
     def applied(self) -> bool:
@@ -335,6 +335,16 @@ class PagedOptimizer(torch.optim.Optimizer):
                 local.zero_()
         if zero:
             shard.stepped = False
+
+
+def _move_out(parameter: nn.Parameter) -> None:
+    """The gradient of a resident shard came, which stays in `.grad`: not as a view into those of its whole group, which all
+    would live as long."""
+    grad = parameter.grad
+    local = _local_of(grad) if grad is not None else None
+    if local is not None and local.untyped_storage().nbytes() > local.nbytes:
+        assert isinstance(grad, DTensor)
+        grad._local_tensor = local.clone()
 
 
 def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> None:

@@ -41,7 +41,9 @@ class Model(nn.Module):
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def made(nvme_path: Path | None, accumulation: int = 1, clipping: float = 0.1, **own: Any) -> infinity.Engine:
+def made(
+    nvme_path: Path | None, accumulation: int = 1, clipping: float = 0.1, persistence: int = 0, **own: Any
+) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path else {"device": "none"}
     config = {
         "bf16": {"enabled": True},
@@ -52,7 +54,7 @@ def made(nvme_path: Path | None, accumulation: int = 1, clipping: float = 0.1, *
             "stage": 3,
             "offload_param": place,
             "offload_optimizer": place,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_param_persistence_threshold": persistence,
             "sub_group_size": 2048,
         },
         "infinity": {"pinned_bytes_max": "16MiB", "wrap": ["Linear"], "update": "forward", **own},
@@ -116,6 +118,21 @@ def test_they_wait_in_sixteen_bits_and_not_in_grad(both: list[infinity.Engine]) 
     assert gradients(nvme).held_bytes == 0  # the updates have them
     weights(nvme)
     assert not nvme.swap.paged.updates
+
+
+@pytest.mark.parametrize("update", ["forward", "backward"])
+def test_what_stays_in_grad_keeps_no_more_than_itself(update: str, nvme_path: Path) -> None:
+    """FSDP2 hands gradients over as views into those of the whole group, which would all live as long as the smallest."""
+    with made(nvme_path, clipping=0.0, update=update, persistence=100) as engine:
+        backward(engine)
+        left = [p.grad for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        assert left  # biases, of resident parameters
+        behind = {grad._local_tensor.untyped_storage().data_ptr(): grad._local_tensor for grad in left}
+        memory = sum(each.untyped_storage().nbytes() for each in behind.values())
+        assert memory == 4 * sum(grad.numel() for grad in left)
+        assert engine.gradient_bytes == memory + gradients(engine).held_bytes
+        engine.step()
+        assert engine.gradient_bytes == 0
 
 
 def test_a_model_that_is_used_twice_gets_the_sum_in_fp32(both: list[infinity.Engine]) -> None:
