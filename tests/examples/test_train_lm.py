@@ -47,7 +47,7 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
         assert words in shown
     summary: dict[str, Any] = json.loads((tmp_path / "nvme.json").read_text())
     assert [set(step) for step in summary["steps"]] == [
-        {"step", "loss", "seconds", "read_bytes", "written_bytes", "stall_seconds"}
+        {"step", "loss", "seconds", "read_bytes", "written_bytes", "stall_seconds", "gradient_bytes"}
     ] * 3
     assert summary["params"] > 250_000
     assert summary["peak_rss_bytes"] > summary["pinned_bytes"] > 0
