@@ -72,7 +72,7 @@ class Commits:
         with together():
             self._pending = _Pending(step, encode(outside))
 
-    def make_or_forget(self) -> None:
+    def try_to_make(self) -> None:
         """Commit what was noted last before its values are set anew; say where that can't be done. A collective."""
         try:
             self.make()
@@ -89,10 +89,10 @@ class Commits:
         pending, self._pending = self._pending, None
         with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
             commit = self._write_together(pending)
+            self._swap.paged.mark_committed()  # whoever fails from here on: what all have a record of is written over by nobody
+            self._note_way_back(pending.step)
             with together():
                 self._leave_one_record(commit.sequence)
-        self._swap.paged.mark_committed()
-        self._note_way_back(pending.step)
 
     def _write_together(self, pending: _Pending) -> Commit:
         """On return all ranks have their records, so that what those before speak of may be written over.

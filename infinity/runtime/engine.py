@@ -477,7 +477,7 @@ class Engine:
         self.finish_checkpoint()
         path = find(load_dir, tag)
         if self._commits is not None:  # what was done stays, should loading fail
-            self._commits.make_or_forget()
+            self._commits.try_to_make()
         self._make_optimizer_state()
         self._discard_step()
         if is_arena_checkpoint(path):
@@ -732,9 +732,8 @@ class Engine:
         elif isinstance(self.optimizer, torch.optim.SGD):
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
-                    state = self.optimizer.state[
-                        parameter
-                    ]  # there, even if empty: else torch would take a step to make it
+                    # There, even if empty: else torch would take a step to make it.
+                    state = self.optimizer.state[parameter]
                     if parameter.requires_grad and group["momentum"] and state.get("momentum_buffer") is None:
                         state["momentum_buffer"] = torch.zeros_like(parameter.data)
         elif not self.optimizer.state:

@@ -24,9 +24,9 @@ from infinity.units import GIB
 VERSION = 1
 
 SUM_BYTES = 4
+"""Of the checksum of a page."""
 RECORD_BYTES_MAX = 16 * GIB
 """Of what is read as a record: the sums are a thousandth of a rank's state, which may be 16 TiB then."""
-"""Of the checksum of a page."""
 
 _FIRST_LINE = re.compile(rb"infinity-commit (\d{1,9}) ([0-9a-f]{64})" + 5 * rb" (\d{1,15})" + rb"\n")
 _LINE_BYTES_MAX = 192

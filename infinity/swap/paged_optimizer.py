@@ -6,6 +6,7 @@ in paged_adam.py and hosted_optimizer.py.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +28,7 @@ from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, Upd
 from infinity.swap.paged_tensor import PagedTensor
 
 
-class PagedOptimizer(torch.optim.Optimizer):
+class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     """For the parameters of a model that `swap.page` was called on. Those that can be made are below it.
 
     When a parameter is updated follows from `swap.page(update=...)`. `state_dict`, `load_state_dict`, param_groups and lr
@@ -278,13 +279,13 @@ class PagedOptimizer(torch.optim.Optimizer):
             self.state[each.parameter]["step"] += 1
         each.shard.stepped = True
 
+    @abc.abstractmethod
     def _settings(self, group: dict[str, Any]) -> Any:
         """What one step needs to know of a parameter group: fixed, hashable. Raises ConfigError for what can't be paged."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
         """Step elements of one sub-group, by their settings, and make its copies anew."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def _update(

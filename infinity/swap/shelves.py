@@ -256,7 +256,7 @@ class ArenaShelf:
         try:
             self._stager.settle(item.chunk)
         except OSError as error:
-            log.warning("a saved activation that nobody needs could not be written: %s", error)
+            log.warning("a saved activation that nobody needs could not be written: %s", str(error))
 
     def _tell_too_large(self, nbytes: int) -> None:
         if not self._told:

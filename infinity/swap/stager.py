@@ -116,7 +116,7 @@ class Stager:
             try:
                 self._finish_read(chunk)
             except OSError as error:
-                log.warning("a read ahead failed: %s", error)
+                log.warning("a read ahead failed: %s", str(error))  # who keeps the record keeps no frames
         return chunk.state is ChunkState.STAGED and (not chunk.writes or chunk.landing is None or chunk.landing.done())
 
     def occupy(self, chunk: Chunk) -> Lease:
@@ -187,7 +187,7 @@ class Stager:
             try:
                 self._finish_read(chunk, "which is dropped")
             except OSError as error:
-                log.warning("a read ahead failed: %s", error)
+                log.warning("a read ahead failed: %s", str(error))  # who keeps the record keeps no frames
         if chunk.state is ChunkState.STAGED:
             if chunk.landing is not None:
                 self._wait_landed(chunk)

@@ -272,6 +272,39 @@ def test_all_that_one_rank_may_fail_at_in_a_commit_is_told_to_the_others(
     assert found == {"encode", "write", "leave_one"}
 
 
+def test_what_all_have_committed_is_not_written_over_where_another_rank_fails_after_it(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record before it is gone here, so what the new one speaks of has to stay, whatever becomes of the others."""
+    removed, leave_one = [], DurableRun.leave_one
+
+    def leaving(run: DurableRun, sequence: int) -> None:
+        leave_one(run, sequence)
+        removed.append(sequence)
+
+    @contextlib.contextmanager
+    def another_fails() -> Iterator[None]:
+        yield
+        if removed:
+            removed.clear()
+            raise infinity.StoreError(0, "rank 1: removing an old record failed")
+
+    with contextlib.suppress(Crash), make(nvme_path, Case()) as engine:
+        losses = [step(engine), step(engine)]
+        with monkeypatch.context() as patch:
+            patch.setattr(DurableRun, "leave_one", leaving)
+            patch.setattr("infinity.runtime.commits.together", another_fails)
+            with pytest.raises(infinity.StoreError, match="rank 1"):
+                engine.commit()
+        with torch.no_grad():  # goes on all the same
+            for parameter in engine.module.parameters():
+                parameter.zero_()
+        raise Crash
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 2
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 3)
+
+
 def test_a_torn_step_says_from_where_one_can_go_on(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(update="step")
     failing = []

@@ -42,10 +42,10 @@ class Nobody:
     """Stages no groups: no gather happens here."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError
+        raise AssertionError(f"a gather of {shard.name}")
 
     def gathered(self, shard: PagedShard) -> None:
-        raise NotImplementedError
+        raise AssertionError(f"a gather of {shard.name}")
 
 
 @dataclass
