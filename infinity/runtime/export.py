@@ -69,11 +69,12 @@ class _Values:
 
     parameter: str
     which: Field
+    nbytes: int
 
 
 def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress]) -> Path:
     state, values = _state_of(stored)
-    total = sum(4 * math.prod(_shape(stored, each.parameter)) for each in values.values())
+    total = sum(each.nbytes for each in values.values())
     partial = final.parent / f".{final.name}.export-{os.getpid()}"
     with _in_our_words(final):
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -101,14 +102,15 @@ def _state_of(stored: StoredArena) -> tuple[dict[str, Any], dict[str, _Values]]:
     values = {}
     for each in stored.parameters:
         model[each.name] = torch.empty(each.shape, device="meta")
-        values[f"model.{each.name}"] = _Values(each.name, Field.MASTER)
+        nbytes = 4 * math.prod(each.shape)
+        values[f"model.{each.name}"] = _Values(each.name, Field.MASTER, nbytes)
         steps = outside["steps"]
         if not each.trained or (steps and each.name not in steps):  # SGD counts none
             continue
         moments[each.name] = {"step": steps[each.name]} if steps else {}
         for name, which in zip(stored.moments, MOMENTS, strict=False):
             moments[each.name][name] = torch.empty(each.shape, device="meta")
-            values[f"optimizer.state.{each.name}.{name}"] = _Values(each.name, which)
+            values[f"optimizer.state.{each.name}.{name}"] = _Values(each.name, which, nbytes)
     for alias, name in stored.manifest.aliases.items():
         if name in model:
             model[alias] = model[name]
@@ -139,10 +141,6 @@ def _group_names(stored: StoredArena, outside: dict[str, Any]) -> list[list[str]
     ):
         raise stored.rank(0).damaged("the parameters of its optimizer's groups are not the model's")
     return names
-
-
-def _shape(stored: StoredArena, parameter: str) -> tuple[int, ...]:
-    return next(each.shape for each in stored.parameters if each.name == parameter)
 
 
 class _Planner(dcp.DefaultSavePlanner):

@@ -6,6 +6,7 @@ Made on rank 0 only, for one micro-batch of one step. Training thread only.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.config import Config
 from infinity.runtime.wall_clock import now
+
+log = logging.getLogger("infinity")
 
 
 @dataclass(eq=False)
@@ -67,10 +70,17 @@ class FlopsProfile:
         if not self._seconds.keys() >= {"fwd", "bwd", "step"}:
             return False
         text = "\n".join(self._lines(now() - self._began)) + "\n"
-        if self._settings.output_file is None:
-            print(text, end="", flush=True)
-        else:
-            Path(self._settings.output_file).write_text(text)
+        if self._settings.output_file is not None:
+            try:
+                Path(self._settings.output_file).write_text(text)
+                return True
+            except OSError as error:  # no reason to end a training
+                log.warning(
+                    "flops_profiler.output_file %s can't be written (%s): the report is on standard output",
+                    self._settings.output_file,
+                    error.strerror,
+                )
+        print(text, end="", flush=True)
         return True
 
     @contextlib.contextmanager

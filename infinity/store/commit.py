@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
@@ -238,7 +238,8 @@ def differences(there: Place, here: Place) -> Iterator[str]:
     if there.copy_dtype != here.copy_dtype:
         yield f"parameters were gathered in {there.copy_dtype}, and are in {here.copy_dtype} now"
     if there.moments != here.moments:
-        yield f"its optimizer kept {_kept(there.moments)}, and keeps {_kept(here.moments)} now: use the one of that run"
+        kept, keeps = kept_in_words(there.moments), kept_in_words(here.moments)
+        yield f"its optimizer kept {kept}, and keeps {keeps} now: use the one of that run"
     theirs = {each.name: each for each in there.parameters}
     ours = {each.name: each for each in here.parameters}
     for what, names in (("it has no", ours.keys() - theirs.keys()), ("the model has no", theirs.keys() - ours.keys())):
@@ -256,7 +257,8 @@ def differences(there: Place, here: Place) -> Iterator[str]:
         )
 
 
-def _kept(moments: Sequence[str]) -> str:
+def kept_in_words(moments: Iterable[str]) -> str:
+    """What an optimizer keeps of each element."""
     return " and ".join(moments) or "nothing"
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
+from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
@@ -47,8 +48,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._fields = dict(zip(swap.place.moments, FIELDS, strict=False))
         if not self._fields.keys() >= set(self.moments):
             raise ConfigError(
-                f"{type(self).__name__} keeps {_kept(self.moments)} of each element, and there is room for "
-                f"{_kept(self._fields)}: page the model with swap.page(model, moments={self.moments!r})"
+                f"{type(self).__name__} keeps {kept_in_words(self.moments)} of each element, and there is room for "
+                f"{kept_in_words(self._fields)}: page the model with swap.page(model, moments={self.moments!r})"
             )
         for group in self.param_groups:
             self._settings(group)
@@ -393,10 +394,6 @@ class Piece:
         """Its gradient, or elements [start, end) of that, in fp32 and as the step takes it."""
         grad = self.grad[start:end].float()
         return grad if self.stepping.grad_scale == 1.0 else grad * self.stepping.grad_scale
-
-
-def _kept(moments: Collection[str]) -> str:
-    return " and ".join(moments) or "nothing"
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:

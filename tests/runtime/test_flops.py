@@ -94,6 +94,14 @@ def test_its_keys_say_how_much_and_where(nvme_path: Path, tmp_path: Path, capsys
     assert re.search(r"depth 3:\n    params      - \{'Linear': '544', 'GELU': '0'\}", report)
 
 
+def test_a_report_that_has_no_place_ends_no_training(
+    nvme_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(nvme_path, enabled=True, output_file=str(tmp_path / "nowhere" / "report.txt"))
+    assert "Profile summary" in capsys.readouterr().out
+    assert "nowhere/report.txt can't be written (No such file or directory)" in caplog.text
+
+
 def test_a_training_that_ends_before_reports_nothing(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained(nvme_path, steps=2, enabled=True, profile_step=2)
     assert "Profile" not in capsys.readouterr().out

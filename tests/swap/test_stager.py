@@ -95,11 +95,11 @@ class ScriptedEngine:
             transfer.end(self.failure_of(transfer.request))
 
 
-class ScriptedLanding:
-    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.copies = copies
-        self.fired = not copies
-        self.waited = False
+class Scripted:
+    """A landing that fires when the script says so, or somebody waits."""
+
+    def __init__(self, *, fired: bool) -> None:
+        self.fired, self.waited = fired, False
 
     def done(self) -> bool:
         return self.fired
@@ -109,6 +109,15 @@ class ScriptedLanding:
         self.fire()
 
     def fire(self) -> None:
+        self.fired = True
+
+
+class ScriptedLanding(Scripted):
+    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__(fired=not copies)
+        self.copies = copies
+
+    def fire(self) -> None:
         """The device copies only now: the bytes must still be those it was given."""
         self.fired = True
         for staged, given in self.copies:
@@ -116,20 +125,13 @@ class ScriptedLanding:
         self.copies.clear()
 
 
-class ScriptedArrival:
+class ScriptedArrival(Scripted):
     """A device that brings new bytes late: until it fires, the lease holds what must not be written."""
 
     def __init__(self, lease: Lease, value: int) -> None:
+        super().__init__(fired=False)
         self.lease, self.value = lease, value
         lease.view(torch.uint8).fill_(POISON)
-        self.fired = self.waited = False
-
-    def done(self) -> bool:
-        return self.fired
-
-    def wait(self) -> None:
-        self.waited = self.waited or not self.fired
-        self.fire()
 
     def fire(self) -> None:
         if not self.fired:
