@@ -4,14 +4,16 @@
     python bench/step.py --params 200M --ways memory,forward,backward,step,step-full --deepspeed-python ../ds/bin/python
     python bench/step.py --params 200M --ways memory,backward,backward-cached --host-cache 2GiB
     python bench/step.py --params 200M --ways backward,backward-durable,forward,forward-durable
+    python bench/step.py --params 200M --batch-size 1 --clipping 0 --ways step-phase
 
-Every round steps the same model each way, one after the other, and measures the drive in between. Prints a table and, last, one
-JSON line; with --save the line is appended to bench/results/step.jsonl.
+Every round steps the same model each way, one after the other, and measures the drive before and after each. Prints a table
+and, last, one JSON line; with --save the line is appended to bench/results/step.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -29,8 +31,9 @@ HERE = Path(__file__).resolve().parent
 
 from results import machine, save  # noqa: E402
 
-import infinity  # noqa: E402
+from infinity.aio import IoSettings  # noqa: E402
 from infinity.schedule.floor import forward_floor_seconds, step_floor_seconds  # noqa: E402
+from infinity.store.measure import DriveTest, Workload  # noqa: E402
 from infinity.units import GIB, MIB, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")
@@ -38,10 +41,13 @@ VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable")
 WAYS = (
     "memory",
     *(update + variant for update in UPDATES for variant in VARIANTS),
+    "step-phase",
 )
 """In memory, or with the update then; with masters in full; with --host-cache; with all gradients on NVMe; without checksums;
-with every step committed."""
+with every step committed; with the optimizer's transfers alone before and after each step, which then begins cold."""
 
+DRIVE_FILE_BYTES = 2 * GIB
+DRIVE_SECONDS = 0.7
 
 _ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
 """Arguments that the workers get."""
@@ -122,34 +128,47 @@ def main() -> int:
     Path(args.nvme_path).mkdir(parents=True, exist_ok=True)
     order = {name: getattr(args, name) for name in _ORDERED}
     order |= {"numel": parse_count(args.params), "nvme_path": str(Path(args.nvme_path).resolve())}
-    workers: list[Worker] = []
     rows: list[dict[str, Any]] = []
-    try:
-        workers += [Worker(way, order, sys.executable) for way in ways]
+    with contextlib.ExitStack() as stack:
+        workers = []
+        pythons = dict.fromkeys(ways, sys.executable)
         if args.deepspeed_python:
-            workers.append(Worker("deepspeed", order, args.deepspeed_python))
+            pythons["deepspeed"] = args.deepspeed_python
+        for way, python in pythons.items():
+            workers.append(Worker(way, order, python))
+            stack.callback(workers[-1].close)
+        drive = stack.enter_context(DriveTest(args.nvme_path, nbytes=DRIVE_FILE_BYTES))
+        drive.fill()
+        settings = IoSettings(backend=args.backend)
         for number in range(args.rounds + 2):
-            row: dict[str, Any] = {worker.way: worker.step() for worker in workers}
-            drive = infinity.measure_drive(args.nvme_path, nbytes=256 * MIB, rounds=1, backend=args.backend)
-            row["drive"] = (drive.read_bytes_per_s, drive.write_bytes_per_s)
+            row: dict[str, Any] = {}
+            before = rates_of(drive, settings)
+            for worker in workers:
+                row[worker.way] = worker.step()
+                after = rates_of(drive, settings)
+                row[worker.way]["drive"] = [statistics.harmonic_mean(pair) for pair in zip(before, after, strict=True)]
+                before = after
             counted = "" if number > 1 else " (not counted)"
             times = ", ".join(f"{worker.way} {row[worker.way]['seconds']:.3f} s" for worker in workers)
-            rates = " / ".join(f"{rate / 1e9:.2f}" for rate in row["drive"])
+            rates = " / ".join(f"{rate / 1e9:.2f}" for rate in before)
             print(f"round {number}: {times}, drive {rates} GB/s{counted}", file=sys.stderr)
             if number > 1:
                 rows.append(row)
-    finally:
-        for worker in workers:
-            worker.close()
     found = {worker.way: summarize(rows, worker.way) for worker in workers}
     show(found)
     line = {"bench": "step", **machine(), "params": rows[0][ways[0]]["numel"], "ways": found}
     line |= {name: getattr(args, name) for name in ("rounds", *_ORDERED)}
-    line |= {"drive_gb_per_s": [median(row["drive"][k] / 1e9 for row in rows) for k in (0, 1)]}
+    drives = [row[way]["drive"] for row in rows for way in found]
+    line |= {"drive_gb_per_s": [median(rates[k] / 1e9 for rates in drives) for k in range(len(Workload))]}
     print(json.dumps(line))
     if args.save:
         save("step", line)
     return 0
+
+
+def rates_of(drive: DriveTest, settings: IoSettings) -> list[float]:
+    """Bytes/s of reads, of writes, and of both at once in equal parts."""
+    return [drive.run(workload, settings, DRIVE_SECONDS).bytes_per_s for workload in Workload]
 
 
 def median(values: Iterable[float]) -> float:
@@ -194,17 +213,27 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
         found["over_floor"] = median(row[way]["seconds"] / floor for row, floor in zip(rows, floors, strict=True))
     if "memory" in rows[0] and update == "forward":
         found["over_forward_floor"] = median(row[way]["seconds"] / forward_floor(row, way) for row in rows)
-    if way.startswith("step"):  # the state is read and everything written in the optimizer step
-        written = steps[0]["step_bytes"][1]
-        parts = [row[way]["step"] / _seconds(12 * numel, written, row["drive"], 0.0) for row in rows]
-        found["optimizer_over_drive"] = median(parts)
+    if update == "step":  # as much is read as written, both at once
+        moved = 2 * steps[0]["step_bytes"][1]
+        found["optimizer_over_drive"] = median(step["step"] * step["drive"][2] / moved for step in steps)
+    if steps[0]["phases"]:
+        found["optimizer_over_transfers"] = median(step["step"] / statistics.mean(step["phases"]) for step in steps)
+        found["transfers_over_drive"] = median(
+            statistics.mean(step["phases"]) * step["drive"][2] / moved for step in steps
+        )
     return found
 
 
 def drive_seconds(row: dict[str, Any], way: str) -> float:
     """What the bytes of a step take at the drive's bandwidth of that round."""
     read, written = row[way]["step_bytes"]
-    return _seconds(read, written, row["drive"], 0.0)
+    return step_floor_seconds(
+        read_bytes=read,
+        written_bytes=written,
+        read_bytes_per_s=row[way]["drive"][0],
+        write_bytes_per_s=row[way]["drive"][1],
+        compute_seconds=0.0,
+    )
 
 
 def forward_floor(row: dict[str, Any], way: str) -> float:
@@ -212,20 +241,10 @@ def forward_floor(row: dict[str, Any], way: str) -> float:
     return forward_floor_seconds(
         state_bytes=row[way]["step_bytes"][1],
         pool_bytes=row[way]["pinned_bytes"],
-        read_bytes_per_s=row["drive"][0],
-        write_bytes_per_s=row["drive"][1],
+        read_bytes_per_s=row[way]["drive"][0],
+        write_bytes_per_s=row[way]["drive"][1],
         forward_seconds=row["memory"]["forward"] + row["memory"]["step"],
         backward_seconds=row["memory"]["backward"],
-    )
-
-
-def _seconds(read: int, written: int, rates: tuple[float, float], compute: float) -> float:
-    return step_floor_seconds(
-        read_bytes=read,
-        written_bytes=written,
-        read_bytes_per_s=rates[0],
-        write_bytes_per_s=rates[1],
-        compute_seconds=compute,
     )
 
 
@@ -241,6 +260,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "/ floor": "over_floor",
         "/ forward's": "over_forward_floor",
         "optimizer / drive": "optimizer_over_drive",
+        "/ transfers": "optimizer_over_transfers",
         "B read": "disk_read_bytes_per_param",
         "B written": "disk_written_bytes_per_param",
         "peak GiB": "peak_rss_gib",

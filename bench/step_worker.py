@@ -28,7 +28,7 @@ Step = Callable[[], dict[str, Any]]
 def infinity_way(order: dict[str, Any]) -> Step:
     """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
     "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no checksums, "-durable" commits
-    every step."""
+    every step, "-phase" moves all state before and after each step, as the optimizer does but without arithmetic."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -60,7 +60,17 @@ def infinity_way(order: dict[str, Any]) -> Step:
     engine = infinity.initialize(model=model, config=config)[0]
     batch = _batch(order)
 
+    def phase() -> float:
+        """Seconds that the transfers of an optimizer step take with nothing to do in between."""
+        assert engine.swap is not None
+        began = time.perf_counter()
+        engine.swap.paged.defer({sub: lambda lease: None for sub in engine.swap.paged.sub_groups})
+        engine.swap.finish_updates()
+        engine.swap.stager.settle_all()
+        return time.perf_counter() - began
+
     def step() -> dict[str, Any]:
+        phases = [phase()] if variant == "phase" else []
         before = engine.swap_stats()
         began = time.perf_counter()
         loss = _loss(engine(batch[:, :-1]), batch)
@@ -73,11 +83,12 @@ def infinity_way(order: dict[str, Any]) -> Step:
         ended = time.perf_counter()
         after = engine.swap_stats()
         found = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
-        found |= {"seconds": ended - began, "loss": loss.item(), "numel": engine.numel}
+        found |= {"seconds": ended - began, "loss": loss.item(), "numel": engine.numel, "phases": phases}
         if before is not None and after is not None and engine.swap is not None:
             found |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
             found["step_bytes"] = engine.swap.step_bytes()
             found["pinned_bytes"] = after.pinned_bytes
+        phases += [phase()] if variant == "phase" else []
         return found
 
     return step
