@@ -217,6 +217,7 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
         moved = 2 * steps[0]["step_bytes"][1]
         found["optimizer_over_drive"] = median(step["step"] * step["drive"][2] / moved for step in steps)
     if steps[0]["phases"]:
+        found["drive_busy_share"] = median(step["busy_share"] for step in steps)
         found["optimizer_over_transfers"] = median(step["step"] / statistics.mean(step["phases"]) for step in steps)
         found["transfers_over_drive"] = median(
             statistics.mean(step["phases"]) * step["drive"][2] / moved for step in steps

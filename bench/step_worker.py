@@ -76,6 +76,8 @@ def infinity_way(order: dict[str, Any]) -> Step:
         loss = _loss(engine(batch[:, :-1]), batch)
         forward = time.perf_counter()
         engine.backward(loss)
+        if variant == "phase":
+            engine.start_trace()
         backward = time.perf_counter()
         engine.step()
         if engine.swap is not None:
@@ -88,7 +90,9 @@ def infinity_way(order: dict[str, Any]) -> Step:
             found |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
             found["step_bytes"] = engine.swap.step_bytes()
             found["pinned_bytes"] = after.pinned_bytes
-        phases += [phase()] if variant == "phase" else []
+        if variant == "phase":
+            found["busy_share"] = engine.stop_trace().drives[0].busy_share
+            phases.append(phase())
         return found
 
     return step
