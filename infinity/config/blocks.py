@@ -78,8 +78,8 @@ class AioConfig(Block):
     )
     use_gds: Flag = Field(
         default=False,
-        description="Whether transfers should go between the drives and the GPU directly (GPUDirect Storage). They go "
-        "through pinned memory all the same; a note says what is missing.",
+        description="Whether parameters are read from the drives to the GPU past host memory (GPUDirect Storage), where "
+        "kvikio and nvidia-fs are installed and `infinity.checksums` is off; a note says what is missing where they are not.",
     )
 
     units: ClassVar[Mapping[str, str]] = {
@@ -90,7 +90,7 @@ class AioConfig(Block):
     differs: ClassVar[Mapping[str, str]] = {
         "block_size": "1 MiB unless set.",
         "queue_depth": "8 unless set.",
-        "use_gds": "Acted on where there is a driver for it.",
+        "use_gds": "Acted on where there is a driver for it. Writes and optimizer state always go through pinned memory.",
     }
     ignored_keys = names_of("single_submit overlap_events")
     old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}

@@ -1,13 +1,16 @@
 """Floor 2. The device that computes, as the swap floor sees it: bytes go there ahead of use and come back."""
 
 from infinity.device.buffers import HostBuffer, HostBuffers
-from infinity.device.choice import device_for
+from infinity.device.choice import device_for, direct_reader_for
+from infinity.device.direct import DirectRead, DirectReader
 from infinity.device.staging import CpuDevice, Device, Incoming, Landing
 from infinity.device.streams import Runtime, StreamDevice
 
 __all__ = [
     "CpuDevice",
     "Device",
+    "DirectRead",
+    "DirectReader",
     "HostBuffer",
     "HostBuffers",
     "Incoming",
@@ -15,4 +18,5 @@ __all__ = [
     "Runtime",
     "StreamDevice",
     "device_for",
+    "direct_reader_for",
 ]

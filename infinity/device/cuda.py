@@ -56,9 +56,9 @@ class CudaRuntime:
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.torch_device)
 
-    def empty(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
         with torch.cuda.stream(stream):
-            return torch.empty(like.shape, dtype=like.dtype, device=self.torch_device)
+            return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
     def start_copy(self, into: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         with torch.cuda.stream(stream):

@@ -6,11 +6,13 @@ training thread, which in a backward on CUDA is autograd's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from infinity.aio import PinnedSlab
+from infinity.device.direct import DirectRead
 
 
 class Landing(Protocol):
@@ -30,7 +32,14 @@ class Incoming(Protocol):
     """Fires when the host bytes may be reused."""
 
     def hand_over(self) -> torch.Tensor:
-        """All of them on the device (1-D): whatever the current stream does from now on comes after their arrival."""
+        """All of them on the device (1-D): whatever the current stream does from now on comes after their arrival.
+
+        Raises IoError where they come straight from a drive and a read failed.
+        """
+
+
+Fill = Callable[[torch.Tensor], Sequence[DirectRead]]
+"""Starts reads that fill a tensor (1-D, on the device) together."""
 
 
 class Device(Protocol):
@@ -53,6 +62,12 @@ class Device(Protocol):
     def start_take(self, staged: torch.Tensor) -> Incoming:
         """Begin to copy `staged` (1-D, host memory) to the device, whatever that computes meanwhile."""
 
+    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
+        """Have memory of the device (1-D) filled by reads that no stream knows of.
+
+        Whoever starts them holds the memory until they have ended.
+        """
+
     def landing(self) -> Landing:
         """Fires when everything taken so far has landed."""
 
@@ -63,7 +78,9 @@ class Device(Protocol):
         """
 
 
-class _Landed:
+class Landed:
+    """Where no copy touches host memory."""
+
     def done(self) -> bool:
         return True
 
@@ -73,11 +90,22 @@ class _Landed:
 
 class _InPlace:
     def __init__(self, staged: torch.Tensor) -> None:
-        self.landing: Landing = _Landed()
+        self.landing: Landing = Landed()
         self._staged = staged
 
     def hand_over(self) -> torch.Tensor:
         return self._staged
+
+
+class _Filled:
+    def __init__(self, filled: torch.Tensor, reads: Sequence[DirectRead]) -> None:
+        self.landing: Landing = Landed()
+        self._filled, self._reads = filled, reads
+
+    def hand_over(self) -> torch.Tensor:
+        for read in self._reads:
+            read.wait()
+        return self._filled
 
 
 class CpuDevice:
@@ -96,9 +124,13 @@ class CpuDevice:
     def start_take(self, staged: torch.Tensor) -> Incoming:
         return _InPlace(staged)
 
+    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
+        filled = torch.empty(numel, dtype=dtype)
+        return _Filled(filled, fill(filled))
+
     def landing(self) -> Landing:
-        return _Landed()
+        return Landed()
 
     def start_give(self, found: torch.Tensor, into: torch.Tensor) -> Landing:
         into.copy_(found)
-        return _Landed()
+        return Landed()

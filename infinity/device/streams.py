@@ -9,6 +9,9 @@ runtime's matter (cuda.py; a fake in the tests, which holds this file to its pro
                        is noted as a user, so that the memory is not given to the next copy while it is still read.
     to the host        the outward stream waits for an event of the stream that computed the bytes, recorded when the copy is
                        asked for; the source is noted as used by the outward stream, so it may be forgotten at once.
+    past host memory   reads that a drive does into memory of the device mind no stream: they start when the inward stream has
+                       passed the point at which that memory was made, as it was free for this stream alone until then, and
+                       the host waits for their end before it hands the memory over.
     host memory        is touched only after the landing of the copy that reads or writes it has fired; by another copy also
                        where its stream comes after that one: a sum may go back to where its first part was taken from.
 
@@ -18,12 +21,14 @@ goes back to the inward stream, which reuses it in its own order; the host bytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from infinity.aio import PinnedSlab
-from infinity.device.staging import Incoming, Landing
+from infinity.device.direct import DirectRead
+from infinity.device.staging import Fill, Incoming, Landed, Landing
 
 
 class Event(Protocol):
@@ -67,9 +72,9 @@ class Runtime(Protocol):
     def current_stream(self) -> Stream:
         """The stream of whoever asks."""
 
-    def empty(self, like: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """Device memory of the same shape and dtype, made on `stream`: when it is freed, later work of that stream may reuse
-        it, and no other before that work is done."""
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """Device memory (1-D), made on `stream`: when it is freed, later work of that stream may reuse it, and no other before
+        that work is done."""
 
     def start_copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy on `stream`; returns before the copy has run where the host memory is pinned."""
@@ -105,6 +110,20 @@ class _Copied:
         return self._taken
 
 
+class _Filled:
+    """Being filled by reads, or full."""
+
+    def __init__(self, runtime: Runtime, filled: torch.Tensor, reads: Sequence[DirectRead]) -> None:
+        self.landing: Landing = Landed()
+        self._runtime, self._filled, self._reads = runtime, filled, reads
+
+    def hand_over(self) -> torch.Tensor:
+        for read in self._reads:
+            read.wait()
+        self._runtime.note_use(self._filled, self._runtime.current_stream())
+        return self._filled
+
+
 class StreamDevice:
     """Copies beside what is computed, asynchronously where the host memory could be pinned."""
 
@@ -127,9 +146,14 @@ class StreamDevice:
         self._runtime.unpin(slab)
 
     def start_take(self, staged: torch.Tensor) -> Incoming:
-        taken = self._runtime.empty(staged, self._inward)
+        taken = self._runtime.empty(staged.numel(), staged.dtype, self._inward)
         self._runtime.start_copy(taken, staged, self._inward)
         return _Copied(self._runtime, taken, self._inward.record_event())
+
+    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
+        filled = self._runtime.empty(numel, dtype, self._inward)
+        self._inward.record_event().synchronize()
+        return _Filled(self._runtime, filled, fill(filled))
 
     def landing(self) -> Landing:
         return EventLanding(self._inward.record_event())

@@ -348,6 +348,7 @@ def _page(
             bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
             pin_memory=_pins(zero),
+            direct=config.aio.use_gds,
             checksums=own.checksums,
             run=run,
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 from infinity.aio import IoSettings, probe
 from infinity.config import Config
 from infinity.errors import StoreError
-from infinity.runtime.direct import why_not_direct
 from infinity.store.drive import default_block_bytes, drive_of
 from infinity.store.placement import step_bandwidth
 from infinity.store.profile import DriveProfile, load_profile
@@ -59,8 +58,6 @@ def choose_storage(config: Config) -> StorageChoice:
     bandwidths = None
     if len(profiles) > 1 and all(profiles):
         bandwidths = tuple(step_bandwidth(p.read_bytes_per_s, p.write_bytes_per_s) for p in profiles if p)
-    if aio.use_gds:
-        notes.append(f"aio.use_gds: transfers go through pinned host memory all the same: {why_not_direct()}")
     notes.append(
         f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} ring(s), "
         f"reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.aio import File, IoEngine, StripedFile
@@ -137,6 +137,17 @@ class Arena:
 
     def _reserve(self, nbytes: int) -> None:
         self.file.reserve(nbytes)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of its files, in the order that `pieces` counts them."""
+        return [file.fileno() for file in self._files]
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(number of the file, offset in it, bytes) of what makes up bytes [offset, offset + nbytes), in order."""
+        if len(self._files) == 1:
+            return iter([(0, offset, nbytes)])
+        return pieces_on_drives(self._pattern, self.stripe_bytes, offset, nbytes)
 
     def sync(self) -> None:
         """Wait until the data of finished writes is on the drives. Raises IoError."""

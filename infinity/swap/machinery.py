@@ -10,11 +10,12 @@ import os
 from collections.abc import Sequence
 
 from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool, near
-from infinity.device import Device, HostBuffers
+from infinity.device import Device, DirectReader, HostBuffers, direct_reader_for
 from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
 from infinity.store.drive import drive_of
 from infinity.store.placement import step_bandwidth
 from infinity.store.probe import measure_drive
+from infinity.swap.direct import DirectReads
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager
 
@@ -36,7 +37,7 @@ class Drives:
         run: DurableRun | None,
         checksums: bool,
     ) -> None:
-        self._io = io
+        self.io = io
         self._checksums = checksums
         self._limits = list(limits)
         self._faults = faults
@@ -59,7 +60,7 @@ class Drives:
 
     def make_engine(self, pool: PinnedPool) -> IoEngine:
         """An engine over all of them, for the caller to close."""
-        return IoEngine(pool, self._io, drives=self.count, limits=self._limits, faults=self._faults)
+        return IoEngine(pool, self.io, drives=self.count, limits=self._limits, faults=self._faults)
 
     def make_arena(self, engine: IoEngine) -> Arena:
         """This rank's arena, for the caller to close."""
@@ -87,7 +88,7 @@ class Drives:
         found = []
         for number, path in enumerate(paths):
             limits = self._limits[number : number + 1]
-            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self._io, limits=limits)
+            rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self.io, limits=limits)
             found.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
         return found
 
@@ -103,6 +104,9 @@ class Machinery:
         self.engine = drives.make_engine(self.pool)
         self.arena = drives.make_arena(self.engine)
         self.stager = Stager(self.engine, self.pool, self.arena, device)
+        self.direct: DirectReads | None = None
+        """Reads past host memory, where they were asked for and can be done."""
+        self._io = drives.io
         self._take_device(device, pin=False)
         if drives.count > 1:
             parts = ", ".join(f"{share:.0%} on {path}" for path, share in self.arena.shares)
@@ -113,12 +117,31 @@ class Machinery:
         """What the machine refused and what was done instead, a line each."""
         return [*self.engine.notes, *self.pool.notes, *self.arena.notes, *self._notes, *self.host_memory.notes]
 
-    def adopt(self, device: Device, *, pin: bool) -> None:
-        """Compute happens on `device` from now on. `pin`: whether host memory is to be registered with it."""
+    def adopt(self, device: Device, *, pin: bool, direct: bool) -> None:
+        """Compute happens on `device` from now on. `pin`: whether host memory is to be registered with it. `direct`: whether
+        what is read for it is to go there past host memory. Raises IoError."""
         self._take_device(device, pin=pin)
         refused = device.register(self.pool.slab) if pin else None
         if refused:
             self._notes.append(refused)
+        if direct:
+            self._open_direct(device)
+
+    def _open_direct(self, device: Device) -> None:
+        found: DirectReader | str
+        if self.arena.file.checked:
+            found = "infinity.checksums is on, and what goes past host memory passes no checksum: set it to false"
+        else:
+            found = direct_reader_for(
+                device.torch_device,
+                self.arena.descriptors,
+                threads=self._io.queue_depth * self._io.rings,
+                task_bytes=self._io.block_bytes,
+            )
+        if isinstance(found, str):
+            self._notes.append(f"transfers go through pinned host memory, although aio.use_gds is set: {found}")
+        else:
+            self.direct = DirectReads(found, self.arena, device, self.stager)
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back. Raises IoError when a write failed that nobody waited for."""
@@ -127,6 +150,8 @@ class Machinery:
             closing.callback(self.stager.device.unregister, self.pool.slab)
             closing.callback(self.host_memory.close)
             closing.callback(self.engine.close)
+            if self.direct is not None:
+                closing.callback(self.direct.close)
             closing.callback(self.stager.drop_all)
             closing.callback(self.gradients.close)
             self.stager.settle_all()

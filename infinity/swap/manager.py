@@ -98,6 +98,8 @@ class SwapManager:
         faults: makes them fail; for tests.
         lock_memory: ask the kernel to lock the pinned pages.
         pin_memory: register host memory with the GPU, where there is one, so that copies run beside what it computes.
+        direct: read parameters from the drives to the GPU past host memory, where this can be done (GPUDirect Storage through
+            kvikio, and `checksums` off); `notes` say why where it can't. See docs/gpu.md, "Past host memory".
         checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
             before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
         run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
@@ -114,6 +116,7 @@ class SwapManager:
         io: IoSettings | None = None,
         lock_memory: bool = False,
         pin_memory: bool = True,
+        direct: bool = False,
         checksums: bool = True,
         bandwidths: Sequence[float] | None = None,
         drive_limits: Sequence[DriveLimit] = (),
@@ -133,7 +136,7 @@ class SwapManager:
         self._drives = Drives(
             paths, io, bandwidths=bandwidths, limits=drive_limits, faults=faults, run=run, checksums=checksums
         )
-        self._lock_memory, self._pin_memory = lock_memory, pin_memory
+        self._lock_memory, self._pin_memory, self._wants_direct = lock_memory, pin_memory, direct
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)
         self._paged: PagedModel | None = None
@@ -277,7 +280,7 @@ class SwapManager:
             place = self._checked_place(layout, outlines, mesh.size(-1), dtype, placing)
             device = self._device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
-            machinery.adopt(device, pin=self._pin_memory)
+            machinery.adopt(device, pin=self._pin_memory, direct=self._wants_direct)
             paged = PagedModel(
                 layout=layout,
                 group_names=[group.name for group in groups],
@@ -288,6 +291,7 @@ class SwapManager:
                 stager=machinery.stager,
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
+                direct=machinery.direct,
                 what=placing.what_is_stored,
             )
             arena = machinery.arena
@@ -304,6 +308,8 @@ class SwapManager:
         self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
         if self._device.copies:
             largest = max(map(paged.copies_bytes, paged.groups))
+            if machinery.direct is not None:  # nothing else is read ahead
+                largest = max(largest, look_ahead_bytes or 0)
             self._ahead = DeviceAhead(paged, self._policy, self._look_ahead, bytes_max=largest)
         install(model, replacements)
         if update == "backward":
@@ -407,7 +413,7 @@ class SwapManager:
                 self._copying = group
             if group.chunk is None:
                 model.acquire(group, self._look_ahead)
-            elif group.chunk.state is not ChunkState.IN_USE:
+            elif not group.gathering and group.chunk.state is not ChunkState.IN_USE:
                 self._use(group, training)
             group.gathering.add(shard.index)
         if self._ahead is not None:
@@ -514,6 +520,11 @@ class SwapManager:
         return self._open().engine.backend
 
     @property
+    def reads_directly(self) -> bool:
+        """Whether parameters go past host memory where they can: see `direct`."""
+        return self._open().direct is not None
+
+    @property
     def notes(self) -> list[str]:
         """What the machine refused and what was done instead, a line each."""
         return self._open().notes
@@ -522,7 +533,7 @@ class SwapManager:
         """The counters."""
         machinery = self._open()
         return SwapStats(
-            read_bytes=machinery.engine.read_bytes,
+            read_bytes=machinery.engine.read_bytes + (machinery.direct.read_bytes if machinery.direct else 0),
             written_bytes=machinery.engine.written_bytes,
             stall_seconds=machinery.engine.stall_seconds,
             demand_reads=machinery.stager.demand_reads,

@@ -17,6 +17,13 @@ An update that only waits for the gather, with everything that it reads staged, 
 group while the device computes the one before it. Copies that stay in host memory go with those of their group, in one piece of
 their own; whatever is about to change one of them takes these back.
 
+[Note: Past host memory]
+Where something reads files straight into the device's memory (`aio.use_gds`), a group's copies go that way whenever they are
+read only to be gathered: no member waits for an update, none of them is held, and the backward doesn't update from them.
+Nothing of such a group is staged; the bytes that a gather needs are read for it alone, ahead of use as far as the device has
+room. What is still to be written is waited for first; who changes the copies afterwards forgets the group, and what was read
+of it with it.
+
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
 be updated as soon as its gradients are reduced, and they need no memory beyond that. The copies were read for its backward and
@@ -49,6 +56,7 @@ from infinity.store.commit import SUM_BYTES
 from infinity.store.copying import Copying, Source
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.direct import DirectReads
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import measured
 from infinity.units import PAGE_BYTES, align_up
@@ -361,6 +369,7 @@ class PagedModel:
         in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
         host_memory: for the copies that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: Two halves]. Nothing is held or cached then.
+        direct: see [Note: Past host memory]; None where all goes through host memory.
         what: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
@@ -379,6 +388,7 @@ class PagedModel:
         stager: Stager,
         arena: Arena,
         host_memory: HostBuffers | None = None,
+        direct: DirectReads | None = None,
         what: str,
     ) -> None:
         self.layout = layout
@@ -388,6 +398,7 @@ class PagedModel:
         self.updates: dict[PagedSubGroup, Update] = {}
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self._open_stager: Stager | None = stager
+        self._direct = direct
         self._torn: str | None = None
         self._copying: Copying | None = None
         self._copied_halves: list[int] = []
@@ -501,7 +512,12 @@ class PagedModel:
             self._start_taking(group)
         assert group.incoming is not None
         _, start = self.layout.place[shard.index]
-        return group.incoming.hand_over()[start : start + self.layout.shards[shard.index].numel]
+        try:
+            copies = group.incoming.hand_over()
+        except BaseException:
+            group.incoming = None  # whoever asks again has it read again
+            raise
+        return copies[start : start + self.layout.shards[shard.index].numel]
 
     def copies_bytes(self, group: PagedGroup) -> int:
         """What the group's copies take on the device."""
@@ -521,7 +537,11 @@ class PagedModel:
         beside = [sub for sub in group.beside if of_residents and sub in self.updates]
         waiting = beside + [sub for sub in self.waiting(group) if of_members]
         needed = [sub.chunk for sub in waiting if sub.moves]
-        needed += [group.chunk] if of_members and group.chunk is not None else []
+        if of_members and group.chunk is not None:
+            if not self.goes_direct(group):
+                needed.append(group.chunk)
+            elif not self._stager.may_be_read(group.chunk):
+                return False
         if (waiting and not update) or not all(self._stager.is_ready(chunk) for chunk in needed):
             return False
         for sub in beside:
@@ -531,18 +551,35 @@ class PagedModel:
             try:
                 self._start_taking(group)
             finally:
-                if group.chunk is not None:
+                if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
                     self._stager.release(group.chunk, keep=True, landing=group.landing)
         if of_residents:
             group.residents.start_taking(self._stager.device)
         return True
 
+    def may_go_direct(self, group: PagedGroup) -> bool:
+        """Whether its copies go past host memory when they are read only to be gathered: see [Note: Past host memory]."""
+        if self._direct is None or group.chunk is None or any(sub.layout.gathered in sub.held for sub in group.members):
+            return False
+        return not (self._in_backward and group.completes)
+
+    def goes_direct(self, group: PagedGroup) -> bool:
+        """Whether they would now."""
+        staged = group.chunk is not None and group.chunk.state in (ChunkState.READING, ChunkState.STAGED)
+        return self.may_go_direct(group) and not self.waiting(group) and not staged
+
     def _start_taking(self, group: PagedGroup) -> None:
-        copies = group.cached
+        copies, chunk = group.cached, group.chunk
         if copies is None:
-            assert group.chunk is not None and group.chunk.lease is not None
+            assert chunk is not None
+            if chunk.state is not ChunkState.IN_USE:
+                assert self._direct is not None
+                self._stager.let_be_read(chunk)
+                group.incoming, group.landing = self._direct.start(chunk, self.copy_dtype), None
+                return
+            assert chunk.lease is not None
             numel = sum(sub.layout.numel for sub in group.members)
-            copies = group.chunk.lease.view(self.copy_dtype, 0, numel)
+            copies = chunk.lease.view(self.copy_dtype, 0, numel)
         group.incoming = self._stager.device.start_take(copies)
         group.landing = group.incoming.landing
 
@@ -606,9 +643,12 @@ class PagedModel:
     def acquire(self, group: PagedGroup, look_ahead: Callable[[], None]) -> None:
         """Bring the group's copies into its chunk's lease, or up to date where they are cached, and the chunk in use.
 
-        Members that wait for an update get it now; `look_ahead` is called after each.
+        Does nothing where they go past host memory. Members that wait for an update get it now; `look_ahead` is called after
+        each.
         """
         waiting, chunk = self.waiting(group), group.chunk
+        if self.goes_direct(group):
+            return
         lease = self._stager.acquire(chunk) if chunk is not None else None
         try:
             for sub in waiting:

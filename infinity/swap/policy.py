@@ -193,8 +193,10 @@ class StagingPolicy:
                 continue
             group = groups[index]
             yield from (self._unit(sub) for sub in group.beside if sub in paged.updates)
-            yield index
-            yield from map(self._unit, paged.waiting(group))
+            waiting = paged.waiting(group)
+            if waiting or not paged.may_go_direct(group):
+                yield index
+            yield from map(self._unit, waiting)
         yield from map(self._unit, paged.updates)
 
     def _with_copies(self, unit: int) -> Iterator[int]:
@@ -210,6 +212,7 @@ class StagingPolicy:
         waiting = {sub for sub in self._paged.sub_groups if sub.layout.trained} if self._update == "forward" else set()
         uses, reads = [], []
         updating: list[int] = []
+        direct_bytes = 0
         for index in cycle:
             if index >= len(groups):
                 *copies, unit = self._with_copies(index)
@@ -224,9 +227,14 @@ class StagingPolicy:
             beside = [sub for sub in group.beside if sub in waiting]
             updated = [sub for sub in group.members if sub in waiting]
             waiting -= {*beside, *updated}
+            if not updated and self._paged.may_go_direct(group):  # what is in host memory beside it is not kept for it
+                uses += map(self._unit, beside)
+                reads += [0] * len(beside)
+                direct_bytes += _copy_bytes(group)
+                continue
             uses += [*map(self._unit, beside), *map(self._unit, updated), index]
             reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
-        return cycle_read_bytes(uses, reads, self._choose)
+        return direct_bytes + cycle_read_bytes(uses, reads, self._choose)
 
 
 def _copy_bytes(group: PagedGroup, *, stepped: bool = True) -> int:

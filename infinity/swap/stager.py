@@ -66,10 +66,8 @@ class Stager:
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
-        if any(other.is_unwritten for other in chunk.after):
-            self.reap()
-            if any(other.is_unwritten for other in chunk.after):
-                return False
+        if not self.may_be_read(chunk):
+            return False
         lease = self._pool.try_lease(chunk.lease_bytes)
         if lease is None:
             self.reap()
@@ -99,8 +97,7 @@ class Stager:
             assert chunk.lease is not None
             return chunk.lease
         if chunk.state is ChunkState.RESTING:
-            for other in chunk.after:
-                self.settle(other, f"before the read of {chunk.name}")
+            self.let_be_read(chunk)
             self.demand_reads += bool(chunk.reads)
             self._start_read(chunk, self.make_room(chunk.lease_bytes, chunk.name), Priority.DEMAND)
         if chunk.state is ChunkState.READING:
@@ -109,6 +106,17 @@ class Stager:
         self._staged.remove(chunk)
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
+
+    def may_be_read(self, chunk: Chunk) -> bool:
+        """Whether the arena holds what a read of the chunk is to find; never blocks."""
+        if any(other.is_unwritten for other in chunk.after):
+            self.reap()
+        return not any(other.is_unwritten for other in chunk.after)
+
+    def let_be_read(self, chunk: Chunk) -> None:
+        """Wait until the arena holds what a read of the chunk is to find. Raises IoError when a write of it failed."""
+        for other in chunk.after:
+            self.settle(other, f"before the read of {chunk.name}")
 
     def is_ready(self, chunk: Chunk) -> bool:
         """Whether a chunk is staged, so that `acquire` waits for nothing. A read ahead that failed is only logged."""

@@ -108,6 +108,21 @@ def test_nvme_equals_host_memory_bit_for_bit(more: dict[str, Any], nvme_path: Pa
     assert all(torch.equal(held[name], paged[name]) for name in held)
 
 
+def test_past_host_memory_is_the_same_bit_for_bit(nvme_path: Path) -> None:
+    outcomes = []
+    for direct in (False, True):
+        own = {"update": "forward", "checksums": False}
+        with engine_for(SMALL, 16, nvme_path, aio={"use_gds": direct}, infinity=own) as engine:
+            assert engine.swap is not None
+            if direct and not engine.swap.reads_directly:
+                pytest.skip(next(note for note in engine.swap.notes if "use_gds" in note))
+            losses = [step(engine, number, 16) for number in range(STEPS)]
+            outcomes.append((losses, weights(engine.module)))
+    (expected, staged), (losses, direct_weights) = outcomes
+    assert losses == expected
+    assert all(torch.equal(staged[name], direct_weights[name]) for name in staged)
+
+
 def test_copies_to_the_device_are_hidden_once_the_order_is_known(nvme_path: Path) -> None:
     numel, context = (1_000_000_000, 1024) if ON_GPU else (100_000, 16)
     with engine_for(numel, context, nvme_path) as engine:

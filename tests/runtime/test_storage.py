@@ -12,7 +12,7 @@ from torch import nn
 import infinity
 from infinity.aio import IoSettings, probe
 from infinity.config import load_config
-from infinity.runtime import direct, storage
+from infinity.runtime import storage
 from infinity.runtime.storage import StorageChoice, choose_storage
 from infinity.store.drive import default_block_bytes, drive_of
 from infinity.store.profile import DriveProfile, save_profile
@@ -48,25 +48,6 @@ def settled(*paths: Path, aio: Any = None, **own: Any) -> IoSettings:
 def test_profile_serves_where_aio_is_absent_or_auto(nvme_path: Path, aio: Any) -> None:
     save_profile(PROFILE, nvme_path)
     assert settled(nvme_path / "run" / "7", aio=aio) == IoSettings("threads", 256 * KIB, 7, 2, "bursts")
-
-
-def test_direct_transfers_are_looked_for_and_what_is_missing_is_said(
-    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def said() -> str:
-        return " ".join(note for note in chosen(nvme_path, aio={"use_gds": True}).notes if "use_gds" in note)
-
-    assert not [note for note in chosen(nvme_path).notes if "use_gds" in note]
-    monkeypatch.setattr(direct.torch.cuda, "is_available", lambda: False)
-    assert "there is no CUDA device" in said()
-    monkeypatch.setattr(direct.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(direct.importlib.util, "find_spec", lambda name: None)
-    assert "kvikio is not installed" in said()
-    monkeypatch.setattr(direct.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(direct, "_DRIVER", nvme_path / "missing")
-    assert "nvidia-fs is not loaded" in said()
-    monkeypatch.setattr(direct, "_DRIVER", nvme_path)
-    assert "no backend" in said() and "through pinned host memory" in said()
 
 
 def test_config_counts_key_by_key(nvme_path: Path) -> None:

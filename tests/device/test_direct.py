@@ -1,0 +1,383 @@
+"""Reads past host memory: trainings with them on the device that isn't there are bit for bit what they are in memory, and
+refused where a wait is left out; kvikio is asked for what it takes; and where it can't be, everything goes as without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake import FakeRuntime, Hazard, LateRuntime
+from fake_reader import FakeReader
+
+import infinity
+from infinity.device import CpuDevice, StreamDevice, direct, direct_reader_for, streams
+from infinity.device.direct import KvikioReader
+from infinity.errors import IoError
+from infinity.swap import direct as direct_reads
+from infinity.swap import machinery, manager
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+import training
+
+CASES = {
+    "updated in forward": training.CASES["updated in forward, small sub-groups"],
+    "accumulation and clipping": training.CASES["accumulation and clipping"],
+    "updated in the step, evaluated": dataclasses.replace(
+        training.CASES["updated in the step"], persistence_threshold=0
+    ),
+    "updated in backward, masters in full": training.CASES["updated in backward, masters in full"],
+    "only parameters on NVMe": training.CASES["only parameters on NVMe"],
+    "frozen parameters": training.CASES["frozen parameters"],
+    "a tenth cached": dataclasses.replace(training.CASES["a tenth cached"], update="forward"),
+    "activation checkpointing": training.CASES["activation checkpointing"],
+    "fp16": training.CASES["fp16, fixed loss scale"],
+}
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "STEPS", 3)
+
+
+class Machine:
+    """A device that isn't there, with something that reads into it."""
+
+    def __init__(self, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, *, fails: Sequence[int] = ()) -> None:
+        self.runtime = runtime
+        self.readers: list[FakeReader] = []
+        self.bounds: list[int] = []
+        """Bytes that may lie on the device ahead of use."""
+        self._fails = fails
+        monkeypatch.setattr(manager, "device_for", lambda torch_device: StreamDevice(runtime))
+        monkeypatch.setattr(machinery, "direct_reader_for", self._reader)
+        end_step = manager.SwapManager.end_step
+
+        def end(swap: manager.SwapManager) -> None:
+            end_step(swap)
+            assert swap.reads_directly and swap.device_ahead is not None
+            self.bounds.append(swap.device_ahead.bytes_max)
+            self.steps.append((swap.stats().read_bytes, swap.step_bytes()[0]))
+
+        self.steps: list[tuple[int, int]] = []
+        """After each step: bytes read so far, and what the next one is to read."""
+        monkeypatch.setattr(manager.SwapManager, "end_step", end)
+
+    def _reader(self, torch_device: torch.device, descriptors: Sequence[int], **how: int) -> FakeReader:
+        self.readers.append(FakeReader(self.runtime, descriptors, fails=self._fails))
+        return self.readers[-1]
+
+    def train(self, case: training.Case, path: Path) -> training.Outcome:
+        with self.runtime.watching():
+            return training.with_engine(dataclasses.replace(case, direct=True), str(path))
+
+
+@pytest.mark.usefixtures("few_steps", "one_rank")
+@pytest.mark.parametrize("name", CASES)
+def test_training_past_host_memory_equals_memory(name: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = training.with_engine(CASES[name], None)
+    machine = Machine(FakeRuntime(seed=len(name)), monkeypatch)
+    assert not training.differences(expected, machine.train(CASES[name], nvme_path))
+    assert all(bound * 3 >= machine.runtime.device_bytes_max for bound in machine.bounds), "one ahead, two with FSDP2"
+    (reader,) = machine.readers
+    assert reader.reads and all(read.known for read in reader.reads)
+    assert not machine.runtime.filling
+
+
+@pytest.mark.usefixtures("few_steps", "one_rank")
+def test_over_several_drives(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of a stripe comes from its own file, in its own place."""
+    case = dataclasses.replace(training.CASES["updated in the step"], persistence_threshold=0, direct=True)
+    machine = Machine(FakeRuntime(), monkeypatch)
+    paths = [str(nvme_path / name) for name in ("first", "second")]
+    for path in paths:
+        Path(path).mkdir()
+    expected = training.with_engine(case, None)
+    with machine.runtime.watching():
+        found = training.with_engine(case, paths)  # type: ignore[arg-type]
+    assert not training.differences(expected, found)
+    assert {read.file for read in machine.readers[0].reads} == set(machine.readers[0].files)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["updated in forward", "updated in the step, evaluated", "only parameters on NVMe"])
+def test_a_step_reads_what_it_says(name: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, when nothing is read ahead of the step's end."""
+    monkeypatch.setattr(training, "STEPS", 5)
+    machine = Machine(LateRuntime(), monkeypatch)
+    start_ahead = manager.SwapManager._start_ahead
+    look_ahead = manager.SwapManager._look_ahead
+    ending: list[bool] = []
+    end_step = manager.SwapManager.end_step
+
+    def end(swap: manager.SwapManager) -> None:
+        ending.append(True)
+        end_step(swap)
+        ending.pop()
+
+    monkeypatch.setattr(manager.SwapManager, "end_step", end)
+    monkeypatch.setattr(manager.SwapManager, "_look_ahead", lambda s, *a, **k: ending or look_ahead(s, *a, **k))
+    monkeypatch.setattr(manager.SwapManager, "_start_ahead", lambda s, *a, **k: ending or start_ahead(s, *a, **k))
+    machine.train(dataclasses.replace(CASES[name], evaluate=False), nvme_path)
+    (before, says), (after, _) = machine.steps[-2:]
+    assert after - before == says
+
+
+@pytest.mark.usefixtures("few_steps", "one_rank")
+def test_nothing_is_staged_that_goes_past(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(training.CASES["only parameters on NVMe"], persistence_threshold=0)
+    machine = Machine(FakeRuntime(), monkeypatch)
+    read = []
+    end_step = manager.SwapManager.end_step
+
+    def end(swap: manager.SwapManager) -> None:
+        end_step(swap)
+        read.append(swap._open().engine.read_bytes)
+
+    monkeypatch.setattr(manager.SwapManager, "end_step", end)
+    machine.train(case, nvme_path)
+    assert len(set(read)) == 1 and machine.steps[-1][0] > machine.steps[0][0], "after what set it up"
+
+
+@pytest.mark.usefixtures("few_steps", "one_rank")
+def test_a_read_that_fails_says_of_what_and_is_done_again(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(training.CASES["updated in the step"], direct=True, persistence_threshold=0)
+    machine = Machine(FakeRuntime(), monkeypatch, fails=[0])
+    engine = infinity.initialize(
+        model=training.Model(case),
+        config={
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "offload_param": {"device": "nvme", "nvme_path": str(nvme_path)},
+                "offload_optimizer": {"device": "nvme", "nvme_path": str(nvme_path)},
+            },
+            "aio": {"use_gds": True},
+            "infinity": {"checksums": False, "pinned_bytes_max": "16MiB", "update": "step"},
+        },
+    )[0]
+    with engine, torch.no_grad():
+        with pytest.raises(IoError, match=r"group .*: the drive has gone"):
+            training.loss_of(engine, training.batch(0, 0))
+        assert training.loss_of(engine, training.batch(0, 0)).isfinite()
+    assert len(machine.readers[0].reads) > 1
+
+
+def without_a_wait_for_the_stream(device: Any, numel: int, dtype: torch.dtype, fill: Any) -> Any:
+    filled = device._runtime.empty(numel, dtype, device._inward)
+    return streams._Filled(device._runtime, filled, fill(filled))
+
+
+def without_a_wait_for_the_reads(filled: Any) -> torch.Tensor:
+    filled._runtime.note_use(filled._filled, filled._runtime.current_stream())
+    found: torch.Tensor = filled._filled
+    return found
+
+
+def without_a_note(filled: Any) -> torch.Tensor:
+    for read in filled._reads:
+        read.wait()
+    found: torch.Tensor = filled._filled
+    return found
+
+
+def forgetful(reads: Any) -> None:
+    reads._under_way = []
+
+
+BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "read into memory that its stream may use": (StreamDevice, "start_filling", without_a_wait_for_the_stream),
+    "handed over before it was read": (streams._Filled, "hand_over", without_a_wait_for_the_reads),
+    "handed over without a note of who uses it": (streams._Filled, "hand_over", without_a_note),
+    "forgotten while it is read into": (direct_reads.DirectReads, "let_go", forgetful),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("few_steps", "one_rank")
+@pytest.mark.parametrize("bug", BUGS)
+def test_what_is_left_out_is_found(bug: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, broken = BUGS[bug]
+    monkeypatch.setattr(where, name, broken)
+    machine = Machine(LateRuntime(), monkeypatch)
+    case = dataclasses.replace(training.CASES["updated in the step"], persistence_threshold=1000)
+    if "forgotten" in bug:  # what was begun for the training is dropped for the evaluation
+        case = dataclasses.replace(case, evaluate=True, persistence_threshold=0)
+    with pytest.raises(Hazard):
+        machine.train(case, nvme_path)
+
+
+# kvikio itself.
+
+
+class FakeKvikio:
+    """The part of kvikio that is used, over ordinary reads; `pread` behaves as `how` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, how: str = "") -> None:
+        self.how = how
+        self.asked: list[tuple[int, int, int]] = []
+        self.settings = {"num_threads": 1}
+        self.closed = 0
+        kvikio = ModuleType("kvikio")
+        kvikio.CuFile = self.open  # type: ignore[attr-defined]
+        defaults = ModuleType("kvikio.defaults")
+        defaults.get = self.settings.__getitem__  # type: ignore[attr-defined]
+        defaults.set = self.settings.__setitem__  # type: ignore[attr-defined]
+        driver = ModuleType("kvikio.cufile_driver")
+        driver.get = lambda name: {"is_gds_available": how != "unavailable"}[name]  # type: ignore[attr-defined]
+        for module in (kvikio, defaults, driver):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def open(self, path: str, flags: str) -> Any:
+        assert flags == "r"
+        if self.how == "can't open":
+            raise RuntimeError("no such driver")
+        descriptor = os.open(path, os.O_RDONLY)
+
+        def pread(into: torch.Tensor, size: int | None = None, *, file_offset: int, task_size: int) -> Any:
+            assert into.dtype is torch.uint8 and into.is_contiguous() and size is None
+            self.asked.append((file_offset, into.numel(), task_size))
+            if self.how == "can't start":
+                raise RuntimeError("too many reads")
+
+            def get() -> int:
+                if self.how == "fails":
+                    raise OSError("cuFile says no")
+                found = os.pread(descriptor, into.numel(), file_offset)
+                into[: len(found)].copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+                return len(found)
+
+            return SimpleNamespace(get=get, done=lambda: True)
+
+        def close() -> None:
+            self.closed += 1
+            os.close(descriptor)
+
+        return SimpleNamespace(pread=pread, close=close)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> int:
+    """A descriptor of a file without a name, of 8 KiB."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 32)
+    descriptor = os.open(path, os.O_RDONLY)
+    path.unlink()
+    return descriptor
+
+
+def test_kvikio_is_asked_for_what_is_wanted(written: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvikio = FakeKvikio(monkeypatch)
+    reader = KvikioReader([written], threads=6, task_bytes=1 << 20)
+    assert kvikio.settings == {"num_threads": 6}
+    into = torch.zeros(4096, dtype=torch.uint8)
+    read = reader.start(0, 4096, into)
+    assert read.nbytes == 4096 and read.done()
+    read.wait()
+    read.wait()
+    assert kvikio.asked == [(4096, 4096, 1 << 20)]
+    assert bytes(into.numpy()) == bytes(range(256)) * 16
+    reader.close()
+    assert kvikio.closed == 1
+
+
+def test_more_threads_than_it_has_are_left_to_it(written: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvikio = FakeKvikio(monkeypatch)
+    kvikio.settings["num_threads"] = 16
+    KvikioReader([written], threads=6, task_bytes=1 << 20).close()
+    assert kvikio.settings == {"num_threads": 16}
+
+
+@pytest.mark.parametrize(
+    ("how", "nbytes", "says"),
+    [
+        ("fails", 4096, "cuFile says no"),
+        ("can't start", 4096, "too many reads"),
+        ("", 8192, "only 4096 of 8192 bytes came"),
+    ],
+)
+def test_what_fails_is_said_every_time(
+    how: str, nbytes: int, says: str, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeKvikio(monkeypatch, how)
+    reader = KvikioReader([written], threads=1, task_bytes=1 << 20)
+    read = reader.start(0, 4096, torch.zeros(nbytes, dtype=torch.uint8))
+    for _ in range(2):
+        with pytest.raises(IoError, match=f"{nbytes} bytes at offset 4096 past host memory: .*{says}") as raised:
+            read.wait()
+        assert (raised.value.operation, raised.value.offset, raised.value.length) == ("read", 4096, nbytes)
+    assert read.done()
+
+
+def test_a_file_that_it_cannot_open(written: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeKvikio(monkeypatch, "can't open")
+    with pytest.raises(IoError, match=r"kvikio can't open /proc/self/fd/.*: no such driver"):
+        KvikioReader([written], threads=1, task_bytes=1 << 20)
+
+
+def test_what_is_missing_is_said_first_things_first(
+    tmp_path: Path, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda", 0)
+
+    def said(torch_device: torch.device = cuda) -> str:
+        found = direct_reader_for(torch_device, [written], threads=1, task_bytes=1 << 20)
+        assert isinstance(found, str)
+        return found
+
+    assert "no CUDA device" in said(torch.device("cpu"))
+    monkeypatch.setattr(direct.importlib.util, "find_spec", lambda name: None)
+    assert "kvikio is not installed" in said()
+    monkeypatch.setattr(direct.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(direct, "_DRIVER", tmp_path / "missing")
+    assert "nvidia-fs is not loaded" in said()
+    monkeypatch.setattr(direct, "_DRIVER", tmp_path)
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", None)
+    assert "kvikio can't be used" in said()
+    FakeKvikio(monkeypatch, "unavailable")
+    assert "GPUDirect Storage is not available" in said()
+    FakeKvikio(monkeypatch)
+    found = direct_reader_for(cuda, [written], threads=1, task_bytes=1 << 20)
+    assert isinstance(found, KvikioReader)
+    found.close()
+
+
+@pytest.mark.usefixtures("few_steps", "one_rank")
+@pytest.mark.parametrize(("checksums", "says"), [(True, "infinity.checksums is on"), (False, "no CUDA device")])
+def test_where_it_cannot_be_a_note_says_why(
+    checksums: bool, says: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = {"device": "nvme", "nvme_path": str(nvme_path)}
+    config = {
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "aio": {"use_gds": True},
+        "infinity": {"checksums": checksums, "pinned_bytes_max": "16MiB"},
+    }
+    with caplog.at_level(logging.INFO, "infinity"), infinity.initialize(model=torch.nn.Linear(8, 8), config=config)[0]:
+        pass
+    assert f"through pinned host memory, although aio.use_gds is set: {says}" in caplog.text.replace("there is ", "")
+
+
+def test_the_cpu_fills_memory_too(written: int) -> None:
+    class Reader:
+        def start(self, file: int, offset: int, into: torch.Tensor) -> Any:
+            def wait() -> None:
+                into.copy_(torch.frombuffer(bytearray(os.pread(file, into.numel(), offset)), dtype=torch.uint8))
+
+            return SimpleNamespace(nbytes=into.numel(), done=lambda: False, wait=wait)
+
+    incoming = CpuDevice().start_filling(4, torch.uint8, lambda into: [Reader().start(written, 1, into)])
+    assert incoming.landing.done()
+    assert incoming.hand_over().tolist() == [1, 2, 3, 4]
