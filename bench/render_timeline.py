@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLORS = {
@@ -25,7 +26,7 @@ COLORS = {
     "stall": "tab:red",
     "compute": "tab:gray",
 }
-PARTS = {"forward": "#dbe9f6", "backward": "#fde5cf", "step": "#dcefdc"}
+PARTS = {"forward": "#d6e6f5", "backward": "#fde1c8", "step": "#bfe3bf"}
 
 
 def rows_of(file: Path) -> dict[str, list[dict[str, Any]]]:
@@ -44,24 +45,63 @@ def rows_of(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 def draw(rows: dict[str, list[dict[str, Any]]], file: Path, *, start: float, end: float) -> None:
     """Write the figure to `file`, whose suffix says in which format: seconds `start` to `end` of the trace."""
-    parts = rows.get("step", [])
-    shown = {name: events for name, events in rows.items() if name != "step"}
-    figure = Figure(figsize=(14, 0.9 + 0.45 * len(shown)), layout="constrained")
+    shown = [name for name in rows if name != "step"]
+    # The drives' rows stand apart from those of the training thread.
+    places = {name: place + (0 if name.startswith("drive") else 0.4) for place, name in enumerate(shown)}
+    lowest = max(places.values(), default=0) + 0.5
+    # So large that letters are still legible where a page shows it 800 pixels wide.
+    figure = Figure(figsize=(10, 1.1 + 0.32 * lowest), layout="constrained")
     panel = figure.subplots()
-    named = set()
+    for name, place in places.items():
+        spans = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in rows[name]]
+        panel.broken_barh(spans, (place - 0.38, 0.76), facecolors=COLORS.get(name.split()[-1], "black"), zorder=2)
+    panel.set_yticks(list(places.values()), shown)
+    panel.set(xlim=(start, end), ylim=(lowest, -0.5), xlabel="seconds since the trace began")
+    panel.tick_params(axis="y", length=0)
+    panel.grid(axis="x", color="white", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["left", "right", "top"]].set_visible(False)
+    _shade_parts(panel, rows.get("step", []), start, end)
+    _write_shares(panel, rows, places, start, end)
+    figure.savefig(file, dpi=160)
+
+
+def _shade_parts(panel: Axes, parts: list[dict[str, Any]], start: float, end: float) -> None:
+    """Forward, backward and step behind the rows: by name above, and in a legend where that is too narrow for a name."""
+    labelled, narrow = set(), {}
     for part in parts:
-        name = part["name"]
-        label = name if name not in named else None
-        named.add(name)
-        panel.axvspan(part["ts"] / 1e6, (part["ts"] + part["dur"]) / 1e6, color=PARTS.get(name, "white"), label=label)
-    for place, (name, events) in enumerate(shown.items()):
-        spans = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events]
-        panel.broken_barh(spans, (place - 0.4, 0.8), facecolors=COLORS.get(name.split()[-1], "black"))
-    panel.set_yticks(range(len(shown)), list(shown))
-    panel.set(xlim=(start, end), ylim=(len(shown) - 0.5, -0.5), xlabel="seconds since the trace began")
-    if named:
-        figure.legend(loc="outside upper right", ncols=len(named), fontsize="small", frameon=False)
-    figure.savefig(file, dpi=120)
+        name, left, right = part["name"], *_within(part, start, end)
+        if left >= right:
+            continue
+        band = panel.axvspan(left, right, color=PARTS.get(name, "white"), linewidth=0, zorder=0)
+        if right - left > 0.08 * (end - start):
+            above = panel.get_xaxis_transform()
+            panel.text((left + right) / 2, 1.01, name, transform=above, ha="center", va="bottom")
+            labelled.add(name)
+        else:
+            narrow.setdefault(name, band)
+    legend = {name: band for name, band in narrow.items() if name not in labelled}
+    if legend:
+        # Not "outside": there is room beside the label of the axis.
+        panel.figure.legend(legend.values(), legend, loc="lower right", ncols=len(legend), frameon=False)
+
+
+def _write_shares(
+    panel: Axes, rows: dict[str, list[dict[str, Any]]], places: dict[str, float], start: float, end: float
+) -> None:
+    """At the right of each row, how much of the time that is shown it takes."""
+    right = panel.get_yaxis_transform()
+    decimals = 2 if end - start >= 1 else 3
+    panel.text(1.01, -0.6, f"of {end - start:.{decimals}f} s", transform=right, va="bottom")
+    for name, place in places.items():
+        seconds = sum(max(0.0, after - before) for before, after in (_within(e, start, end) for e in rows[name]))
+        share = f"{seconds / (end - start):4.0%}".replace(" ", "\u2007")  # a space as wide as a digit
+        panel.text(1.01, place, f"{seconds:.{decimals}f} s {share}", transform=right, va="center")
+
+
+def _within(event: dict[str, Any], start: float, end: float) -> tuple[float, float]:
+    """Seconds at which it begins and ends, cut to those from `start` to `end`."""
+    return max(start, event["ts"] / 1e6), min(end, (event["ts"] + event["dur"]) / 1e6)
 
 
 def busy_by_row(rows: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
