@@ -19,7 +19,7 @@ TEST_PROCESSES = $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores <
 CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-dev demo test test-long torture fuzz test-deepspeed test-transformers \
+.PHONY: help setup setup-test setup-dev setup-docs docs demo test test-long torture fuzz test-deepspeed test-transformers \
 	test-lightning test-deepspeed-own test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
@@ -33,6 +33,9 @@ setup-test:
 
 setup-dev:
 	$(SETUP) test dev
+
+setup-docs:
+	$(SETUP) docs
 
 demo: setup ## train a language model whose weights rest on disk (ARGS="--help" for its options)
 	$(VENV_PYTHON) examples/train_lm.py $(ARGS)
@@ -62,6 +65,9 @@ test-deepspeed-own: ## DeepSpeed's own tests of its I/O on our handle (DEEPSPEED
 test-integrations: ## all of them, side by side, without what takes minutes
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going SHORT='-m "not long"' \
 		test-deepspeed test-transformers test-lightning
+
+docs: setup-docs ## README and docs/ as a site, with a picture of a step taken here (ARGS="--help" for its options)
+	$(VENV_PYTHON) tools/build_docs.py $(ARGS)
 
 lint: setup-dev ## ruff, mypy --strict, clang-format; changes nothing
 	@$(MAKE) --no-print-directory --keep-going lint-style lint-layout lint-types lint-cxx

@@ -9,7 +9,7 @@ Needs nothing but a Python of 3.10 or newer and its standard library. The steps,
     torch             the one that is there, else the build for this machine [Note: Which torch]
     package           infinity itself, editable, with what it depends on
     extension         infinity._aio and infinity._optim out of csrc/, in place
-    extras            test, dev, plot: those named on the command line
+    extras            test, dev, docs, plot: those named on the command line
 
 [Note: Stamps] Each step has a digest of all that it depends on; the digests of finished steps stand in
 .venv/.infinity-setup.json, and a step whose digest stands there is not run. A step is named there as `running` before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -118,7 +119,10 @@ def test_a_traced_step_comes_as_events_figures_and_a_picture(nvme_path: Path, tm
     events = json.loads(trace.read_text())["traceEvents"]
     written = sum(each["args"]["bytes"] for each in events if each["ph"] == "X" and each["tid"] == 1)
     assert written == result["trace"]["drives"][0]["written_bytes"] == result["steps"][-1]["written_bytes"]
-    script = Path(__file__).resolve().parents[2] / "bench" / "render_timeline.py"
+    root = Path(__file__).resolve().parents[2]
+    caption = runpy.run_path(str(root / "tools" / "build_docs.py"))["caption"](result)
+    assert f"({result['layers']} layers of hidden size {result['hidden']}) on 1 × 32 tokens" in caption
+    script = root / "bench" / "render_timeline.py"
     command = [sys.executable, str(script), str(trace), str(picture)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert picture.read_bytes().startswith(b"\x89PNG") and "drive 0 read" in shown
