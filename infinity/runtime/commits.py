@@ -175,7 +175,7 @@ def open_run(config: Config, *, resume: bool) -> DurableRun | None:
                 run.go_on(sequence, launch)
     except BaseException:
         if run is not None:
-            run.close()
+            run.give_up()
         raise
     if dist.get_rank() == 0 and resume:
         step = run.resumed.commit.step if run.resumed is not None else None

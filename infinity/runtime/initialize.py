@@ -124,7 +124,7 @@ def initialize(
         _report_ignored(settled)
         run = open_run(settled, resume=resume)
         if run is not None:
-            undo.callback(run.close)
+            undo.callback(run.give_up)
         resumed = run.resumed if run is not None else None
         moments = stepper.moments if stepper is not None else ADAM_MOMENTS
         swap, live, activations = _shard_and_page(model, settled, moments, run, undo)

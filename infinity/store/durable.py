@@ -105,6 +105,22 @@ class DurableFolder(Folder):
     def close(self) -> None:
         self._finalizer()
 
+    def give_up(self, *, anew: bool) -> None:
+        """Close, and remove what a start that failed has made: this rank's files where it began `anew`, the lock where it
+        guards nothing then, the folder where nothing is left in it. Leaves what another process has locked meanwhile."""
+        self.close()
+        with contextlib.suppress(OSError):
+            lock = _lock(self.path / f"{self._own}.lock", wait=False)
+            try:
+                if anew:
+                    self.remove_own()
+                if not [each for each in self.path.glob(f"{self._own}.*") if each.suffix != ".lock"]:
+                    self.own("lock").unlink()
+                    self.path.rmdir()
+                    sync(self.root)
+            finally:
+                os.close(lock)
+
 
 class DurableRun:
     """The durable files of one rank of a run, one folder per drive. The records are in the first.
@@ -127,7 +143,7 @@ class DurableRun:
             self._check_drives()
             self.found, self.damaged = self._scan()
         except BaseException:
-            self.close()
+            self.give_up()
             raise
 
     @property
@@ -199,6 +215,12 @@ class DurableRun:
         """Release the locks. Idempotent; nothing is removed."""
         for folder in self.folders:
             folder.close()
+
+    def give_up(self) -> None:
+        """Close, and remove what this start has made, as it failed. What an earlier process has committed stays."""
+        anew = self.resumed is None and self.launch != "" and self.sequence == 0
+        for folder in self.folders:
+            folder.give_up(anew=anew)
 
     def _slot(self, sequence: int) -> Path:
         return self.folders[0].own(f"commit-{sequence % _SLOTS}")
@@ -276,11 +298,19 @@ def _make_own(path: Path) -> None:
         )
 
 
-def _lock(path: Path) -> int:
-    """A descriptor that holds the lock. Raises StoreError where a live process has it."""
+def _lock(path: Path, *, wait: bool = True) -> int:
+    """A descriptor that holds the lock. Raises StoreError where a live process has it, or any does and we don't `wait`."""
+    while True:
+        lock = _take_lock(path, _ENDING_SECONDS_MAX if wait else 0.0)
+        if _is_at(path, lock):
+            return lock
+        os.close(lock)  # whoever had it has removed it
+
+
+def _take_lock(path: Path, wait_seconds: float) -> int:
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(path, flags, 0o600)
-    deadline = time.monotonic() + _ENDING_SECONDS_MAX
+    deadline = time.monotonic() + wait_seconds
     try:
         while not _try_lock(lock):
             holder = os.pread(lock, 64, 0).decode(errors="replace").strip()
@@ -297,6 +327,14 @@ def _lock(path: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one of that name."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _try_lock(lock: int) -> bool:

@@ -113,6 +113,28 @@ def test_the_space_that_is_checked_for_is_the_space_that_is_taken(
     monkeypatch.setattr(run_folder, "free_bytes", lambda path: needed_bytes - 1)
     with pytest.raises(infinity.StoreError, match="free 1 B more"):
         make(nvme_path / "less", Case())
+    assert not list((nvme_path / "less").iterdir())  # nobody would look for what a refused start leaves
+
+
+def test_a_start_that_fails_leaves_what_an_earlier_one_committed(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(nvme_path, Case()) as engine:
+        step(engine)
+    folder = nvme_path / "infinity-durable-run"
+    before = {each.name: each.stat().st_size for each in folder.iterdir()}
+    with pytest.raises(infinity.CheckpointError, match="resume"):
+        make(nvme_path, Case())
+    with monkeypatch.context() as patch, pytest.raises(infinity.CheckpointError):
+        patch.setattr(infinity.SwapManager, "check_fits", _refuse)
+        make(nvme_path, Case(), resume=True)
+    assert {each.name: each.stat().st_size for each in folder.iterdir()} == before
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert engine.global_steps == 1
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise infinity.CheckpointError("refused")
 
 
 def test_resuming_needs_durability(nvme_path: Path) -> None:

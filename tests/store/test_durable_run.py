@@ -71,6 +71,51 @@ def test_files_are_ours_alone_and_stay(run: DurableRun, tmp_path: Path) -> None:
     assert steps(open_run(tmp_path)) == [1]
 
 
+def test_a_start_that_is_given_up_leaves_nothing(run: DurableRun, tmp_path: Path) -> None:
+    make_arena(run)
+    run.give_up()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_start_that_is_given_up_leaves_the_files_of_others(run: DurableRun, tmp_path: Path) -> None:
+    other = DurableRun([tmp_path], "run", 1)
+    run.give_up()
+    assert [each.name for each in (tmp_path / "infinity-durable-run").iterdir()] == ["rank1.lock"]
+    other.give_up()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_committed_stays_where_a_start_is_given_up(run: DurableRun, tmp_path: Path) -> None:
+    run.leave_one(commit(run, 1))
+    make_arena(run)
+    run.give_up()
+    not_begun = open_run(tmp_path)
+    not_begun.give_up()
+    gone_on = open_run(tmp_path)
+    gone_on.go_on(1, LAUNCH)
+    gone_on.give_up()
+    assert steps(open_run(tmp_path)) == [1]
+    assert (tmp_path / "infinity-durable-run" / "rank0.arena").exists()
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_is_no_lock(run: DurableRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the one who waited for it and the next to come would both have the run."""
+    path = run.folders[0].own("lock")
+    run.close()
+    removed: list[int] = []
+
+    def remove_once(lock: int) -> bool:
+        if not removed:
+            path.unlink()
+            removed.append(lock)
+        return True
+
+    monkeypatch.setattr(durable, "_try_lock", remove_once)
+    lock = durable._lock(path)
+    assert removed and os.path.samestat(os.fstat(lock), path.lstat())
+    os.close(lock)
+
+
 def test_two_records_exist_until_the_older_is_let_go(run: DurableRun, tmp_path: Path) -> None:
     run.leave_one(commit(run, 1))
     second = commit(run, 2)
