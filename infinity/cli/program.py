@@ -28,6 +28,7 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (InfinityError, OSError) as error:
         _let_go_of_stdout()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from infinity.errors import CheckpointError
+from infinity.runtime.checkpoint_folder import check_space
 from infinity.runtime.stored import Reader
 from infinity.runtime.stored_arena import StoredArena, is_arena_checkpoint
-from infinity.store.files import sync
+from infinity.store.files import file_in_the_way, sync
 from infinity.store.layout import Field
 from infinity.store.manifest import Manifest, damage, find_checkpoint, load_manifest
-from infinity.units import format_bytes, parse_bytes
+from infinity.units import parse_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PREFIX = "model."
@@ -277,17 +276,15 @@ def consolidate(
 def _consolidate(
     model: StoredModel, root: Path, dtype: torch.dtype, max_shard_bytes: int, progress: Callable[[int], Progress]
 ) -> list[Path]:
+    if (file := file_in_the_way(root)) is not None:
+        raise CheckpointError(f"{file} is a file, not a folder: name another")
     parts = _plan(model, dtype, max_shard_bytes)
     total = sum(part.nbytes for part in parts)
-    try:
-        made = not root.exists()
-        root.mkdir(parents=True, exist_ok=True)
-        _check_output(root, total)
-    except OSError as error:
-        raise CheckpointError(f"{root} can't be written to ({error.strerror}): name another folder") from None
+    made = not root.exists()
     temporary = [root / f".part{number}-{os.getpid()}.safetensors" for number in range(len(parts))]
     index = root / f".index-{os.getpid()}.json"
     try:
+        _make_output(root, total)
         tell = progress(total)
         for part, path in zip(parts, temporary, strict=True):
             _write_part(model, part, path, tell)
@@ -297,7 +294,7 @@ def _consolidate(
     finally:
         for path in [*temporary, index]:
             path.unlink(missing_ok=True)
-        if made and not any(root.iterdir()):
+        if made and root.is_dir() and not any(root.iterdir()):
             root.rmdir()
 
 
@@ -313,13 +310,14 @@ def _plan(model: StoredModel, dtype: torch.dtype, max_shard_bytes: int) -> list[
     return parts
 
 
-def _check_output(root: Path, nbytes: int) -> None:
+def _make_output(root: Path, nbytes: int) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{root} can't be written to ({error.strerror}): name another folder") from None
     if any(root.glob("model*.safetensors*")):
         raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
-    usage = shutil.disk_usage(root)
-    free = usage.free if usage.total else sys.maxsize  # some file systems don't count
-    if nbytes > free:
-        raise CheckpointError(f"the model takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free")
+    check_space(root, nbytes, "the model")
 
 
 def _write_part(model: StoredModel, part: _Part, path: Path, tell: Progress) -> None:

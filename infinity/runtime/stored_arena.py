@@ -52,9 +52,12 @@ class RankState:
             self.record: Record = parse_record(read_small(self._path, RECORD_BYTES_MAX))
             self.snapshot = Snapshot(self.record.place)
             self.ties = ties_of(self.record, [sub.numel for sub in self.snapshot.sub_groups])
-            self._file: BinaryIO = open_regular(path / arena_name(rank))
         except (OSError, ValueError) as error:
             raise self.damaged(error) from None
+        try:
+            self._file: BinaryIO = open_regular(path / arena_name(rank))
+        except OSError as error:
+            raise self.damaged(error, arena_name(rank)) from None
         if self.record.place.rank != rank:
             raise self.damaged(f"it is rank {self.record.place.rank}'s")
 
@@ -63,11 +66,14 @@ class RankState:
         """How it lay there."""
         return self.record.place
 
-    def damaged(self, why: object) -> CheckpointError:
-        """The error that says so."""
+    def damaged(self, why: object, name: str = "") -> CheckpointError:
+        """The error that says so, of the record or of the file `name` beside it."""
         checkpoint = self._path.parent
-        reason = getattr(why, "strerror", None) or why
-        return CheckpointError(f"{self._path} is damaged ({reason}): {others(checkpoint.parent, but=checkpoint.name)}")
+        reason = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
+        return CheckpointError(
+            f"{checkpoint / (name or self._path.name)} is damaged ({reason}): "
+            f"{others(checkpoint.parent, but=checkpoint.name)}"
+        )
 
     def read_field(self, sub: SubGroup, which: Field, into: torch.Tensor, start: int = 0) -> None:
         """Elements of a field of a sub-group, from element `start` on, as many as `into` (1-D, contiguous) holds."""

@@ -64,6 +64,11 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
+def file_in_the_way(path: Path) -> Path | None:
+    """What of the way to a folder is no folder: `path` itself or one above it; None where nothing is."""
+    return next((each for each in (path, *path.parents) if each.exists() and not each.is_dir()), None)
+
+
 def is_own_folder(path: Path) -> bool:
     """Whether `path` is a folder, not a link to one, that belongs to this user."""
     try:

@@ -83,7 +83,8 @@ def parse_manifest(content: bytes) -> Manifest:
         return TypeAdapter(Manifest).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
 
 
 def load_manifest(checkpoint: Path) -> Manifest | None:
@@ -129,7 +130,7 @@ def read_latest(root: Path) -> str:
         tag = read_small(root / LATEST, 4096).decode(errors="replace").strip()
     except FileNotFoundError:
         raise CheckpointError(
-            f"{root} holds no checkpoint: there is no file named {LATEST!r}; pass tag=... or another folder"
+            f"{root} holds no checkpoint: there is no file named {LATEST!r}; name a tag, or another folder"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{root / LATEST} can't be read ({error.strerror}); {others(root)}") from None
@@ -141,7 +142,9 @@ def read_latest(root: Path) -> str:
 def others(root: Path, *, but: str = "") -> str:
     """What else could be loaded, in words."""
     found = {each.parent.name for name in (".metadata", FIRST_RECORD) for each in root.glob(f"*/{name}")} - {but}
-    return f"there is also tag={', '.join(map(repr, sorted(found)))}" if found else "there is no other in that folder"
+    if not found:
+        return "there is no other in that folder"
+    return f"there is also the tag {', '.join(map(repr, sorted(found)))}"
 
 
 def damage(

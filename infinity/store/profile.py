@@ -98,7 +98,7 @@ def _read(path: Path) -> DriveProfile | None:
             log.warning("drive profile %s has version %d, newer than %d: %s", path, values["version"], VERSION, advice)
             return None
         return TypeAdapter(DriveProfile).validate_json(json.dumps(values), strict=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
         reason = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3])

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from infinity.aio import File, IoEngine
 from infinity.errors import StoreError
-from infinity.store.files import is_own_folder, write_durably
+from infinity.store.files import file_in_the_way, is_own_folder, write_durably
 from infinity.units import format_bytes
 
 _PREFIX = "infinity-run-"
@@ -177,6 +177,8 @@ def make_writable(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if (file := file_in_the_way(root)) is not None:
+            raise StoreError(error.errno or 0, f"{file} is a file, not a folder: choose another nvme_path") from None
         raise StoreError(
             error.errno or 0, f"nvme_path {root} can't be made ({error.strerror}): create it or choose another path"
         ) from None

@@ -155,7 +155,7 @@ def test_info_tells_what_is_there(saved: tuple[Path, Any], capsys: pytest.Captur
     assert main(["info", str(folder / "first"), "--tensors"]) == 0
     text = capsys.readouterr().out
     assert "head.weight = embedding.weight" in text
-    assert "tag='last'" in text
+    assert "the tag 'last'" in text
     assert "uneven  float32 [3, 24]" in text
 
 
@@ -202,6 +202,26 @@ def test_a_damaged_checkpoint_makes_no_model(copy: Path, tmp_path: Path, capsys:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["info", "verify", "export", "consolidate"])
+def test_every_command_names_the_arena_that_is_missing(
+    command: str, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "arenas" / "last" / "rank0.arena").unlink()
+    output = [str(tmp_path / "out")] if command in ("export", "consolidate") else []
+    assert main([command, str(copy / "arenas"), *output]) == 1
+    assert re.search(r"rank0\.arena is damaged.*missing", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drive_without_room_is_left_as_it_was(
+    saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("infinity.runtime.checkpoint_folder.free_bytes", lambda root: 1000)
+    assert main(["consolidate", str(saved[0]), str(tmp_path / "out")]) == 1
+    assert re.search(r"has 1000 B free: free .* more or save elsewhere", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
 def stored_names(checkpoint: Path) -> dict[str, str]:
     metadata = dcp.FileSystemReader(checkpoint).read_metadata()
     return {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
@@ -211,10 +231,11 @@ def stored_names(checkpoint: Path) -> dict[str, str]:
     ("arguments", "message"),
     [
         (["info", "{copy}/nothing"], "is not a folder"),
-        (["info", "{copy}", "--tag", "third"], "is not a checkpoint .* tag='first', 'last'"),
+        (["info", "{copy}", "--tag", "third"], "is not a checkpoint .* the tag 'first', 'last'"),
         (["info", "{copy}", "--tag", "../copy"], "one folder name"),
-        (["verify", "{copy}/nvme"], "holds no checkpoint"),
-        (["consolidate", "{copy}", "{copy}/latest"], "can't be written"),
+        (["verify", "{copy}/nvme"], "holds no checkpoint.* name a tag, or another folder"),
+        (["consolidate", "{copy}", "{copy}/latest"], "/latest is a file, not a folder: name another"),
+        (["consolidate", "{copy}", "{copy}/latest/model"], "/latest is a file, not a folder: name another"),
     ],
 )
 def test_what_cannot_be_is_an_error_in_a_line(
@@ -299,7 +320,7 @@ def test_ctrl_c_leaves_nothing(saved: tuple[Path, Any], tmp_path: Path) -> None:
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
         assert process.returncode == 128 + number
-        assert "Traceback" not in error
+        assert error == ("infinity-ckpt: interrupted\n" if number == signal.SIGINT else "")
         assert not (tmp_path / "out").exists()
 
 

@@ -86,6 +86,13 @@ def test_no_name_leads_out_of_the_folder(name: str) -> None:
         parse_manifest(json.dumps(manifest(files={name: {"nbytes": 1, "sha256": HASH}})).encode())
 
 
+def test_what_is_no_json_is_told_without_a_place() -> None:
+    with pytest.raises(ValueError, match=r"^Invalid JSON"):
+        parse_manifest(b"{")
+    with pytest.raises(ValueError, match=r"^ranks: "):
+        parse_manifest(json.dumps(manifest(ranks="two")).encode())
+
+
 def test_a_deep_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_manifest(b"[" * 100_000)

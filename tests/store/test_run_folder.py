@@ -168,11 +168,11 @@ def test_forked_child_that_exits_leaves_the_folder_too(tmp_path: Path) -> None:
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
-    with pytest.raises(StoreError, match=r"can't be made .File exists.: create it or choose another path") as caught:
+    with pytest.raises(StoreError, match=r"/file is a file, not a folder: choose another nvme_path") as caught:
         RunFolder(file)
     assert str(file) in str(caught.value)
     assert isinstance(caught.value, InfinityError) and isinstance(caught.value, OSError)
-    with pytest.raises(StoreError, match="can't be made"):
+    with pytest.raises(StoreError, match=r"/file is a file, not a folder"):
         RunFolder(file / "below")
     assert file.read_text() == "x"
 

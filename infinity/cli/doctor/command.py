@@ -32,7 +32,8 @@ Look at the machine, its limits and the drive under PATH, and write and read bac
 Nothing is left behind. Every warning and failure comes with the next move."""
 
 _EPILOG = """\
-exit code: 0 if training with NVMe works here, warnings or not; 1 if it doesn't, with the reason; 2 for wrong usage.
+exit code: 0 if training with NVMe works here, warnings or not; 1 if it doesn't, with the reason; 2 for wrong usage;
+130 after Ctrl-C.
 docs/doctor.md lists the keys of --json."""
 
 
