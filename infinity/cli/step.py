@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import add_scheme, checked_value, count, scheme_from, why_no_file
+from infinity.schedule.pinned import ACCESS_BYTES
 from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from infinity.schedule.planner import Machine
     from infinity.schedule.timeline import TraceSummary
     from infinity.schedule.transformer import Transformer as Shape
+
+POOL_BYTES_MIN = 2 * ACCESS_BYTES
+"""Of any model; what this one needs is known once it is there."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -79,8 +83,11 @@ def run(asked: argparse.Namespace) -> int:
     """Train and tell: 0 when done, 2 when it can't be done as asked. Raises InfinityError."""
     try:
         scheme_from(asked)
-        if asked.pinned_bytes_max != "auto":
-            parse_bytes(asked.pinned_bytes_max)
+        if asked.pinned_bytes_max != "auto" and parse_bytes(asked.pinned_bytes_max) < POOL_BYTES_MIN:
+            raise ValueError(
+                f"--pinned-bytes-max {asked.pinned_bytes_max} is below the least that works, "
+                f"{format_bytes(POOL_BYTES_MIN)}: raise it, or leave it out"
+            )
         files = {"--json": None if asked.json in (None, "-") else Path(asked.json), "--trace": asked.trace}
         for name, file in files.items():
             reason = why_no_file(file) if file is not None else None
@@ -106,9 +113,10 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
     from infinity.cli.synthetic import shape_for
     from infinity.schedule.estimate import Work
     from infinity.store.probe import measure_drive
+    from infinity.store.run_folder import make_writable
 
     shape = shape_for(asked.params)
-    asked.nvme_path.mkdir(parents=True, exist_ok=True)
+    make_writable(asked.nvme_path)
     machine, model = _machine(asked, shape)
     scheme, clipping = scheme_from(asked), not asked.no_clipping
     work = Work(

@@ -128,8 +128,8 @@ class SwapManager:
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
             raise BudgetError(
-                f"host_bytes_max of {format_bytes(self._pinned_bytes)} is below the least that works, "
-                f"{format_bytes(2 * budget.ACCESS_BYTES)}"
+                f"host_bytes_max (infinity.pinned_bytes_max in a config) of {format_bytes(self._pinned_bytes)} is below the "
+                f'least that works, {format_bytes(2 * budget.ACCESS_BYTES)}: raise it, or leave it "auto"'
             )
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         io = replace(io or IoSettings(), **io_options)

@@ -70,6 +70,7 @@ def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_
         (("--update", "backward"), "add --no-clipping, or use --update forward"),
         (("--master-weights", "lost"), "invalid choice"),
         (("--pinned-bytes-max", "banana"), "banana"),
+        (("--pinned-bytes-max", "1MiB"), "--pinned-bytes-max 1MiB is below the least that works, 8.00 MiB"),
         (("--json", "/no/such/folder/x.json"), "be written"),
         (("--trace", "/no/such/folder/x.json"), "be written"),
     ],
@@ -81,9 +82,17 @@ def test_wrong_usage_is_refused_in_a_line(arguments: tuple[str, ...], message: s
 
 
 def test_too_small_a_pool_is_told_in_a_line(nvme_path: Path) -> None:
-    done = small(nvme_path, "--pinned-bytes-max", "1MiB")
+    done = small(nvme_path, "--params", "10M", "--pinned-bytes-max", "8MiB")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and "MiB" in done.stderr
+
+
+def test_a_file_is_no_path(nvme_path: Path) -> None:
+    file = nvme_path / "file"
+    file.touch()
+    done = run("--nvme-path", file)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"infinity-bench: {file} is a file, not a folder: choose another nvme_path\n"
 
 
 @pytest.mark.parametrize("numel", [10_000, 1_000_000, 40_000_000, 1_000_000_000, 70_000_000_000])
