@@ -333,6 +333,15 @@ def test_value_out_of_range_is_refused_by_its_path(path: str, value: Any) -> Non
             "zero_optimization.offload_param.nvme_pth: unknown key, did you mean "
             "zero_optimization.offload_param.nvme_path?",
         ),
+        (
+            {"infinity": {"offload_activations": {"buffer_byte": 1}}},
+            "infinity.offload_activations.buffer_byte: unknown key, did you mean "
+            "infinity.offload_activations.buffer_bytes?",
+        ),
+        (
+            {"infinity": {"offload_activations": "cpu"}},
+            'infinity.offload_activations: got "cpu", expected an object',
+        ),
         ({"queue_depth": 8}, "queue_depth: unknown key here, it belongs at aio.queue_depth"),
         (
             {"optimizer": {"type": "Adam", "adam_w_mode": True}},
@@ -365,7 +374,8 @@ def test_unknown_key_gets_the_nearest_name(source: Any, line: str) -> None:
 
 def test_unknown_optimizer_lists_the_supported_ones_and_nothing_else() -> None:
     source = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}
-    assert problems(source) == ['optimizer.type: got "OneBitAdam", expected one of AdamW, Adam, SGD']
+    advice = "; leave the block out and pass another to initialize, as optimizer=lambda groups: ..."
+    assert problems(source) == [f'optimizer.type: got "OneBitAdam", expected one of AdamW, Adam, SGD{advice}']
     assert problems({"optimizer": {}}) == ["optimizer.type: missing, expected one of AdamW, Adam, SGD"]
     assert problems({"scheduler": {"params": {}}}) == [
         "scheduler.type: missing, expected one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle"

@@ -21,7 +21,10 @@ from infinity.units import format_bytes, format_count, parse_bytes
 JSON_FORMAT = 1
 """Raised when a key of a JSON report changes its meaning or goes away; new keys may come without."""
 
-_EPILOG = "exit code: 0 as asked; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage; 130 after Ctrl-C."
+_EPILOG = (
+    "exit code: 0 as asked; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage; "
+    "130 after Ctrl-C."
+)
 _DTYPES = ("fp32", "bf16", "fp16")
 
 
