@@ -210,7 +210,8 @@ class _Reader:
             return str(rule.read(kind)), known
         except ValueError:
             got = "missing" if kind is None else f"got {shown(kind)}"
-            self.problems.append(f"{where}.type: {got}, expected {rule.wanted}")
+            advice = _OTHER_OPTIMIZERS if where == "optimizer" and kind is not None else ""
+            self.problems.append(f"{where}.type: {got}, expected {rule.wanted}{advice}")
             return None
 
     def _replace_deprecated(self, source: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -270,6 +271,9 @@ class _Reader:
         if isinstance(value, Mapping) and "enabled" not in value:
             got = f"{path}: turned on"
         self.problems.append(f"{got}: it changes what is computed, and infinity does not do it")
+
+
+_OTHER_OPTIMIZERS = "; leave the block out and pass another to initialize, as optimizer=lambda groups: ..."
 
 
 def _is_on(value: Any) -> bool:
