@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import statistics
 import sys
@@ -204,6 +205,18 @@ def check_writable(args: argparse.Namespace) -> None:
         ) from None
 
 
+def check_room(engine: infinity.Engine, folder: Path) -> None:
+    """Raise ConfigError now where the checkpoint, masters and moments in fp32, could only fail for space after the training."""
+    momentum = getattr(engine.config.optimizer, "momentum", None)
+    moments = 2 if momentum is None else int(momentum > 0)
+    needed, usage = 4 * (1 + moments) * engine.numel, shutil.disk_usage(folder)
+    if usage.total and needed > usage.free:  # some file systems don't count
+        raise infinity.ConfigError(
+            f"--save {folder}: the checkpoint takes {format_bytes(needed)}, and {format_bytes(usage.free)} are free there: "
+            f"free {format_bytes(needed - usage.free)} more, or save elsewhere"
+        )
+
+
 def read_text(path: Path | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(training bytes, held-out bytes) as uint8: every 20th file is held out, or the end of a single one."""
     root = path or Path(sysconfig.get_paths()["stdlib"])
@@ -384,9 +397,11 @@ def summarize(
 ) -> dict[str, Any]:
     """The closing figures of this rank; see the table for what they mean."""
     own = engine.shard_numel
-    steady = records[1:] or records  # the first step also makes buffers and records the trace
+    steady = (
+        records[1:] or records
+    )  # the first step also makes buffers and records the trace, and may have nothing to update
     median = {key: statistics.median(r[key] for r in steady) for key in ("seconds", "stall_seconds")}
-    moved = {key: sum(r[key] for r in records) / len(records) for key in ("read_bytes", "written_bytes")}
+    moved = {key: statistics.mean(r[key] for r in steady) for key in ("read_bytes", "written_bytes")}
     compute = statistics.median(r["seconds"] - r["stall_seconds"] for r in steady)
     floor = compute
     stats = engine.swap_stats()
@@ -472,6 +487,10 @@ def show(console: Console, summary: dict[str, Any]) -> None:
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     shape = config_for(args.numel, args.context, checkpoint_activations=args.checkpoint_activations)
     config = training_config(args, shape)
+    if args.resume is True and args.durability != "step":
+        raise infinity.ConfigError(
+            "--resume without a folder goes on with a run of --durability step: add that, or name the folder of a checkpoint"
+        )
     if reports_here():
         check_writable(args)
     text, held_out = read_text(args.data)
@@ -490,6 +509,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         model = GPT(shape)
     engine, _, _, _ = infinity.initialize(model=model, config=config, resume=args.resume is True)
     with engine:
+        if args.save and reports_here():
+            check_room(engine, args.save)
         if args.resume and args.resume is not True:
             engine.load_checkpoint(args.resume)
             console.print(f"resumed at step {engine.global_steps}")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launch
 import pytest
 from rich.console import Console
+
+from infinity import ConfigError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
 SMALL = ["--params", "300k", "--steps", "3", "--context", "32", "--batch-size", "2", "--seed", "5"]
@@ -54,6 +58,10 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
     assert 0 < summary["floor_seconds"] <= summary["step_seconds"] * 1.5
     # In a model this small copies stay in memory, padding weighs much, and so does the last write if it is still on its way.
     assert summary["written_bytes_per_param"] == pytest.approx(12, rel=0.35)
+    steady = summary["steps"][1:]  # the first has nothing to update before its passes
+    assert summary["written_bytes_per_param"] * summary["params"] == pytest.approx(
+        sum(step["written_bytes"] for step in steady) / len(steady)
+    )
     assert not list(nvme_path.iterdir())
 
     run("--in-memory", "--no-sample", "--json", str(tmp_path / "memory.json"))
@@ -123,6 +131,9 @@ def test_two_ranks(torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: 
         (["--nvme-path", ""], "--nvme-path: an empty path"),
         (["--json", "/proc/nowhere/summary.json"], "can't write /proc/nowhere/summary.json"),
         (["--save", "/proc/nowhere"], "can't write /proc/nowhere"),
+        (["--nvme-path", str(SCRIPT)], "train_lm.py is a file, not a folder: choose another nvme_path"),
+        (["--pinned-bytes-max", "1MiB"], "infinity.pinned_bytes_max in a config) of 1.00 MiB is below the least"),
+        (["--resume"], "goes on with a run of --durability step: add that"),
     ],
 )
 def test_wrong_inputs_are_told_in_a_line(arguments: list[str], words: str, nvme_path: Path) -> None:
@@ -160,6 +171,20 @@ def test_a_save_that_fails_does_not_lose_the_summary(nvme_path: Path, tmp_path: 
     assert "train_lm: writing a checkpoint" in done.stderr
     assert "held-out loss" in done.stdout
     assert len(losses(tmp_path / "summary.json")) == 3
+
+
+def test_a_drive_without_room_for_the_checkpoint_is_told_before_the_training(tmp_path: Path) -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        from train_lm import check_room
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    free = shutil.disk_usage(tmp_path).free
+    adam, sgd = SimpleNamespace(optimizer=None), SimpleNamespace(optimizer=SimpleNamespace(momentum=0.0))
+    check_room(SimpleNamespace(config=adam, numel=free // 24), tmp_path)  # type: ignore[arg-type]
+    check_room(SimpleNamespace(config=sgd, numel=free // 8), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--save .* are free there: free .* more, or save elsewhere"):
+        check_room(SimpleNamespace(config=adam, numel=free // 6), tmp_path)  # type: ignore[arg-type]
 
 
 def test_the_live_figures_fit_in_80_columns() -> None:
