@@ -540,6 +540,8 @@ class Engine:
                 if self._commits is not None:
                     self._commits.make()
                 self.finish_checkpoint()
+                if self.flops_profile is not None:
+                    self.flops_profile.tell_unused(self.global_steps)
         finally:
             if self._saving is not None:
                 self._saving.cancel()

@@ -83,6 +83,15 @@ class FlopsProfile:
         print(text, end="", flush=True)
         return True
 
+    def tell_unused(self, steps: int) -> None:
+        """Say that the training ended, after so many steps, without the one to profile."""
+        log.warning(
+            "flops_profiler wrote no report: profile_step is %d, and the training ended at step %d without a whole one there; "
+            "choose a step that is trained",
+            self._settings.profile_step,
+            steps,
+        )
+
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
         with FlopCounterMode(display=False) as counter, contextlib.ExitStack() as undo:

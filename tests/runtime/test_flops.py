@@ -102,6 +102,12 @@ def test_a_report_that_has_no_place_ends_no_training(
     assert "nowhere/report.txt can't be written (No such file or directory)" in caplog.text
 
 
-def test_a_training_that_ends_before_reports_nothing(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_that_ends_before_reports_nothing_and_says_so(
+    nvme_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     trained(nvme_path, steps=2, enabled=True, profile_step=2)
     assert "Profile" not in capsys.readouterr().out
+    assert "flops_profiler wrote no report: profile_step is 2, and the training ended at step 2" in caplog.text
+    caplog.clear()
+    trained(nvme_path, steps=2, enabled=True, profile_step=1)
+    assert "no report" not in caplog.text
