@@ -493,6 +493,7 @@ class SwapManager:
     ) -> None:
         """For the optimizer: update members of a group now; see [Note: Updates in the backward] in paged_model.py."""
         policy, left = self._staging, iter(updates)
+        self._give_back_copied()  # FSDP2 may have asked for it anew, taking it for the next one; it drops what it fetched so
         policy.begin_update(group)
 
         def look_ahead() -> None:
