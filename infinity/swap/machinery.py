@@ -116,6 +116,10 @@ class Machinery:
         """What the machine refused and what was done instead, a line each."""
         return [*self.engine.notes, *self.pool.notes, *self.arena.notes, *self._notes, *self.host_memory.notes]
 
+    def note(self, line: str) -> None:
+        """One more of `notes`."""
+        self._notes.append(line)
+
     def adopt(self, device: Device, *, pin: bool, direct: bool) -> None:
         """Compute happens on `device` from now on. `pin`: whether host memory is to be registered with it. `direct`: whether
         what is read for it is to go there past host memory."""

@@ -310,6 +310,11 @@ class SwapManager:
             largest = max(map(paged.copies_bytes, paged.groups))
             if any(map(paged.may_go_direct, paged.groups)):  # these are read ahead there, and nowhere else
                 largest = max(largest, look_ahead_bytes or 0)
+            elif machinery.direct is not None:
+                machinery.note(
+                    "nothing of this model goes past host memory, although aio.use_gds is set: the host needs all copies that "
+                    'are read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
+                )
             self._ahead = DeviceAhead(paged, self._policy, self._look_ahead, bytes_max=largest)
         install(model, replacements)
         if update == "backward":

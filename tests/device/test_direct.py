@@ -95,6 +95,20 @@ def test_training_past_host_memory_equals_memory(name: str, nvme_path: Path, mon
     assert reader.checked > 0 and not reader.under_way
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_note_says_where_nothing_goes_past(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(training, "STEPS", 1)
+    for name, said in (("plain", True), ("updated in forward", False)):
+        caplog.clear()
+        machine = Machine(FakeRuntime(), monkeypatch)
+        with caplog.at_level(logging.INFO, "infinity"):
+            machine.train(training.CASES[name], nvme_path)
+        assert ("nothing of this model goes past host memory" in caplog.text) == said
+        assert bool(machine.readers[0].asked) != said
+
+
 @pytest.mark.usefixtures("few_steps", "one_rank")
 def test_over_several_drives(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece of a stripe comes from its own file, in its own place."""
