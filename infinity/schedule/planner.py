@@ -202,7 +202,7 @@ class Plan:
             return []
         border = self.simulated.gradient_seconds
         names = ("forward and backward", "optimizer step")
-        if self.strategy.updates_in_passes(self.work.scheme):
+        if self.strategy.update_of(self.work.scheme) != "step":
             names = ("forward, backward and updates", "after the backward")
         parts = ((names[0], 0.0, border), (names[1], border, self.simulated.seconds))
         found = []
@@ -353,7 +353,7 @@ class _Programmer:
         count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
         self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
-        self._update = work.scheme.update if strategy.updates_in_passes(work.scheme) else "step"
+        self._update = strategy.update_of(work.scheme)
         self._program: list[Use | SubGroup | Pause] = []
 
     def items(self) -> Program:
