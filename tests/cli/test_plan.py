@@ -270,6 +270,36 @@ def test_values_out_of_range_are_wrong_usage(capsys: pytest.CaptureFixture[str],
     assert "expected" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cache", "4"], "argument --cache: expected a size with its unit, got 4: did you mean 4GiB?"),
+        (["--gradient-memory", "1e3"], "did you mean 1e3GiB?"),
+        (["--gpu-memory", "24"], "did you mean 24GiB?"),
+        (["--host-memory", "64"], "did you mean 64GiB?"),
+        (["--drive-size", "1048575"], "did you mean 1048575GiB?"),
+        (["--pinned", "1"], "did you mean 1GiB?"),
+        (["--activation-buffer", "2 "], "did you mean 2GiB?"),
+        (["--batch", "1e30"], "argument --batch: expected a whole number such as 8, got '1e30'"),
+        (["--gpus", "1.5"], "argument --gpus: expected a whole number such as 8, got '1.5'"),
+        (["--read", "7GB/s"], "--read: expected a number of GB/s above 0, without the unit, such as 12.5, got 7GB/s"),
+        (["--tflops", "-1"], "--tflops: expected a number of TFLOP/s above 0"),
+    ],
+)
+def test_a_slip_is_refused_with_what_would_do(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan("--params", "1B", "--preset", "laptop", *arguments)
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("cache", ["0", "4B", "512KiB", "1048576"])
+def test_sizes_that_can_be_meant_are_taken(capsys: pytest.CaptureFixture[str], cache: str) -> None:
+    assert plan("--params", "200M", "--seq", "512", "--preset", "laptop", "--cache", cache) == 0
+
+
 # Models of Hugging Face, by the parameter counts that transformers itself gives for them
 
 LLAMA_2_7B = {
