@@ -211,6 +211,60 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("asked", "first", "among"),
+    [
+        ("--params 7B --preset laptop", "--gradient-memory 0", "--host-memory 32GB"),
+        ("--params 7B --batch 64 --preset rtx4090-gen4", "--batch 8", "--seq 256"),
+        ("--params 7B --no-checkpointing --batch 8 --preset rtx4090-gen4", "no --no-checkpointing", "--seq 256"),
+        ("--params 100M --seq 128 --preset laptop --host-memory 2GB --cache 0 --pinned 2MiB", "no --pinned", ""),
+        (
+            "--params 13B --gradient-memory 0 --cache 0 --preset rtx4090-gen4 --drive-size 100GB",
+            "",
+            "--drive-size 200GB",
+        ),
+        (
+            "--params 7B --durability step --gradient-memory 0 --preset laptop --drive-size 120GB",
+            "--durability none",
+            "",
+        ),
+        ("--params 3B --gradient-memory 0 --cpu --tflops 1 --host-memory 8GB --host-bandwidth 40", "", "--read GB/s"),
+        ("--params 1T --preset dgx-h100", "--gradient-memory 0 with --groups-per-block 2", ""),
+        ("--params 70B --preset laptop", "--gradient-memory 0 with --host-memory 64GB", ""),
+    ],
+)
+def test_where_nothing_fits_what_is_named_does(
+    capsys: pytest.CaptureFixture[str], asked: str, first: str, among: str
+) -> None:
+    arguments = asked.split()
+    found = planned(capsys, *arguments)
+    assert found["chosen"] is None
+    assert found["remedies"][0].startswith(first)
+    assert any(among in each for each in found["remedies"])
+    for remedy in found["remedies"]:
+        changed = list(arguments)
+        for word in remedy.replace("GB/s", "20").split(" with "):
+            if word.startswith("no "):
+                at = changed.index(word.removeprefix("no "))
+                del changed[at : at + (1 if word == "no --no-checkpointing" else 2)]
+            else:
+                changed += word.split()  # the last one of two counts
+        assert plan(*changed) == 0, remedy
+    capsys.readouterr()
+    assert plan(*arguments) == 1
+    assert f"next, tried and enough: {'; or '.join(found['remedies'])}" in capsys.readouterr().out
+
+
+def test_where_no_two_changes_are_enough_no_advice_is_invented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--params", "100T", "--preset", "laptop")["remedies"] == []
+    plan("--params", "100T", "--preset", "laptop")
+    assert "next: a smaller model, or another machine" in capsys.readouterr().out
+
+
+def test_what_fits_needs_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--params", "200M", "--seq", "512", "--preset", "laptop")["remedies"] == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--preset", "dgx-h100"], "describe the model once"),

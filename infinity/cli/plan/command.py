@@ -189,12 +189,13 @@ def run(asked: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
+    from infinity.cli.plan.remedies import Case, remedies
     from infinity.schedule.planner import fastest_that_fits, plans_for
 
     work = _work(model, machine, asked)
     plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     chosen = fastest_that_fits(plans)
-    _tell(asked, plans, chosen)
+    _tell(asked, plans, chosen, [] if chosen else remedies(Case(work, machine, asked.pinned, asked.cache)))
     if chosen is not None:
         _write(asked, chosen)
     if asked.plot is not None:
@@ -204,13 +205,13 @@ def run(asked: argparse.Namespace) -> int:
     return 0 if chosen is not None else 1
 
 
-def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> None:
+def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None, remedies: list[str]) -> None:
     from infinity.cli.plan.report import as_json, print_report
 
     if asked.json != "-":
-        print_report(plans, chosen)
+        print_report(plans, chosen, remedies)
     if asked.json is not None:
-        text = json.dumps(as_json(plans, chosen, _nvme_path(asked)), indent=2) + "\n"
+        text = json.dumps(as_json(plans, chosen, remedies, _nvme_path(asked)), indent=2) + "\n"
         if asked.json == "-":
             sys.stdout.write(text)
         else:
