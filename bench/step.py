@@ -32,6 +32,8 @@ HERE = Path(__file__).resolve().parent
 from results import machine, save  # noqa: E402
 
 from infinity.aio import IoSettings  # noqa: E402
+from infinity.config import load_config  # noqa: E402
+from infinity.runtime.storage import choose_storage  # noqa: E402
 from infinity.schedule.floor import forward_floor_seconds, step_floor_seconds  # noqa: E402
 from infinity.store.measure import DriveTest, Workload  # noqa: E402
 from infinity.units import GIB, MIB, parse_count  # noqa: E402
@@ -139,7 +141,7 @@ def main() -> int:
             stack.callback(workers[-1].close)
         drive = stack.enter_context(DriveTest(args.nvme_path, nbytes=DRIVE_FILE_BYTES))
         drive.fill()
-        settings = IoSettings(backend=args.backend)
+        settings = choose_storage(load_config(drive_config(args))).io  # as the workers' is driven
         for number in range(args.rounds + 2):
             row: dict[str, Any] = {}
             before = rates_of(drive, settings)
@@ -166,6 +168,16 @@ def main() -> int:
     return 0
 
 
+def drive_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The part of the workers' config that says how the drive is driven."""
+    place = {"device": "nvme", "nvme_path": args.nvme_path}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": place},
+        "infinity": {"backend": args.backend},
+    }
+
+
 def rates_of(drive: DriveTest, settings: IoSettings) -> list[float]:
     """Bytes/s of reads, of writes, and of both at once in equal parts."""
     return [drive.run(workload, settings, DRIVE_SECONDS).bytes_per_s for workload in Workload]
@@ -181,13 +193,15 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         part: median(step[part] for step in steps)
         for part in ("seconds", "forward", "backward", "step", "cpu_seconds", "ring_cpu_seconds")
+        if part in steps[0]
     }
     found["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
     found["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
     found["loss"] = steps[-1]["loss"]
     numel = steps[0]["numel"]
     for name in ("disk_read_bytes", "disk_written_bytes"):
-        found[f"{name}_per_param"] = median(step[name] / numel for step in steps)
+        if name in steps[0]:
+            found[f"{name}_per_param"] = median(step[name] / numel for step in steps)
     if "memory" in rows[0]:
         found["over_memory"] = median(row[way]["seconds"] / row["memory"]["seconds"] for row in rows)
     update, _, variant = way.partition("-")
@@ -213,7 +227,7 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
         found["over_floor"] = median(row[way]["seconds"] / floor for row, floor in zip(rows, floors, strict=True))
     if "memory" in rows[0] and update == "forward":
         found["over_forward_floor"] = median(row[way]["seconds"] / forward_floor(row, way) for row in rows)
-    if update == "step":  # as much is read as written, both at once
+    if way in ("step", "step-phase"):  # as much is read as written, both at once
         moved = 2 * steps[0]["step_bytes"][1]
         found["optimizer_over_drive"] = median(step["step"] * step["drive"][2] / moved for step in steps)
     if steps[0]["phases"]:

@@ -107,7 +107,9 @@ def needs_of(
             continue
         states: Memory = states_of(total_params, ranks, strategy)
         gathered = GATHERED_GROUPS * COPY_BYTES * largest if stage == 3 else 0
-        host = gpus_per_node * (additional_buffer_factor * states.host_bytes + _pool_bytes(strategy, largest, ranks))
+        host = gpus_per_node * (
+            additional_buffer_factor * states.host_bytes + _pool_bytes(strategy, total_params, largest, ranks)
+        )
         found.append(Needs(strategy, states.device_bytes + gathered, int(host), gpus_per_node * states.nvme_bytes))
     return found
 
@@ -123,11 +125,11 @@ def count(model: nn.Module) -> tuple[int, int]:
     return sum(everything.values()), max([root, *(sum(group.values()) for group in groups)])
 
 
-def _pool_bytes(strategy: Strategy, largest: int, ranks: int) -> int:
+def _pool_bytes(strategy: Strategy, total_params: int, largest: int, ranks: int) -> int:
     """The pinned pool of one rank at its comfortable size."""
     if not strategy.uses_nvme:
         return 0
-    shard = -(-largest // ranks)
+    shard = -(-(total_params if strategy.keeps_copies else largest) // ranks)
     group = COPY_BYTES * shard if strategy.parameters == "nvme" else 0
     sub_group = sum(strategy.stored_bytes(DEFAULT_SCHEME)) * min(shard, SUB_GROUP_NUMEL_DEFAULT)
     return comfortable_bytes(gather_bytes(group), sub_group)

@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.memory_needs import count, needs_of
+from infinity.schedule import pinned
 
 B = 10**9
 
@@ -56,8 +57,11 @@ def test_stage_three_holds_two_groups_and_shards_the_rest() -> None:
     needs = {(each.strategy.parameters, each.strategy.optimizer): each for each in needs_of(3, 8 * B, B, 4, 2, 1.0)}
     assert needs["none", "none"].device_bytes == 16 * B + 4 * B
     assert needs["none", "cpu"].device_bytes == 2 * B + 4 * B
-    for placement in (("cpu", "cpu"), ("none", "nvme"), ("nvme", "nvme")):
+    for placement in (("cpu", "cpu"), ("nvme", "nvme")):
         assert needs[placement].device_bytes == 4 * B
+    optimizer_only = needs["none", "nvme"]
+    assert optimizer_only.device_bytes == 4 * B + 4 * B  # gradients are there until the step
+    assert optimizer_only.host_bytes == 4 * (6 * B + pinned.comfortable_bytes(0, 12 * pinned.SUB_GROUP_NUMEL_DEFAULT))
     assert needs["cpu", "cpu"].host_bytes == 4 * 16 * B
     nvme = needs["nvme", "nvme"]
     assert nvme.nvme_bytes == 4 * 12 * B

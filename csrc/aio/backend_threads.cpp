@@ -89,6 +89,7 @@ class ThreadsBackend final : public Backend {
  private:
   // One worker. It leaves only when told to and nothing waits; by then the engine has reaped everything anyway.
   void work() {
+    take_short_turns();
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       work_there_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });

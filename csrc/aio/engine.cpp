@@ -597,6 +597,7 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
   options.note = [&state](std::string line) { state.note(std::move(line)); };
   auto body = [&state, options, &engine = options_](const BackendFactory& make, State::Drive& drive,
                                                     State::Ring& ring) {
+    take_short_turns();
     std::unique_ptr<Backend> backend;
     std::exception_ptr refusal;
     try {

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <stdexcept>
-#include <utility>
 
 namespace infinity::aio {
 namespace {
@@ -26,19 +25,6 @@ struct SchedAttr {
   uint64_t deadline;
   uint64_t period;
 };
-
-// From Linux 6.12 on, a thread that takes short turns gets them sooner, though no more time in all; older kernels
-// ignore what is asked for here, and where it is forbidden nothing is lost.
-void take_short_turns() {
-  SchedAttr wanted{};
-  wanted.size = sizeof wanted;
-  if (syscall(SYS_sched_getattr, 0, &wanted, sizeof wanted, 0) != 0) return;
-  if (wanted.policy != 0) return;  // SCHED_OTHER; whoever chose another had a reason
-  wanted.size = sizeof wanted;
-  wanted.runtime = kTurnNanoseconds;
-  wanted.deadline = wanted.period = 0;
-  (void)syscall(SYS_sched_setattr, 0, &wanted, 0);
-}
 
 }  // namespace
 
@@ -59,12 +45,20 @@ std::thread start_io_thread(const std::string& name, std::function<void()> body)
     sigset_t* mask;
     ~Restore() { pthread_sigmask(SIG_SETMASK, mask, nullptr); }
   } restore{&before};
-  std::thread thread([body = std::move(body)] {
-    take_short_turns();
-    body();
-  });
+  std::thread thread(std::move(body));
   pthread_setname_np(thread.native_handle(), name.substr(0, 15).c_str());
   return thread;
+}
+
+void take_short_turns() {
+  SchedAttr wanted{};
+  wanted.size = sizeof wanted;
+  if (syscall(SYS_sched_getattr, 0, &wanted, sizeof wanted, 0) != 0) return;
+  if (wanted.policy != 0) return;  // SCHED_OTHER; whoever chose another had a reason
+  wanted.size = sizeof wanted;
+  wanted.runtime = kTurnNanoseconds;
+  wanted.deadline = wanted.period = 0;
+  (void)syscall(SYS_sched_setattr, 0, &wanted, 0);
 }
 
 double monotonic_seconds() {

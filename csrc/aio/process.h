@@ -48,11 +48,14 @@ class OwnedByProcess {
   ForkGuard guard_;
 };
 
-// Starts a thread with every signal blocked, so that Ctrl-C always reaches the application's own threads. It does
-// little and a drive waits for it, so it asks the scheduler for short turns, which come sooner beside threads that
-// compute. The name (at most 15 characters) shows in top -H and in debuggers. Throws std::system_error if the system
-// has no thread to give.
+// Starts a thread with every signal blocked, so that Ctrl-C always reaches the application's own threads. The name (at
+// most 15 characters) shows in top -H and in debuggers. Throws std::system_error if the system has no thread to give.
 std::thread start_io_thread(const std::string& name, std::function<void()> body);
+
+// For a thread that has little to do and that a drive waits for: from Linux 6.12 on, one that takes short turns gets
+// them sooner beside threads that compute, though no more time in all. Older kernels ignore what is asked for, and
+// where it is forbidden nothing is lost.
+void take_short_turns();
 
 // CLOCK_MONOTONIC in seconds: the clock of Python's time.monotonic().
 double monotonic_seconds();

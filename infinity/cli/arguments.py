@@ -11,6 +11,7 @@ from typing import get_args
 
 from infinity.errors import ConfigError
 from infinity.schedule.scheme import MasterWeights, Scheme, Update, choose_update
+from infinity.units import MIB, parse_bytes
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -30,8 +31,31 @@ def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[st
     return checked
 
 
-count = checked_value(int, at_least=1)
+def whole_number(text: str) -> int:
+    """The integer in `text`. Raises ValueError in words."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected a whole number such as 8, got {text!r}") from None
+
+
+count = checked_value(whole_number, at_least=1)
 """A type for argparse: a number of things, one at least."""
+
+
+def _parse_size(text: str) -> int:
+    """Bytes in `text`. Raises ValueError for so few without a unit that one was forgotten."""
+    nbytes = parse_bytes(text)
+    if 0 < nbytes < MIB and not text.strip()[-1].isalpha():
+        raise ValueError(f"expected a size with its unit, got {text}: did you mean {text.strip()}GiB?")
+    return nbytes
+
+
+size = checked_value(_parse_size, at_least=1)
+"""A type for argparse: bytes of a memory, a drive or a file."""
+
+size_or_none = checked_value(_parse_size, at_least=0)
+"""The same where 0 means none."""
 
 
 def add_described(

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import infinity
+from infinity.cli.arguments import size
 from infinity.cli.program import run_program
-from infinity.units import format_bytes, format_count, parse_bytes
+from infinity.units import format_bytes, format_count
 
 JSON_FORMAT = 1
 """Raised when a key of a JSON report changes its meaning or goes away; new keys may come without."""
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     consolidate.add_argument(
         "--max-shard-size",
-        type=_size,
+        type=size,
         default="5GB",
         metavar="SIZE",
         help="a model larger than this goes to several files, with an index (default: %(default)s)",
@@ -88,16 +89,6 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty (an unset variable?)")
     return Path(text)
-
-
-def _size(text: str) -> int:
-    try:
-        nbytes = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if nbytes < 1:
-        raise argparse.ArgumentTypeError("a file needs at least a byte")
-    return nbytes
 
 
 def _info(asked: argparse.Namespace) -> int:

@@ -19,7 +19,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.cli.arguments import add_scheme, checked_value, count, scheme_from, why_no_file
+from infinity.cli.arguments import (
+    add_scheme,
+    checked_value,
+    count,
+    scheme_from,
+    size_or_none,
+    whole_number,
+    why_no_file,
+)
 from infinity.schedule.pinned import ACCESS_BYTES
 from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_count
 
@@ -52,20 +60,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--warmup", type=count, default=2, help="steps before them (default: 2)")
     parser.add_argument("--batch-size", type=count, default=4, help="sequences per step (default: 4)")
     parser.add_argument(
-        "--seq", type=checked_value(int, at_least=2), default=256, help="tokens per sequence (default: 256)"
+        "--seq", type=checked_value(whole_number, at_least=2), default=256, help="tokens per sequence (default: 256)"
     )
     add_scheme(parser)
     parser.add_argument("--pinned-bytes-max", default="auto", help='pinned memory, such as "512MiB" (default: auto)')
     parser.add_argument(
         "--cache",
-        type=checked_value(parse_bytes, at_least=0),
+        type=size_or_none,
         default=0,
         metavar="BYTES",
         help="of it, what keeps copies and optimizer state from step to step (default: 0)",
     )
     parser.add_argument(
         "--gradient-memory",
-        type=checked_value(parse_bytes, at_least=0),
+        type=size_or_none,
         metavar="BYTES",
         help="host memory in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
     )

@@ -1,6 +1,6 @@
 """Floor 2. Reads of files into a device's memory, past host memory: what whoever does them promises, and kvikio, which does.
 
-GPUDirect Storage by way of kvikio, where that is installed. Called by the training thread; kvikio's threads move the bytes.
+GPUDirect Storage by way of kvikio, where that is installed. A read is work of a stream. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -19,58 +19,49 @@ _DRIVER = Path("/proc/driver/nvidia-fs/version")
 
 
 class DirectRead(Protocol):
-    """One read on its way."""
+    """One read, in its place in a stream. Somebody holds it until the stream has passed that."""
 
     nbytes: int
 
-    def done(self) -> bool:
-        """Whether it has ended; never blocks."""
-
-    def wait(self) -> None:
-        """Block until it has. Raises IoError, every time, where it failed or found less than was asked for."""
+    def check(self) -> None:
+        """Once the stream has passed it: raise IoError, every time, where it failed or found less than was asked for."""
 
 
 class DirectReader(Protocol):
     """Reads a few files that somebody else keeps open."""
 
-    def start(self, file: int, offset: int, into: torch.Tensor) -> DirectRead:
-        """Begin to read file number `file` from byte `offset` on until `into` (1-D, uint8, on the device) is full.
+    def start(self, file: int, offset: int, into: torch.Tensor, stream: Any) -> DirectRead:
+        """Have `stream` read file number `file` from byte `offset` on until `into` (1-D, uint8, on the device) is full.
 
-        No stream knows of it: nobody may use that memory from before the call until the read has ended, and somebody has to
-        hold it. What fails is raised by the read's `wait`.
+        Does not wait for anything that the device does. What fails is raised by the read's `check`.
         """
 
     def close(self) -> None:
-        """Let go of the files. Every read has ended."""
+        """Let go of the files. Every stream has passed what it had to read."""
 
 
 class KvikioReader:
-    """See `DirectReader`.
+    """See `DirectReader`; the streams are torch's. kvikio's `pread` is not used, as it waits for the default stream.
 
-    Args:
-        descriptors: of the files, which are opened once more through /proc, as they may have no name.
-        threads: that read at once. One pool serves the whole process; whoever set KVIKIO_NTHREADS has chosen already.
-        task_bytes: of each of their reads.
-
-    Raises IoError where a file can't be opened so.
+    `descriptors`: of the files, which are opened once more through /proc, as they may have no name. Raises IoError where one
+    can't be opened so that nothing of it goes through host memory.
     """
 
-    def __init__(self, descriptors: Sequence[int], *, threads: int, task_bytes: int) -> None:
+    def __init__(self, descriptors: Sequence[int]) -> None:
         kvikio = importlib.import_module("kvikio")
         defaults = importlib.import_module("kvikio.defaults")
-        defaults.set("num_threads", max(threads, int(defaults.get("num_threads"))))
-        self._task_bytes = task_bytes
         self._files: list[Any] = []
         for descriptor in descriptors:
             path = f"/proc/self/fd/{descriptor}"
             try:
-                self._files.append(kvikio.CuFile(path, "r"))
+                with defaults.set({"compat_mode": kvikio.CompatMode.OFF}):
+                    self._files.append(kvikio.CuFile(path, "r"))
             except Exception as error:  # of several kinds, from C++
                 self.close()
-                raise IoError(f"kvikio can't open {path}: {error}", operation="open", path=path) from None
+                raise IoError(f"cuFile can't open {path}: {error}", operation="open", path=path) from None
 
-    def start(self, file: int, offset: int, into: torch.Tensor) -> DirectRead:
-        return _KvikioRead(self._files[file], offset, into, self._task_bytes)
+    def start(self, file: int, offset: int, into: torch.Tensor, stream: Any) -> DirectRead:
+        return _KvikioRead(self._files[file], offset, into, stream.cuda_stream)
 
     def close(self) -> None:
         for file in self._files:
@@ -79,24 +70,21 @@ class KvikioReader:
 
 
 class _KvikioRead:
-    def __init__(self, file: Any, offset: int, into: torch.Tensor, task_bytes: int) -> None:
+    def __init__(self, file: Any, offset: int, into: torch.Tensor, raw_stream: int) -> None:
         self.nbytes = into.numel()
         self._offset = offset
         self._future: Any = None
         self._failure: str | None = None
         try:
-            self._future = file.pread(into, file_offset=offset, task_size=task_bytes)
+            self._future = file.raw_read_async(into, raw_stream, file_offset=offset)
         except Exception as error:  # of several kinds, from C++
             self._failure = str(error)
 
-    def done(self) -> bool:
-        return self._future is None or bool(self._future.done())
-
-    def wait(self) -> None:
+    def check(self) -> None:
         if self._future is not None:
             future, self._future = self._future, None
             try:
-                found = future.get()  # once only
+                found = future.check_bytes_done()
             except Exception as error:
                 self._failure = str(error)
             else:

@@ -7,7 +7,7 @@ training thread, which in a backward on CUDA is autograd's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,17 +29,17 @@ class Incoming(Protocol):
     """Bytes on their way to the device. Whoever drops it before `hand_over` wants them no more."""
 
     landing: Landing
-    """Fires when the host bytes may be reused."""
+    """Fires when they have come, so that the host bytes may be reused."""
 
     def hand_over(self) -> torch.Tensor:
         """All of them on the device (1-D): whatever the current stream does from now on comes after their arrival.
 
-        Raises IoError where they come straight from a drive and a read failed.
+        Where they come straight from a drive this blocks until they have; it raises IoError where a read failed then.
         """
 
 
-Fill = Callable[[torch.Tensor], Sequence[DirectRead]]
-"""Starts reads that fill a tensor (1-D, on the device) together."""
+Fill = Callable[[torch.Tensor, Any], Sequence[DirectRead]]
+"""Has a stream of the device (None on a CPU) read what fills a tensor (1-D, on the device)."""
 
 
 class Device(Protocol):
@@ -63,9 +63,9 @@ class Device(Protocol):
         """Begin to copy `staged` (1-D, host memory) to the device, whatever that computes meanwhile."""
 
     def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
-        """Have memory of the device (1-D) filled by reads that no stream knows of.
+        """Have memory of the device (1-D) filled by reads, whatever the device computes meanwhile.
 
-        Whoever starts them holds the memory until they have ended.
+        Whoever wants it no more keeps what is returned until its landing has fired.
         """
 
     def landing(self) -> Landing:
@@ -97,15 +97,15 @@ class _InPlace:
         return self._staged
 
 
-class _Filled:
+class _Filled(_InPlace):
     def __init__(self, filled: torch.Tensor, reads: Sequence[DirectRead]) -> None:
-        self.landing: Landing = Landed()
-        self._filled, self._reads = filled, reads
+        super().__init__(filled)
+        self._reads = reads
 
     def hand_over(self) -> torch.Tensor:
         for read in self._reads:
-            read.wait()
-        return self._filled
+            read.check()
+        return super().hand_over()
 
 
 class CpuDevice:
@@ -126,7 +126,7 @@ class CpuDevice:
 
     def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
         filled = torch.empty(numel, dtype=dtype)
-        return _Filled(filled, fill(filled))
+        return _Filled(filled, fill(filled, None))
 
     def landing(self) -> Landing:
         return Landed()

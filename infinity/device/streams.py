@@ -9,9 +9,8 @@ runtime's matter (cuda.py; a fake in the tests, which holds this file to its pro
                        is noted as a user, so that the memory is not given to the next copy while it is still read.
     to the host        the outward stream waits for an event of the stream that computed the bytes, recorded when the copy is
                        asked for; the source is noted as used by the outward stream, so it may be forgotten at once.
-    past host memory   reads that a drive does into memory of the device mind no stream: they start when the inward stream has
-                       passed the point at which that memory was made, as it was free for this stream alone until then, and
-                       the host waits for their end before it hands the memory over.
+    past host memory   reads of a drive into memory of the device are work of the inward stream, too. The host waits for the
+                       event behind them before it hands the memory over: only then is it known whether they went well.
     host memory        is touched only after the landing of the copy that reads or writes it has fired; by another copy also
                        where its stream comes after that one: a sum may go back to where its first part was taken from.
 
@@ -28,7 +27,7 @@ import torch
 
 from infinity.aio import PinnedSlab
 from infinity.device.direct import DirectRead
-from infinity.device.staging import Fill, Incoming, Landed, Landing
+from infinity.device.staging import Fill, Incoming, Landing
 
 
 class Event(Protocol):
@@ -113,15 +112,15 @@ class _Copied:
 class _Filled:
     """Being filled by reads, or full."""
 
-    def __init__(self, runtime: Runtime, filled: torch.Tensor, reads: Sequence[DirectRead]) -> None:
-        self.landing: Landing = Landed()
-        self._runtime, self._filled, self._reads = runtime, filled, reads
+    def __init__(self, copied: _Copied, reads: Sequence[DirectRead]) -> None:
+        self.landing = copied.landing
+        self._copied, self._reads = copied, reads
 
     def hand_over(self) -> torch.Tensor:
+        self.landing.wait()
         for read in self._reads:
-            read.wait()
-        self._runtime.note_use(self._filled, self._runtime.current_stream())
-        return self._filled
+            read.check()
+        return self._copied.hand_over()
 
 
 class StreamDevice:
@@ -152,8 +151,8 @@ class StreamDevice:
 
     def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
         filled = self._runtime.empty(numel, dtype, self._inward)
-        self._inward.record_event().synchronize()
-        return _Filled(self._runtime, filled, fill(filled))
+        reads = fill(filled, self._inward)
+        return _Filled(_Copied(self._runtime, filled, self._inward.record_event()), reads)
 
     def landing(self) -> Landing:
         return EventLanding(self._inward.record_event())

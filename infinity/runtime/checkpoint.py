@@ -35,7 +35,6 @@ from infinity.runtime.checkpoint_folder import (
     make_place,
     manifest_of,
     partial_of,
-    reshard,
     verify,
 )
 from infinity.runtime.materialize import named_full_tensors
@@ -44,6 +43,7 @@ from infinity.runtime.stored import Planner, Reader, Writer, cause_of
 from infinity.store.files import open_regular, sync, write_durably
 from infinity.store.manifest import StoredFile, others
 from infinity.swap import PagedOptimizer
+from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 from infinity.units import GIB

@@ -39,7 +39,6 @@ from infinity.runtime.checkpoint_folder import (
     make_place,
     manifest_of,
     partial_of,
-    reshard,
     verify,
 )
 from infinity.runtime.commits import packed_ties
@@ -52,6 +51,7 @@ from infinity.store.layout import MOMENTS, Field, SubGroup
 from infinity.store.manifest import Manifest, StoredFile
 from infinity.store.snapshot import Snapshot, rows_of
 from infinity.swap import PagedOptimizer, SwapManager
+from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 

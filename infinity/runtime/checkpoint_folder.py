@@ -17,7 +17,6 @@ from pathlib import Path
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from infinity.errors import CheckpointError, IntegrityError
 from infinity.store.files import is_own_folder, sync, write_durably
@@ -112,13 +111,6 @@ def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Ma
             if names:
                 parts.append(f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
-
-
-def reshard(model: nn.Module) -> None:
-    """Free whatever is gathered, so that the model's parameters are the sharded masters."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def recover(root: Path) -> None:

@@ -38,6 +38,7 @@ from infinity.runtime.wall_clock import WallClock
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.activations import Activations
+from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
@@ -181,7 +182,7 @@ class Engine:
             self._commits.make()
         if self._saving is not None and self._saving.finish_if_copied():
             self._saving = None
-        self._release_gathered()
+        reshard(self.module)  # what an evaluation left gathered would be stale after the step, and hides the gradients
         with measured(self.timeline, "gradients", "norm of the gradients"):
             factor = self._gradient_factor()
         self._applied = factor is not None
@@ -501,7 +502,7 @@ class Engine:
         """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere. A collective."""
         with together():
             self._check_whole()
-        self._release_gathered()
+        reshard(self.module)
         names = {each[0]: (each, p.requires_grad) for p, each in parameter_names(self.module).items()}
         found: dict[str, torch.Tensor] = {}
         for name, tensor in named_full_tensors(self.module, self._compute_dtype):
@@ -599,6 +600,7 @@ class Engine:
 
     def _outside(self) -> dict[str, Any]:
         """What a commit keeps beside the arena: all that a checkpoint keeps, less masters and moments."""
+        reshard(self.module)  # what an evaluation left gathered hides the parameters that have state
         state, names = self.optimizer.state, parameter_names(self.module)
         buffers = buffer_names(self.module, persistent=True)
         return self._rest() | {
@@ -666,12 +668,6 @@ class Engine:
         if self._boundary is not None:
             return self._boundary
         return micro_steps > 0 and micro_steps % self.gradient_accumulation_steps() == 0
-
-    def _release_gathered(self) -> None:
-        """What an evaluation since the last backward left gathered would be stale after the step, and hides the gradients."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def _check_none_unfrozen(self) -> None:
         for parameter, names in parameter_names(self.module).items() if self._frozen else ():

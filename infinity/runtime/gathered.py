@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError
 from infinity.runtime.materialize import full_tensor, load_full
+from infinity.swap.fsdp2 import reshard
 from infinity.swap.together import together
 
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -101,7 +101,7 @@ class GatheredParameters:
                 "module, or pass init_fn=... to initialize"
             )
         for model in _sharded:
-            _release(model)
+            reshard(model)  # what is gathered now hides the sharded parameters
         self._whole = {p: _gather(p) for p in self._params if isinstance(p.data, DTensor)}
         for model in _sharded:
             for module in model.modules():
@@ -135,10 +135,3 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def _gather(parameter: nn.Parameter) -> nn.Parameter:
     whole = full_tensor(parameter.data, torch.float32)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
-
-
-def _release(model: nn.Module) -> None:
-    """What is gathered now hides the sharded parameters."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -13,7 +13,7 @@ from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, b
 from infinity.schedule.floor import Part, candidates_of, step_bytes
 from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
 from infinity.schedule.residency import choose_resident
-from infinity.schedule.scheme import COPY_BYTES, Scheme, state_bytes
+from infinity.schedule.scheme import COPY_BYTES, Scheme, Update, state_bytes
 from infinity.schedule.transformer import Transformer
 from infinity.units import GIB, PAGE_BYTES, align_up
 
@@ -70,9 +70,18 @@ class Strategy:
             return 0, 0
         return (COPY_BYTES, scheme.rest_bytes()) if self.parameters == "nvme" else (0, state_bytes(scheme.moments))
 
-    def updates_in_passes(self, scheme: Scheme) -> bool:
-        """Whether groups are updated in forward or backward: only state on NVMe has anything to gain by it."""
-        return self.optimizer == "nvme" and scheme.in_passes
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether state rests on NVMe and no copy does. Gradients are left to torch then, in fp32, until the step takes them to
+        host memory; and sub-groups are cut from all parameters, not from those of a group."""
+        return self.optimizer == "nvme" and self.parameters != "nvme"
+
+    def update_of(self, scheme: Scheme) -> Update:
+        """When groups are updated: only state on NVMe has anything to gain by passes, and what a step gets is not applied
+        before it."""
+        if self.optimizer != "nvme":
+            return "step"
+        return "forward" if self.keeps_copies and scheme.update == "backward" else scheme.update
 
 
 STRATEGIES = (
@@ -145,7 +154,7 @@ class Work:
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of a gradient that waits for an update of state on NVMe."""
+        """Bytes of an element of a gradient that waits for an update of copies and state on NVMe."""
         return gradient_itemsize(
             ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
         )
@@ -153,8 +162,7 @@ class Work:
     def gradients_that_spill(self, strategy: Strategy) -> list[int]:
         """By group: bytes of gradients that wait on NVMe."""
         shards = self.group_shards
-        waits = strategy.optimizer == "nvme" and self.scheme.update != "backward"
-        if not waits:
+        if strategy.parameters != "nvme" or strategy.update_of(self.scheme) == "backward":
             return [0] * len(shards)
         nbytes = [self.gradient_itemsize * shard for shard in shards]
         order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
@@ -293,9 +301,11 @@ def memory_of(
     if work.durable:
         stored = sum(nvme.values())
         nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
-    if strategy.optimizer == "nvme" and work.scheme.update == "backward":
+    if strategy.keeps_copies and device_is_host:
+        del device[_GRADIENTS]  # those of the host are they
+    elif strategy.update_of(work.scheme) == "backward":
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
-    elif strategy.optimizer == "nvme":
+    elif strategy.parameters == "nvme":
         spilled = sum(work.gradients_that_spill(strategy))
         host[_GRADIENTS] = work.gradient_itemsize * work.shard_numel - spilled
         if spilled:
@@ -352,8 +362,10 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     what = "remainders" if copy_bytes and scheme.copy_is_state() else "masters"
     user = f"optimizer state: {what} and moments" if scheme.moments else f"optimizer state: {what}"
     home[user] = (rest_bytes or state_bytes(scheme.moments)) * shard
-    if not (strategy.optimizer == "nvme" and scheme.update == "backward"):
+    if strategy.update_of(scheme) != "backward":
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
+    if strategy.keeps_copies:
+        device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which brings all of them to the host
     if strategy.uses_nvme:
         (nvme if copy_bytes else host)[_COPIES] = COPY_BYTES * shard
     return Memory(device, host, nvme)
@@ -416,7 +428,8 @@ def pipeline_of(work: Work, strategy: Strategy, pinned_bytes: int | None = None)
     per_element = sum(strategy.stored_bytes(work.scheme))
     if any(work.gradients_that_spill(strategy)):
         per_element += work.gradient_itemsize
-    numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, max(work.group_shards))
+    together = work.shard_numel if strategy.keeps_copies else max(work.group_shards)
+    numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, together)
     if pinned_bytes is not None:
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
         numel = max(1, min(numel, room // per_element))

@@ -202,7 +202,7 @@ class Plan:
             return []
         border = self.simulated.gradient_seconds
         names = ("forward and backward", "optimizer step")
-        if self.strategy.updates_in_passes(self.work.scheme):
+        if self.strategy.update_of(self.work.scheme) != "step":
             names = ("forward, backward and updates", "after the backward")
         parts = ((names[0], 0.0, border), (names[1], border, self.simulated.seconds))
         found = []
@@ -247,16 +247,7 @@ def plan_step(
         cache_bytes: host memory of each rank that keeps copies and state from step to step; what is left where None, and
             without a meaning where the work is durable, which keeps nothing there.
     """
-    pipeline = pipeline_of(work, strategy, pinned_bytes)
-    on_host = machine.device_is_host
-    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
-    if work.durable:
-        cache_bytes = 0
-    elif cache_bytes is None:
-        cache_bytes = max(0, int(USABLE * machine.host_bytes / machine.ranks_per_node) - memory.host_bytes)
-    kept = kept_of(work, strategy, cache_bytes)
-    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, kept=kept)
-    reasons = _why_not(work, machine, strategy, pipeline, memory)
+    pipeline, kept, memory, reasons = _place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
     plain_bytes = bytes_of_step(work, strategy)
     floor_seconds = work.flops / machine.flops_per_s
@@ -273,11 +264,34 @@ def plan_step(
     return Plan(strategy, machine, work, pipeline, kept, memory, tuple(reasons), simulated, floor_seconds, plain_bytes)
 
 
+def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:
+    """Whether there is room for what one of the strategies that infinity can run takes; no step is simulated for it."""
+    return any(
+        not _place(work, machine, each, pinned_bytes, cache_bytes)[-1] for each in _differing_on(machine) if each.runs
+    )
+
+
+def _place(
+    work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
+) -> tuple[Pipeline, Kept, Memory, list[str]]:
+    """What is where, and why that doesn't fit."""
+    pipeline = pipeline_of(work, strategy, pinned_bytes)
+    on_host = machine.device_is_host
+    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
+    if work.durable:
+        cache_bytes = 0
+    elif cache_bytes is None:
+        cache_bytes = max(0, int(USABLE * machine.host_bytes / machine.ranks_per_node) - memory.host_bytes)
+    kept = kept_of(work, strategy, cache_bytes)
+    memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host, kept=kept)
+    return pipeline, kept, memory, _why_not(work, machine, strategy, pipeline, memory)
+
+
 def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, memory: Memory) -> list[str]:
     ranks = machine.ranks_per_node
     tiers = [
         ("host memory", memory.host_bytes * ranks, USABLE * machine.host_bytes, "a node"),
-        ("NVMe", memory.nvme_bytes * ranks, _drive_room(machine), "a node"),
+        ("NVMe", memory.nvme_bytes * ranks, drive_room(machine), "a node"),
     ]
     if not machine.device_is_host:
         tiers.insert(0, ("GPU memory", memory.device_bytes, USABLE * machine.device_bytes, "a GPU"))
@@ -306,7 +320,8 @@ def _why_activations_stay(work: Work, strategy: Strategy) -> list[str]:
     return []
 
 
-def _drive_room(machine: Machine) -> float:
+def drive_room(machine: Machine) -> float:
+    """Bytes that one node's drives can hold; infinite where unknown."""
     return machine.drive_free_bytes if machine.drive_free_bytes is not None else machine.drive_bytes or math.inf
 
 
@@ -353,7 +368,7 @@ class _Programmer:
         count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
         self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
-        self._update = work.scheme.update if strategy.updates_in_passes(work.scheme) else "step"
+        self._update = strategy.update_of(work.scheme)
         self._program: list[Use | SubGroup | Pause] = []
 
     def items(self) -> Program:
@@ -512,10 +527,14 @@ def plans_for(
     work: Work, machine: Machine, *, pinned_bytes: int | None = None, cache_bytes: int | None = None
 ) -> list[Plan]:
     """Every strategy that makes a difference on `machine`, from the fastest to the most frugal; see `plan_step`."""
-    differing = [
-        each for each in STRATEGIES if not (machine.device_is_host and "cpu" in (each.parameters, each.optimizer))
+    return [
+        plan_step(work, machine, each, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
+        for each in _differing_on(machine)
     ]
-    return [plan_step(work, machine, each, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes) for each in differing]
+
+
+def _differing_on(machine: Machine) -> list[Strategy]:
+    return [each for each in STRATEGIES if not (machine.device_is_host and "cpu" in (each.parameters, each.optimizer))]
 
 
 def fastest_that_fits(plans: Sequence[Plan]) -> Plan | None:

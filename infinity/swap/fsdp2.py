@@ -16,6 +16,13 @@ from infinity.errors import ConfigError
 from infinity.swap.names import clean_name, parameter_names
 
 
+def reshard(model: nn.Module) -> None:
+    """Free whatever is gathered, so that the model's parameters are the sharded masters, under their names."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @dataclass(frozen=True)
 class ShardedParameter:
     """A parameter that FSDP2 sharded: every name it has in the model (the first is its own), and its DTensor."""

@@ -308,8 +308,13 @@ class SwapManager:
         self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
         if self._device.copies:
             largest = max(map(paged.copies_bytes, paged.groups))
-            if machinery.direct is not None:  # nothing else is read ahead
+            if any(map(paged.may_go_direct, paged.groups)):  # these are read ahead there, and nowhere else
                 largest = max(largest, look_ahead_bytes or 0)
+            elif machinery.direct is not None:
+                machinery.note(
+                    "nothing of this model goes past host memory, although aio.use_gds is set: the host needs all copies that "
+                    'are read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
+                )
             self._ahead = DeviceAhead(paged, self._policy, self._look_ahead, bytes_max=largest)
         install(model, replacements)
         if update == "backward":
@@ -415,11 +420,12 @@ class SwapManager:
                 model.acquire(group, self._look_ahead)
             elif not group.gathering and group.chunk.state is not ChunkState.IN_USE:
                 self._use(group, training)
-            group.gathering.add(shard.index)
         if self._ahead is not None:
             self._ahead.ask(shard)
         with measured(self.timeline if self._device.copies else None, "copy", shard.name):
             taken = model.gathered_view(shard)
+        if shard.resident is None:
+            group.gathering.add(shard.index)
         if group.gathering and group.handed_over:
             group.incoming = None  # the device's memory is FSDP2's now
         return taken
@@ -492,6 +498,7 @@ class SwapManager:
     ) -> None:
         """For the optimizer: update members of a group now; see [Note: Updates in the backward] in paged_model.py."""
         policy, left = self._staging, iter(updates)
+        self._give_back_copied()  # FSDP2 may have asked for it anew, taking it for the next one; it drops what it fetched so
         policy.begin_update(group)
 
         def look_ahead() -> None:
@@ -713,7 +720,6 @@ class SwapManager:
             group.gathering.clear()
 
     def _give_back(self, group: PagedGroup) -> None:
-        group.incoming = None
         if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
             stager = self._open().stager
             stager.release(group.chunk, keep=group.chunk in stager.wanted, landing=group.landing)

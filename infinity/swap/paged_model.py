@@ -549,7 +549,8 @@ class PagedModel:
         if of_members:
             self.acquire(group, look_ahead)
             try:
-                self._start_taking(group)
+                if group.incoming is None:
+                    self._start_taking(group)
             finally:
                 if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
                     self._stager.release(group.chunk, keep=True, landing=group.landing)
@@ -569,17 +570,11 @@ class PagedModel:
         return self.may_go_direct(group) and not self.waiting(group) and not staged
 
     def _start_taking(self, group: PagedGroup) -> None:
-        copies, chunk = group.cached, group.chunk
+        copies = group.cached
         if copies is None:
-            assert chunk is not None
-            if chunk.state is not ChunkState.IN_USE:
-                assert self._direct is not None
-                self._stager.let_be_read(chunk)
-                group.incoming, group.landing = self._direct.start(chunk, self.copy_dtype), None
-                return
-            assert chunk.lease is not None
+            assert group.chunk is not None and group.chunk.lease is not None
             numel = sum(sub.layout.numel for sub in group.members)
-            copies = chunk.lease.view(self.copy_dtype, 0, numel)
+            copies = group.chunk.lease.view(self.copy_dtype, 0, numel)
         group.incoming = self._stager.device.start_take(copies)
         group.landing = group.incoming.landing
 
@@ -641,13 +636,16 @@ class PagedModel:
         group.chunk.reads, group.chunk.fills = tuple(reads), tuple(fills)
 
     def acquire(self, group: PagedGroup, look_ahead: Callable[[], None]) -> None:
-        """Bring the group's copies into its chunk's lease, or up to date where they are cached, and the chunk in use.
+        """Bring the group's copies into its chunk's lease, or up to date where they are cached, and the chunk in use; or on
+        their way past host memory.
 
-        Does nothing where they go past host memory. Members that wait for an update get it now; `look_ahead` is called after
-        each.
+        Members that wait for an update get it now; `look_ahead` is called after each.
         """
         waiting, chunk = self.waiting(group), group.chunk
-        if self.goes_direct(group):
+        if self._direct is not None and chunk is not None and self.goes_direct(group):
+            if group.incoming is None:
+                self._stager.let_be_read(chunk)
+                group.incoming, group.landing = self._direct.start(chunk, self.copy_dtype), None
             return
         lease = self._stager.acquire(chunk) if chunk is not None else None
         try:

@@ -249,11 +249,25 @@ def test_what_cannot_be_is_an_error_in_a_line(
     assert out == ""
 
 
-@pytest.mark.parametrize("arguments", [[], ["info"], ["consolidate", "a", "b", "--dtype", "fp8"], ["verify", ""]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["info"],
+        ["consolidate", "a", "b", "--dtype", "fp8"],
+        ["verify", ""],
+    ],
+)
 def test_wrong_usage_is_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
+
+
+def test_a_size_without_its_unit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["consolidate", "a", "b", "--max-shard-size", "5"])
+    assert "did you mean 5GiB?" in capsys.readouterr().err
 
 
 COMMANDS = ("info", "verify", "consolidate", "export")

@@ -99,7 +99,8 @@ def test_nodes_shard_further(capsys: pytest.CaptureFixture[str]) -> None:
         (["--params", "1B", "--preset", "dgx-h100"], "stage 2"),
         (["--params", "70B", "--cache", "0", "--preset", "dgx-h100"], "stage 3, all on CPU"),
         (["--params", "70B", "--preset", "dgx-h100"], "stage 3, optimizer on NVMe"),
-        (["--params", "7B", "--cache", "0", "--preset", "rtx4090-gen4"], "stage 3, optimizer on NVMe"),
+        (["--params", "4B", "--cache", "0", "--preset", "rtx4090-gen4"], "stage 3, optimizer on NVMe"),
+        (["--params", "7B", "--cache", "0", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
         (["--params", "7B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
         (["--params", "13B", "--preset", "rtx4090-gen4"], "stage 3, all on NVMe"),
         (["--params", "30B", "--preset", "rtx4090-gen4"], None),
@@ -210,6 +211,60 @@ def test_the_timeline_has_a_row_per_resource_and_ends_with_the_step(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("asked", "first", "among"),
+    [
+        ("--params 7B --preset laptop", "--gradient-memory 0", "--host-memory 32GB"),
+        ("--params 7B --batch 64 --preset rtx4090-gen4", "--batch 8", "--seq 256"),
+        ("--params 7B --no-checkpointing --batch 8 --preset rtx4090-gen4", "no --no-checkpointing", "--seq 256"),
+        ("--params 100M --seq 128 --preset laptop --host-memory 2GB --cache 0 --pinned 2MiB", "no --pinned", ""),
+        (
+            "--params 13B --gradient-memory 0 --cache 0 --preset rtx4090-gen4 --drive-size 100GB",
+            "",
+            "--drive-size 200GB",
+        ),
+        (
+            "--params 7B --durability step --gradient-memory 0 --preset laptop --drive-size 120GB",
+            "--durability none",
+            "",
+        ),
+        ("--params 3B --gradient-memory 0 --cpu --tflops 1 --host-memory 8GB --host-bandwidth 40", "", "--read GB/s"),
+        ("--params 1T --preset dgx-h100", "--gradient-memory 0 with --groups-per-block 2", ""),
+        ("--params 70B --preset laptop", "--gradient-memory 0 with --host-memory 64GB", ""),
+    ],
+)
+def test_where_nothing_fits_what_is_named_does(
+    capsys: pytest.CaptureFixture[str], asked: str, first: str, among: str
+) -> None:
+    arguments = asked.split()
+    found = planned(capsys, *arguments)
+    assert found["chosen"] is None
+    assert found["remedies"][0].startswith(first)
+    assert any(among in each for each in found["remedies"])
+    for remedy in found["remedies"]:
+        changed = list(arguments)
+        for word in remedy.replace("GB/s", "20").split(" with "):
+            if word.startswith("no "):
+                at = changed.index(word.removeprefix("no "))
+                del changed[at : at + (1 if word == "no --no-checkpointing" else 2)]
+            else:
+                changed += word.split()  # the last one of two counts
+        assert plan(*changed) == 0, remedy
+    capsys.readouterr()
+    assert plan(*arguments) == 1
+    assert f"next, tried and enough: {'; or '.join(found['remedies'])}" in capsys.readouterr().out
+
+
+def test_where_no_two_changes_are_enough_no_advice_is_invented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--params", "100T", "--preset", "laptop")["remedies"] == []
+    plan("--params", "100T", "--preset", "laptop")
+    assert "next: a smaller model, or another machine" in capsys.readouterr().out
+
+
+def test_what_fits_needs_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(capsys, "--params", "200M", "--seq", "512", "--preset", "laptop")["remedies"] == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--preset", "dgx-h100"], "describe the model once"),
@@ -267,6 +322,36 @@ def test_values_out_of_range_are_wrong_usage(capsys: pytest.CaptureFixture[str],
         plan(*arguments)
     assert ended.value.code == 2
     assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cache", "4"], "argument --cache: expected a size with its unit, got 4: did you mean 4GiB?"),
+        (["--gradient-memory", "1e3"], "did you mean 1e3GiB?"),
+        (["--gpu-memory", "24"], "did you mean 24GiB?"),
+        (["--host-memory", "64"], "did you mean 64GiB?"),
+        (["--drive-size", "1048575"], "did you mean 1048575GiB?"),
+        (["--pinned", "1"], "did you mean 1GiB?"),
+        (["--activation-buffer", "2 "], "did you mean 2GiB?"),
+        (["--batch", "1e30"], "argument --batch: expected a whole number such as 8, got '1e30'"),
+        (["--gpus", "1.5"], "argument --gpus: expected a whole number such as 8, got '1.5'"),
+        (["--read", "7GB/s"], "--read: expected a number of GB/s above 0, without the unit, such as 12.5, got 7GB/s"),
+        (["--tflops", "-1"], "--tflops: expected a number of TFLOP/s above 0"),
+    ],
+)
+def test_a_slip_is_refused_with_what_would_do(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan("--params", "1B", "--preset", "laptop", *arguments)
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("cache", ["0", "4B", "512KiB", "1048576"])
+def test_sizes_that_can_be_meant_are_taken(capsys: pytest.CaptureFixture[str], cache: str) -> None:
+    assert plan("--params", "200M", "--seq", "512", "--preset", "laptop", "--cache", cache) == 0
 
 
 # Models of Hugging Face, by the parameter counts that transformers itself gives for them

@@ -69,6 +69,8 @@ def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_
         (("--steps", "0"), "at least 1"),
         (("--update", "backward"), "add --no-clipping, or use --update forward"),
         (("--master-weights", "lost"), "invalid choice"),
+        (("--seq", "1.5"), "expected a whole number"),
+        (("--cache", "4"), "did you mean 4GiB?"),
         (("--pinned-bytes-max", "banana"), "banana"),
         (("--pinned-bytes-max", "1MiB"), "--pinned-bytes-max 1MiB is below the least that works, 8.00 MiB"),
         (("--json", "/no/such/folder/x.json"), "be written"),

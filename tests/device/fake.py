@@ -10,8 +10,7 @@ happen to be there. Raises `Hazard` on
   * a change of a source before the copy has run, and a lease or a buffer that goes back with such a copy in flight;
   * a transfer of a drive that begins on bytes which a copy still reads or writes;
   * device memory that is freed while a stream other than its own may still use it, and was not noted;
-  * a read past host memory (fake_reader.py) into memory that a stream may still use, or that is used or freed before the host
-    has waited for it.
+  * a read past host memory (fake_reader.py), which counts as a copy of its stream, that nobody holds any more when it runs.
 
 `watching()` sees every operation of torch while it is entered; the compiled optimizer, which works on addresses, is seen
 through `infinity.optim.kernel`.
@@ -22,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +95,22 @@ class Copy:
         return clock.get(self.stream, 0) >= self.number
 
 
+@dataclass(eq=False)
+class Read(Copy):
+    """One read of a drive: a copy whose source nobody else knows."""
+
+    fill: Callable[[torch.Tensor], None] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        assert self.into is not None
+        self.reads, self.writes = (0, 0), span_of(self.into)
+
+    def run(self) -> None:
+        assert self.into is not None
+        self.fill(self.into)
+        self.into = None
+
+
 class FakeStream:
     """A queue that runs when it must. The current stream has none: what it is given is done."""
 
@@ -148,8 +163,6 @@ class Memory:
     tensor: torch.Tensor
     owner: FakeStream
     span: tuple[int, int]
-    made_at: int
-    """How much its stream had been given by then: all of that may still use what was there before."""
     noted: set[FakeStream] = field(default_factory=set)
     used_by: set[FakeStream] = field(default_factory=set)
 
@@ -175,8 +188,6 @@ class FakeRuntime:
         self.copied_bytes = {"in": 0, "out": 0}
         self.device_bytes_max = 0
         """The most that ever was alive of what `empty` made."""
-        self.filling: list[tuple[int, int]] = []
-        """Device memory that reads fill which nobody has waited for."""
         self.early = 0
         """Copies that had run before anybody waited for them."""
         self._held: set[Copy] = set()
@@ -205,7 +216,7 @@ class FakeRuntime:
         with self.unwatched():
             made = poisoned(torch.empty(numel, dtype=dtype))
         self.sweep()
-        self.memory.append(Memory(made, stream, span_of(made), stream.clock.get(stream, 0)))
+        self.memory.append(Memory(made, stream, span_of(made)))
         alive = sum(each.tensor.nbytes for each in self.memory)
         self.device_bytes_max = max(self.device_bytes_max, alive)
         return made.view_as(made)
@@ -235,6 +246,17 @@ class FakeRuntime:
             event.synchronize()
         self.stir()
 
+    def start_read(self, into: torch.Tensor, fill: Callable[[torch.Tensor], None], stream: FakeStream) -> Read:
+        """A drive fills device memory, in its place in `stream`."""
+        if self._memory_of(span_of(into)) is None:
+            raise Hazard("a drive reads into memory that is not the device's")
+        merge(stream.clock, self.host)
+        read = Read(into.detach(), None, stream, stream.tick(), fill=fill)
+        stream.queue.append(read)
+        self.copies.append(read)
+        self.stir()
+        return read
+
     def note_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         memory = self._memory_of(span_of(tensor))
         if memory is not None:
@@ -261,8 +283,6 @@ class FakeRuntime:
             if torch._C._storage_Use_Count(memory.tensor.untyped_storage()._cdata) > 2:
                 continue
             self.memory.remove(memory)
-            if any(overlap(memory.span, span) for span in self.filling):
-                raise Hazard("device memory was freed while a drive still reads into it")
             unnoted = memory.used_by - memory.noted - {memory.owner}
             if unnoted:
                 names = ", ".join(stream.name for stream in unnoted)
@@ -280,8 +300,6 @@ class FakeRuntime:
 
     def check_stream(self, span: tuple[int, int], what: str, *, write: bool) -> None:
         """The current stream touches device memory."""
-        if any(overlap(filling, span) for filling in self.filling):
-            raise Hazard(f"{what} before the host has waited for the read that brings it")
         for copy in self.copies:
             late = not copy.known_by(self.compute.clock) and not copy.known_by(self.host)
             if late and overlap(copy.writes, span):
@@ -313,17 +331,6 @@ class FakeRuntime:
             self.check_host(span, what, write=write)
         else:
             self.check_stream(span, what, write=write)
-
-    def start_filling(self, into: torch.Tensor) -> Memory:
-        """A read past host memory begins to fill device memory."""
-        span = span_of(into)
-        memory = self._memory_of(span)
-        if memory is None:
-            raise Hazard("a drive reads into memory that is not the device's")
-        if self.host.get(memory.owner, 0) < memory.made_at:
-            raise Hazard(f"a drive reads into memory that {memory.owner.name} may still use")
-        self.filling.append(span)
-        return memory
 
     def made(self, tensor: torch.Tensor) -> None:
         self.made_at[tensor.untyped_storage().data_ptr()] = self.compute.clock.get(self.compute, 0)

@@ -1,15 +1,14 @@
-"""Reads past host memory into a device that isn't there (fake.py): as late as the rules allow or, by lot, a little earlier."""
+"""Reads past host memory into a device that isn't there (fake.py): in their place in a stream, as late as that comes."""
 
 from __future__ import annotations
 
 import os
-import random
+import weakref
 from collections.abc import Sequence
 
 import torch
-from fake import FakeRuntime, Hazard, span_of
+from fake import FakeRuntime, FakeStream, Hazard
 
-from infinity.device import DirectRead
 from infinity.errors import IoError
 
 
@@ -19,58 +18,49 @@ class FakeReader:
     def __init__(self, runtime: FakeRuntime, descriptors: Sequence[int], *, fails: Sequence[int] = ()) -> None:
         self.runtime, self.fails = runtime, fails
         self.files = [os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY) for descriptor in descriptors]
-        self.reads: list[FakeRead] = []
-        self.lots = random.Random(len(descriptors))
+        self.asked: list[tuple[int, int]] = []
+        """(file, bytes) of each read so far."""
+        self.under_way = self.checked = 0
 
-    def start(self, file: int, offset: int, into: torch.Tensor) -> DirectRead:
-        self.reads.append(FakeRead(self, self.files[file], offset, into))
-        return self.reads[-1]
+    def start(self, file: int, offset: int, into: torch.Tensor, stream: FakeStream) -> FakeRead:
+        read = FakeRead(self, self.files[file], offset, into.numel(), fails=len(self.asked) in self.fails)
+        self.asked.append((file, into.numel()))
+        self.under_way += 1
+        holder = weakref.ref(read)
+
+        def fill(memory: torch.Tensor) -> None:
+            held = holder()
+            if held is None:
+                raise Hazard("a read runs that nobody holds")
+            held.run(memory)
+
+        self.runtime.start_read(into, fill, stream)
+        return read
 
     def close(self) -> None:
         for file in self.files:
             os.close(file)
-        if not all(read.ran for read in self.reads):
+        if self.under_way:
             raise Hazard("files are closed while they are read")
 
 
 class FakeRead:
-    """Holds no memory: whoever starts a read has to."""
+    """Holds no memory: the stream does."""
 
-    def __init__(self, reader: FakeReader, file: int, offset: int, into: torch.Tensor) -> None:
-        self.reader, self.file, self.offset, self.nbytes = reader, file, offset, into.numel()
-        memory = reader.runtime.start_filling(into)
-        self.span = span_of(into)
-        self.first = self.span[0] - memory.span[0]
-        self.tensor: torch.Tensor | None = None
-        self.memory = memory
-        self.fails = len(reader.reads) in reader.fails
-        self.ran = self.known = False
+    def __init__(self, reader: FakeReader, file: int, offset: int, nbytes: int, *, fails: bool) -> None:
+        self.reader, self.file, self.offset, self.nbytes, self.fails = reader, file, offset, nbytes, fails
+        self.ran = False
 
-    def done(self) -> bool:
-        if not self.ran and self.reader.lots.random() < 0.3:
-            self._run()
-        if self.ran:
-            self._know()
-        return self.ran
+    def run(self, into: torch.Tensor) -> None:
+        self.ran = True
+        self.reader.under_way -= 1
+        if not self.fails:
+            found = bytearray(os.pread(self.file, self.nbytes, self.offset))
+            into.copy_(torch.frombuffer(found, dtype=torch.uint8))
 
-    def wait(self) -> None:
-        self._run()
-        self._know()
+    def check(self) -> None:
+        if not self.ran:
+            raise Hazard("the outcome of a read is looked at before it is known")
+        self.reader.checked += 1
         if self.fails:
             raise IoError("the drive has gone")
-
-    def _run(self) -> None:
-        if self.ran:
-            return
-        self.ran = True
-        if self.fails:
-            return
-        with self.reader.runtime.unwatched():
-            found = os.pread(self.file, self.nbytes, self.offset)
-            into = self.memory.tensor.view(torch.uint8)[self.first : self.first + self.nbytes]
-            into.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
-
-    def _know(self) -> None:
-        if not self.known:
-            self.known = True
-            self.reader.runtime.filling.remove(self.span)

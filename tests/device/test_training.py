@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake import FakeRuntime, Hazard, LateRuntime
+from launch import ranks
 
 import infinity
 from infinity.device import StreamDevice, streams
@@ -163,6 +165,16 @@ def test_nobody_waits_for_a_gradient_that_spills(nvme_path: Path, monkeypatch: p
     case = training.CASES["some gradients on NVMe, accumulated"]
     on_fake(LateRuntime(), case, nvme_path, monkeypatch)
     assert len(waited) > 10 and not any(waited)
+
+
+def test_a_block_called_alone_leads_nobody_astray(nvme_path: Path) -> None:
+    """FSDP2 takes it for the next one in the backward after, and asks for it while its update is still to come."""
+    status, output = ranks(Path(__file__).with_name("block_alone_ranks.py"), str(nvme_path), count=2)
+    assert status == 0, output
+    for line in output.splitlines():
+        if line.startswith("["):
+            in_memory, on_nvme = json.loads(line)
+            assert in_memory == on_nvme
 
 
 def without_waiting(copied: Any) -> torch.Tensor:

@@ -155,6 +155,14 @@ def step(engine: infinity.Engine, *, until: str = "") -> list[float]:
     return [*losses, norm if norm is not None and norm == norm else -1.0]
 
 
+def evaluate(engine: infinity.Engine) -> None:
+    """A forward without a backward, which leaves the root's parameters gathered."""
+    engine.eval()
+    with torch.no_grad():
+        engine(batch(0, 0))
+    engine.train()
+
+
 def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
     found = {name: value.full_tensor() + 0 for name, value in engine.module.named_parameters()}
     return found | {name: buffer.clone() for name, buffer in engine.module.named_buffers()}

@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from arena_checkpoints import INSTANTS
-from durable_training import CASES, Case, Outcome, differences, step, weights
+from durable_training import CASES, Case, Outcome, differences, evaluate, step, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -122,11 +122,13 @@ def test_what_was_saved_in_the_middle_of_training_is_what_goes_on(
     slow = Slow(monkeypatch)
     with make(nvme_path, case, name) as engine:
         train(engine, SAVED)
+        evaluate(engine)
         engine.save_checkpoint(tmp_path, client_state={"seen": 7})
         expected: Outcome = (train(engine, END), weights(engine))
         assert slow.waited, "nothing was changed while it was copied"
     assert (tmp_path / "latest").read_text() == f"global_step{SAVED}"
     with make(nvme_path, case, name) as engine:
+        evaluate(engine)
         path, state = engine.load_checkpoint(tmp_path)
         assert (path, state, engine.global_steps) == (str(tmp_path / f"global_step{SAVED}"), {"seen": 7}, SAVED)
         assert not differences(expected, (train(engine, END), weights(engine)))
@@ -464,3 +466,24 @@ def test_any_number_of_ranks_goes_on_from_what_two_saved(
     for ranks in (1, 3):
         done = forked_ranks(SCRIPT, "load", str(nvme_path), str(tmp_path), ranks=ranks)
         assert done.stdout.count("equal") == ranks, done.stdout
+
+
+def test_moments_without_a_number_of_steps_are_refused(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = infinity.Engine._outside
+
+    def without_one(engine: infinity.Engine) -> dict[str, Any]:
+        found = outside(engine)
+        found["steps"].pop(next(iter(found["steps"])))
+        return found
+
+    with make(nvme_path, CASES["forward"]) as engine:
+        train(engine, 1)
+        monkeypatch.setattr(infinity.Engine, "_outside", without_one)
+        engine.save_checkpoint(tmp_path)
+    with (
+        make(nvme_path, CASES["forward"]) as engine,
+        pytest.raises(infinity.CheckpointError, match="no number of steps"),
+    ):
+        engine.load_checkpoint(tmp_path)

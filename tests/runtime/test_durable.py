@@ -195,6 +195,7 @@ def test_weights_set_by_hand_leave_what_is_committed(update: str, nvme_path: Pat
 
     with contextlib.suppress(Crash), make(nvme_path, case) as engine:
         losses = [step(engine), step(engine)]
+        training.evaluate(engine)
         engine.commit()
         before = weights(engine)
         spoil(engine)

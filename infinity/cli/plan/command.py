@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +19,13 @@ from infinity.cli.arguments import (
     checked_value,
     count,
     scheme_from,
+    size,
+    size_or_none,
     why_no_file,
     why_not_written,
 )
 from infinity.errors import ConfigError, InfinityError
-from infinity.units import parse_bytes, parse_count
+from infinity.units import parse_count
 
 if TYPE_CHECKING:
     from infinity.schedule.estimate import Work
@@ -67,19 +70,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     training.add_argument("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
     training.add_argument(
         "--pinned",
-        type=checked_value(parse_bytes, at_least=1),
+        type=size,
         metavar="BYTES",
         help="pinned pool of a rank, beside its cache (default: auto)",
     )
     training.add_argument(
         "--cache",
-        type=checked_value(parse_bytes, at_least=0),
+        type=size_or_none,
         metavar="BYTES",
         help="host memory of a rank that keeps copies and optimizer state from step to step (default: all that is left)",
     )
     training.add_argument(
         "--gradient-memory",
-        type=checked_value(parse_bytes, at_least=0),
+        type=size_or_none,
         metavar="BYTES",
         help="host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
     )
@@ -91,7 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     training.add_argument(
         "--activation-buffer",
-        type=checked_value(parse_bytes, at_least=1),
+        type=size,
         metavar="BYTES",
         help="pinned memory of a rank through which those on NVMe pass (default: 256 MiB, and more where they need it)",
     )
@@ -159,7 +162,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         ("host-memory", "memory of a node"),
         ("drive-size", "capacity of a node's drives together"),
     ):
-        machine.add_argument(f"--{name}", type=checked_value(parse_bytes, at_least=1), metavar="BYTES", help=what)
+        machine.add_argument(f"--{name}", type=size, metavar="BYTES", help=what)
     for name, what in (
         ("tflops", "TFLOP/s that a GPU reaches while training"),
         ("gpu-bandwidth", "GB/s of a GPU's memory"),
@@ -171,7 +174,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         ("node-link", "GB/s between the GPUs of a node"),
         ("network", "GB/s from a node to the others"),
     ):
-        machine.add_argument(f"--{name}", type=_rate, metavar="RATE", help=what)
+        unit = what.split()[0]
+        machine.add_argument(f"--{name}", type=partial(_rate, unit), metavar="RATE", help=what)
     machine.add_argument("--cpu", action="store_true", help="compute on the CPU: there is no GPU")
 
 
@@ -185,12 +189,13 @@ def run(asked: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
+    from infinity.cli.plan.remedies import Case, remedies
     from infinity.schedule.planner import fastest_that_fits, plans_for
 
     work = _work(model, machine, asked)
     plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     chosen = fastest_that_fits(plans)
-    _tell(asked, plans, chosen)
+    _tell(asked, plans, chosen, [] if chosen else remedies(Case(work, machine, asked.pinned, asked.cache)))
     if chosen is not None:
         _write(asked, chosen)
     if asked.plot is not None:
@@ -200,13 +205,13 @@ def run(asked: argparse.Namespace) -> int:
     return 0 if chosen is not None else 1
 
 
-def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None) -> None:
+def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None, remedies: list[str]) -> None:
     from infinity.cli.plan.report import as_json, print_report
 
     if asked.json != "-":
-        print_report(plans, chosen)
+        print_report(plans, chosen, remedies)
     if asked.json is not None:
-        text = json.dumps(as_json(plans, chosen, _nvme_path(asked)), indent=2) + "\n"
+        text = json.dumps(as_json(plans, chosen, remedies, _nvme_path(asked)), indent=2) + "\n"
         if asked.json == "-":
             sys.stdout.write(text)
         else:
@@ -378,11 +383,13 @@ def _list_presets() -> int:
     return 0
 
 
-def _rate(text: str) -> float:
+def _rate(unit: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a rate above 0, such as 12.5, got {text}")
+        raise argparse.ArgumentTypeError(
+            f"expected a number of {unit} above 0, without the unit, such as 12.5, got {text}"
+        )
     return value

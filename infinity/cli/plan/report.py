@@ -27,8 +27,8 @@ _WIDTH = 132
 # --- For people ---
 
 
-def print_report(plans: list[Plan], chosen: Plan | None) -> None:
-    """Everything, on standard output."""
+def print_report(plans: list[Plan], chosen: Plan | None, remedies: list[str]) -> None:
+    """Everything, on standard output. `remedies`: what would make one fit, where none does."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     first = plans[0]
@@ -50,11 +50,15 @@ def print_report(plans: list[Plan], chosen: Plan | None) -> None:
         )
     if chosen is None:
         console.print("[bold red]nothing that infinity can run fits this machine[/]")
-        console.print(
-            "next: a smaller --batch or --seq, more --groups-per-block, or more --gpus and --nodes to shard over"
-        )
+        console.print(_next_move(remedies))
     else:
         console.print(f"[bold green]choose: {chosen.strategy.name}[/], the fastest that fits")
+
+
+def _next_move(remedies: list[str]) -> str:
+    if not remedies:
+        return "next: a smaller model, or another machine: no two changes of the arguments are enough"
+    return f"next, tried and enough: {'; or '.join(remedies)}"
 
 
 def _about(plan: Plan) -> str:
@@ -155,7 +159,7 @@ _LIMITS = {
 # --- For programs ---
 
 
-def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str, Any]:
+def as_json(plans: list[Plan], chosen: Plan | None, remedies: list[str], nvme_path: str) -> dict[str, Any]:
     """The whole result; docs/plan.md lists the keys."""
     work, machine = plans[0].work, plans[0].machine
     model = work.model
@@ -186,6 +190,7 @@ def as_json(plans: list[Plan], chosen: Plan | None, nvme_path: str) -> dict[str,
         "tokens_per_step": work.tokens,
         "chosen": chosen.strategy.name if chosen else None,
         "config": config_for(chosen, nvme_path) if chosen else None,
+        "remedies": remedies,
         "strategies": [_plan_as_json(plan) for plan in plans],
     }
 

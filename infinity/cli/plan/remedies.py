@@ -1,0 +1,184 @@
+"""Floor 7. Where nothing fits: which other arguments would make it fit. Each was tried before it is named. Pure.
+
+A remedy is a ladder of values, from the one next to what was asked for to the boldest. First come those that cost time or
+samples, then those that cost money.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from infinity.schedule.estimate import Work
+from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.planner import Machine, drive_room, some_strategy_fits
+
+SEQ_MIN = 128
+"""Shorter samples are no advice."""
+
+GROUPS_PER_BLOCK_MAX = 16
+GPUS_MAX = 8
+GPU_MEMORY_DOUBLINGS = 2
+HOST_MEMORY_DOUBLINGS = 4
+DRIVE_DOUBLINGS = 6
+NODE_DOUBLINGS = 6
+
+PAIRS_MAX = 3
+"""Named where no single change is enough."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned, as `planner.plans_for` takes it."""
+
+    work: Work
+    machine: Machine
+    pinned_bytes: int | None
+    cache_bytes: int | None
+
+    def fits(self) -> bool:
+        """Whether anything that infinity can run does."""
+        return some_strategy_fits(self.work, self.machine, pinned_bytes=self.pinned_bytes, cache_bytes=self.cache_bytes)
+
+    def with_work(self, **changes: object) -> Case:
+        """The same with other attributes of the work."""
+        return replace(self, work=replace(self.work, **changes))  # type: ignore[arg-type]
+
+    def with_machine(self, **changes: object) -> Case:
+        """The same with other attributes of the machine, over all of whose ranks the model is sharded."""
+        machine = replace(self.machine, **changes)  # type: ignore[arg-type]
+        return replace(self, machine=machine, work=replace(self.work, ranks=machine.ranks))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One value of a remedy: its `words`, and the case changed to it."""
+
+    words: str
+    change: Callable[[Case], Case]
+
+
+_Ladder = Sequence[_Step]
+
+
+def remedies(case: Case) -> list[str]:
+    """Changes of which each alone makes `case` fit, in the words of the arguments; pairs where none does, and none where no
+    pair does either."""
+    ladders = [ladder for ladder in _ladders(case) if ladder]
+    alone = [step.words for ladder in ladders if (step := _first_that_fits(case, ladder)) is not None]
+    if alone:
+        return alone
+    pairs = (
+        found for one, other in combinations(ladders, 2) if (found := _pair_that_fits(case, one, other)) is not None
+    )
+    return [words for words, _ in zip(pairs, range(PAIRS_MAX), strict=False)]
+
+
+def _first_that_fits(case: Case, ladder: _Ladder) -> _Step | None:
+    if not ladder[-1].change(case).fits():
+        return None
+    return next(step for step in ladder if step.change(case).fits())
+
+
+def _pair_that_fits(case: Case, one: _Ladder, other: _Ladder) -> str | None:
+    """The mildest step of `one` that is enough beside the boldest of `other`, and the mildest of that beside it."""
+    first = _first_that_fits(other[-1].change(case), one)
+    if first is None:
+        return None
+    second = _first_that_fits(first.change(case), other)
+    assert second is not None  # its last step was
+    return f"{first.words} with {second.words}"
+
+
+def _ladders(case: Case) -> Iterator[_Ladder]:
+    yield from _of_training(case)
+    yield from _of_machine(case)
+
+
+def _of_training(case: Case) -> Iterator[_Ladder]:
+    work = case.work
+    if work.gradient_bytes_max != 0:
+        yield [_Step("--gradient-memory 0", lambda case: case.with_work(gradient_bytes_max=0))]
+    if case.cache_bytes:
+        yield [_Step("--cache 0", lambda case: replace(case, cache_bytes=0))]
+    if case.pinned_bytes is not None:
+        yield [_Step("no --pinned", lambda case: replace(case, pinned_bytes=None))]
+    if work.activation_buffer_bytes_max is not None:
+        yield [_Step("no --activation-buffer", lambda case: case.with_work(activation_buffer_bytes_max=None))]
+    if work.durable:
+        yield [_Step("--durability none", lambda case: case.with_work(durable=False))]
+    if not work.checkpointing:
+        yield [_Step("no --no-checkpointing", lambda case: case.with_work(checkpointing=True))]
+    if work.activations == "none" and not case.machine.device_is_host:
+        yield [_Step("--offload-activations cpu", lambda case: case.with_work(activations="cpu"))]
+    if work.activations != "nvme" and not work.durable:
+        yield [_Step("--offload-activations nvme", lambda case: case.with_work(activations="nvme"))]
+    yield [_samples(count) for count in _halved(work.samples, 1)]
+    yield [_seq(count) for count in _halved(work.model.seq, SEQ_MIN)]
+    yield [_groups(count) for count in _doubled(work.groups_per_block, GROUPS_PER_BLOCK_MAX)]
+
+
+def _of_machine(case: Case) -> Iterator[_Ladder]:
+    """More memory and drives of a node, or more of what shards the model. Processes that compute on a CPU share its memory."""
+    machine = case.machine
+    yield [
+        _figure("--host-memory", "host_bytes", nbytes) for nbytes in _sizes(machine.host_bytes, HOST_MEMORY_DOUBLINGS)
+    ]
+    if not machine.device_is_host:
+        sizes = _sizes(machine.device_bytes, GPU_MEMORY_DOUBLINGS)
+        yield [_figure("--gpu-memory", "device_bytes", nbytes) for nbytes in sizes]
+        link = " --node-link GB/s" if math.isinf(machine.node_link_bytes_per_s) else ""
+        counts = _doubled(machine.ranks_per_node, GPUS_MAX)
+        yield [_ranks(f"--gpus {count}{link}", "ranks_per_node", count) for count in counts]
+    if machine.drive is None:
+        some = DriveSpeed(1.0, 1.0)
+        yield [_Step("--read GB/s --write GB/s", lambda case: case.with_machine(drive=some, drive_bytes=0))]
+    elif not math.isinf(room := drive_room(machine)):
+        yield [_drive_of(nbytes) for nbytes in _sizes(room, DRIVE_DOUBLINGS)]
+    network = " --network GB/s" if math.isinf(machine.network_bytes_per_s) else ""
+    counts = _doubled(machine.nodes, machine.nodes << NODE_DOUBLINGS)
+    yield [_ranks(f"--nodes {count}{network}", "nodes", count) for count in counts]
+
+
+def _halved(value: int, least: int) -> Iterator[int]:
+    while (value := value // 2) >= least:
+        yield value
+
+
+def _doubled(value: int, most: int) -> Iterator[int]:
+    while (value := value * 2) <= most:
+        yield value
+
+
+def _sizes(nbytes: float, doublings: int) -> list[int]:
+    """Larger ones in whole GB."""
+    return [math.ceil(nbytes * 2**power / 1e9) * 10**9 for power in range(1, doublings + 1)]
+
+
+def _samples(count: int) -> _Step:
+    return _Step(f"--batch {count}", lambda case: case.with_work(samples=count))
+
+
+def _seq(count: int) -> _Step:
+    return _Step(f"--seq {count}", lambda case: case.with_work(model=replace(case.work.model, seq=count)))
+
+
+def _groups(count: int) -> _Step:
+    return _Step(f"--groups-per-block {count}", lambda case: case.with_work(groups_per_block=count))
+
+
+def _figure(argument: str, attribute: str, nbytes: int) -> _Step:
+    return _Step(f"{argument} {nbytes // 10**9}GB", lambda case: case.with_machine(**{attribute: nbytes}))
+
+
+def _drive_of(nbytes: int) -> _Step:
+    return _Step(
+        f"--drive-size {nbytes // 10**9}GB",
+        lambda case: case.with_machine(drive_bytes=nbytes, drive_free_bytes=None),
+    )
+
+
+def _ranks(words: str, attribute: str, count: int) -> _Step:
+    return _Step(words, lambda case: case.with_machine(**{attribute: count}))

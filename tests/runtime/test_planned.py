@@ -1,0 +1,90 @@
+"""What a run holds is what was planned for it: gradients that wait, and the pinned pool where none is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.schedule.estimate import STRATEGIES, Strategy, Work, memory_of, pipeline_of
+from infinity.schedule.scheme import Scheme, Update
+from infinity.schedule.transformer import Transformer
+from infinity.units import MIB
+
+LAYERS = 3
+WIDTH = 256
+UPDATES: list[Update] = ["step", "forward", "backward"]
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Model(nn.Module):
+    """Blocks without anything small, which would stay in host memory; pages and sub-groups cut it evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        return h
+
+
+def work_of(update: Update, accumulation: int, **settings: Any) -> Work:
+    shape = Transformer(LAYERS, WIDTH, 1, 1, 2, WIDTH * WIDTH, WIDTH * WIDTH)
+    return Work(shape, micro_batches=accumulation, clipping=False, scheme=Scheme("split", update), **settings)
+
+
+def started(strategy: Strategy, nvme_path: Path, update: Update, accumulation: int, **own: Any) -> infinity.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": strategy.stage,
+            "offload_param": {"device": strategy.parameters, "nvme_path": str(nvme_path)},
+            "offload_optimizer": {"device": strategy.optimizer, "nvme_path": str(nvme_path)},
+            "stage3_param_persistence_threshold": 0,
+        },
+        "infinity": {"wrap": ["Linear"], "update": update, **own},
+    }
+    return infinity.initialize(model=Model(), config=config)[0]
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each.uses_nvme], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("update", "accumulation"), [*((update, 1) for update in UPDATES), ("forward", 2)], ids=lambda each: str(each)
+)
+def test_gradients_and_pool_take_what_was_planned(
+    strategy: Strategy, update: Update, accumulation: int, nvme_path: Path
+) -> None:
+    work = work_of(update, accumulation)
+    pool = pipeline_of(work, strategy).pinned_bytes
+    planned = memory_of(work, strategy, pinned_bytes=pool, device_is_host=True)
+    with started(strategy, nvme_path, update, accumulation) as engine:
+        for _ in range(accumulation):
+            engine.backward(engine(torch.ones(4, WIDTH)).float().square().mean())
+        assert engine.gradient_bytes == planned.host.get("gradients", 0)
+        assert engine.swap is not None
+        assert engine.swap.stats().pinned_bytes == pool
+        assert pool > 4 * MIB
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each.uses_nvme], ids=lambda each: each.name)
+def test_only_gradients_of_copies_on_nvme_wait_there(strategy: Strategy, nvme_path: Path) -> None:
+    work = work_of("forward", 1, gradient_bytes_max=0)
+    planned = memory_of(work, strategy, pinned_bytes=0, device_is_host=True)
+    with started(strategy, nvme_path, "forward", 1, gradient_bytes_max=0) as engine:
+        engine.backward(engine(torch.ones(4, WIDTH)).float().square().mean())
+        assert engine.gradient_bytes == planned.host["gradients"]
+        assert engine.swap is not None
+        spilled = sum(sub.layout.gradient_bytes for sub in engine.swap.paged.sub_groups)
+        assert spilled == planned.nvme.get("gradients", 0)
