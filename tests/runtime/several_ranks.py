@@ -75,7 +75,7 @@ def failing_alone(folder: Path) -> None:
 
     (folder / "file").touch()
     bad = folder / "file" / "below" if rank else folder
-    told(infinity.StoreError, "can't be made", lambda: start(bad))
+    told(infinity.StoreError, "is a file, not a folder", lambda: start(bad))
     told(infinity.ConfigError, "no such file", lambda: start(folder, weights="/nowhere" if rank else None))
     told(
         infinity.ConfigError,

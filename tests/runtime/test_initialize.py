@@ -69,7 +69,11 @@ def refused(error: type[Exception], pattern: str, settings: Any, **arguments: An
 
 def test_a_path_that_cannot_be_made(nvme_path: Path) -> None:
     (nvme_path / "file").touch()
-    refused(infinity.StoreError, r"can't be made .*create it or choose another", config(nvme_path / "file" / "below"))
+    refused(
+        infinity.StoreError,
+        r"file is a file, not a folder: choose another nvme_path",
+        config(nvme_path / "file" / "below"),
+    )
 
 
 def test_a_path_that_is_not_writable() -> None:
