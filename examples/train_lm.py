@@ -397,9 +397,8 @@ def summarize(
 ) -> dict[str, Any]:
     """The closing figures of this rank; see the table for what they mean."""
     own = engine.shard_numel
-    steady = (
-        records[1:] or records
-    )  # the first step also makes buffers and records the trace, and may have nothing to update
+    # The first step also makes buffers and records the trace, and may have nothing to update.
+    steady = records[1:] or records
     median = {key: statistics.median(r[key] for r in steady) for key in ("seconds", "stall_seconds")}
     moved = {key: statistics.mean(r[key] for r in steady) for key in ("read_bytes", "written_bytes")}
     compute = statistics.median(r["seconds"] - r["stall_seconds"] for r in steady)

@@ -39,6 +39,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from infinity.aio import File, IoEngine
 from infinity.errors import CheckpointError, IoError, StoreError
@@ -95,6 +96,14 @@ class DurableFolder(Folder):
         """The path of this rank's file `what`."""
         return self.path / f"{self._own}.{what}"
 
+    def noted(self) -> dict[str, Any]:
+        """What is noted of this rank's files; nothing where that can't be read."""
+        with contextlib.suppress(*_UNREADABLE):
+            found = json.loads(read_small(self.own("json"), MIB))
+            if isinstance(found, dict):
+                return found
+        return {}
+
     def remove_own(self) -> None:
         """Remove this rank's files, the lock aside."""
         for each in [*self.path.glob(f"{self._own}.*"), *self.path.glob(f".{self._own}.*")]:
@@ -105,14 +114,15 @@ class DurableFolder(Folder):
     def close(self) -> None:
         self._finalizer()
 
-    def give_up(self, *, anew: bool) -> None:
-        """Close, and remove what a start that failed has made: this rank's files where it began `anew`, the lock where it
-        guards nothing then, the folder where nothing is left in it. Leaves what another process has locked meanwhile."""
+    def give_up(self, made: str | None) -> None:
+        """Close, and remove what a start that failed has made: this rank's files where they are still of the arena `made`
+        (None: it made none), the lock where it guards nothing then, the folder where nothing is left in it. Leaves what
+        another process has locked or made meanwhile."""
         self.close()
         with contextlib.suppress(OSError):
             lock = _lock(self.path / f"{self._own}.lock", wait=False)
             try:
-                if anew:
+                if made is not None and self.noted().get("arena") == made:
                     self.remove_own()
                 if not [each for each in self.path.glob(f"{self._own}.*") if each.suffix != ".lock"]:
                     self.own("lock").unlink()
@@ -217,10 +227,11 @@ class DurableRun:
             folder.close()
 
     def give_up(self) -> None:
-        """Close, and remove what this start has made, as it failed. What an earlier process has committed stays."""
-        anew = self.resumed is None and self.launch != "" and self.sequence == 0
+        """Close, and remove what this start has made, as it failed. What is committed stays, whoever did it."""
+        committed = any(self._slot(slot).exists() for slot in range(_SLOTS)) if self.folders else False
+        anew = self.resumed is None and self.launch != "" and not committed
         for folder in self.folders:
-            folder.give_up(anew=anew)
+            folder.give_up(self._arena if anew else None)
 
     def _slot(self, sequence: int) -> Path:
         return self.folders[0].own(f"commit-{sequence % _SLOTS}")
@@ -243,8 +254,8 @@ class DurableRun:
     def _check_drives(self) -> None:
         """Raise CheckpointError where a folder is another drive of a run: what is on it may be committed elsewhere."""
         for number, folder in enumerate(self.folders):
+            noted = folder.noted()
             with contextlib.suppress(*_UNREADABLE):
-                noted = json.loads(read_small(folder.own("json"), MIB))
                 if (noted["drive"], noted["drives"]) != (number, len(self.folders)):
                     raise CheckpointError(
                         f"{folder.path} is drive {noted['drive'] + 1} of the {noted['drives']} of a run: name all of its paths "

@@ -85,6 +85,22 @@ def test_a_start_that_is_given_up_leaves_the_files_of_others(run: DurableRun, tm
     assert not list(tmp_path.iterdir())
 
 
+def test_a_start_that_is_given_up_leaves_what_another_made_meanwhile(run: DurableRun, tmp_path: Path) -> None:
+    run.close()
+    later = open_run(tmp_path)
+    later.start_anew(LAUNCH)
+    make_arena(later)
+    later.close()
+    run.give_up()
+    assert {each.name for each in (tmp_path / "infinity-durable-run").iterdir()} >= {"rank0.json", "rank0.arena"}
+
+
+def test_a_first_commit_stays_where_its_start_is_given_up_right_after(run: DurableRun, tmp_path: Path) -> None:
+    commit(run, 1)  # and what was before it is not removed yet
+    run.give_up()
+    assert steps(open_run(tmp_path)) == [1]
+
+
 def test_what_is_committed_stays_where_a_start_is_given_up(run: DurableRun, tmp_path: Path) -> None:
     run.leave_one(commit(run, 1))
     make_arena(run)

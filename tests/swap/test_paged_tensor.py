@@ -193,7 +193,7 @@ def test_view_in_another_dtype_has_that_dtype_or_is_refused(bench: Bench, dtype:
     paged, ordinary = bench.pair()
     try:
         found = paged.view(dtype)
-    except (RuntimeError, NotImplementedError, InfinityError):
+    except (RuntimeError, InfinityError):  # torch's refusal, or ours
         return
     assert same(found, ordinary.view(dtype))
 
@@ -456,7 +456,7 @@ def test_changing_the_shape_in_place_is_done_or_refused(bench: Bench, change: Op
     expected = ordinary.clone()
     try:
         change(paged)
-    except (RuntimeError, NotImplementedError, InfinityError):
+    except (RuntimeError, InfinityError):  # torch's refusal, or ours
         pass
     else:
         change(expected)
