@@ -40,6 +40,9 @@ class Backend {
   // Takes blocks over. They stay where they are until their completion was reaped; I/O may start as late as in reap().
   virtual void submit(const std::vector<Block*>& blocks) = 0;
 
+  // Starts the I/O of all that was submitted, for a caller who has something else to do before reap().
+  virtual void send() {}
+
   // Waits for a completion or a wake(), and appends every completion there is. A wake() that came before counts.
   virtual void reap(std::vector<Completion>* completions) = 0;
 

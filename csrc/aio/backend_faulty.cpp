@@ -87,6 +87,8 @@ class FaultyBackend final : public Backend {
     inner_->submit(sound_);
   }
 
+  void send() override { inner_->send(); }
+
   void reap(std::vector<Completion>* completions) override {
     if (deliver(completions)) return;
     if (inside_ > 0 || kept_.empty()) {

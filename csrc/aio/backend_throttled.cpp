@@ -34,6 +34,8 @@ class ThrottledBackend final : public Backend {
     inner_->submit(blocks);
   }
 
+  void send() override { inner_->send(); }
+
   void reap(std::vector<Completion>* completions) override {
     if (inside_ > 0 || kept_.empty()) {
       arrived_.clear();

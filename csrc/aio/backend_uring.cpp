@@ -110,7 +110,7 @@ class UringBackend final : public Backend {
 
   int depth() const override { return depth_; }
 
-  // Fills the submission queue; the one system call of each turn is in reap(). The queue has a place for every block in
+  // Fills the submission queue; the system call is in reap(), or in send(). The queue has a place for every block in
   // flight and for the bell.
   void submit(const std::vector<Block*>& blocks) override {
     for (Block* block : blocks) {
@@ -120,6 +120,8 @@ class UringBackend final : public Backend {
     }
     in_flight_ += blocks.size();
   }
+
+  void send() override { check(io_uring_submit(ring_.get())); }
 
   void reap(std::vector<Completion>* completions) override {
     if (iopoll_) {

@@ -21,9 +21,10 @@
 namespace infinity::aio {
 namespace {
 
-constexpr int kRetriesMax = 100;             // interruptions of one block in a row, then it fails
-constexpr size_t kUnseenFailuresMax = 1024;  // kept for close(), which raises the first
-constexpr size_t kTimingsMax = 65536;        // kept for take_timings()
+constexpr int64_t kLongSumBytes = int64_t{1} << 20;  // the drive shall not be without work while that much is summed
+constexpr int kRetriesMax = 100;                     // interruptions of one block in a row, then it fails
+constexpr size_t kUnseenFailuresMax = 1024;          // kept for close(), which raises the first
+constexpr size_t kTimingsMax = 65536;                // kept for take_timings()
 constexpr std::chrono::microseconds kPauseMax{1000};
 constexpr int kLooks = 4;  // at a silent ring, per silence_seconds_max
 constexpr const char* kNoPollQueues =
@@ -346,14 +347,13 @@ class Engine::RingThread {
   void run() {
     try {
       while (take_blocks()) {
-        sum_writes();
-        backend_.submit(batch_);
-        batch_.clear();
+        submit_and_verify();
         completions_.clear();
         backend_.reap(&completions_);
         for (const Completion& completion : completions_) on_completion(completion);
         pause_if_asked();
       }
+      verify_arrived();
     } catch (const std::exception& error) {
       strand(error.what());
     }
@@ -393,14 +393,44 @@ class Engine::RingThread {
     return !(state_.closing && free_.size() == slots_.size());
   }
 
-  // Once for each block, however often it is submitted: what is in the slab belongs to the transfer and stays as it is.
-  void sum_writes() {
-    for (size_t i = first_taken_; i < batch_.size(); ++i) {
-      const Block& block = *batch_[i];
-      Checksums* checksums = block.file->checksums();
-      if (block.operation != Operation::kWrite || checksums == nullptr) continue;
-      checksums->set_from(block.address, block.offset, block.length);
+  // [Note: the drive first]
+  // Some drives, virtual ones above all, answer many blocks at once, and then have nothing to do until they are given
+  // others. So what needs no sum is sent before what has arrived is verified, and each write as soon as its own sum is
+  // made. Where all of that is soon done, it goes in one piece, for the sake of system calls.
+  void submit_and_verify() {
+    auto fresh = batch_.begin() + static_cast<std::ptrdiff_t>(first_taken_);
+    auto is_sent_as_it_is = [](const Block* block) { return !is_checked(*block, Operation::kWrite); };
+    auto to_sum = std::stable_partition(fresh, batch_.end(), is_sent_as_it_is);
+    ready_.assign(batch_.begin(), to_sum);
+    int64_t left = 0;
+    for (const Block& block : arrived_) left += block.taken_bytes;
+    for (auto one = to_sum; one != batch_.end(); ++one) left += (*one)->length;
+    if (left >= kLongSumBytes) send_ready();
+    verify_arrived();
+    int64_t summed = 0;
+    for (; to_sum != batch_.end(); ++to_sum) {
+      if (summed >= kLongSumBytes) {
+        send_ready();
+        summed = 0;
+      }
+      const Block& block = **to_sum;
+      block.file->checksums()->set_from(block.address, block.offset, block.length);
+      summed += block.length;
+      ready_.push_back(*to_sum);
     }
+    backend_.submit(ready_);
+    batch_.clear();
+  }
+
+  void send_ready() {
+    if (ready_.empty()) return;
+    backend_.submit(ready_);
+    backend_.send();
+    ready_.clear();
+  }
+
+  static bool is_checked(const Block& block, Operation operation) {
+    return block.operation == operation && block.file->checksums() != nullptr;
   }
 
   std::string silence() const {
@@ -442,8 +472,11 @@ class Engine::RingThread {
     if (moved < block.length && block.file->direct()) moved -= moved % block.file->alignment();
     moved_bytes_[static_cast<size_t>(block.operation)] += moved;
     block.advance(moved);
-    if (block.length == 0) {
-      end(block, verified(block));
+    if (block.length == 0 && is_checked(block, Operation::kRead)) {
+      leave_slot(block);
+      arrived_.push_back(std::move(block));
+    } else if (block.length == 0) {
+      end(block, std::nullopt);
     } else if (moved > 0) {
       block.retries = 0;
       resubmit(block);
@@ -456,12 +489,16 @@ class Engine::RingThread {
     }
   }
 
-  // The failure of a read whose bytes have all moved and are not what was written.
+  void verify_arrived() {
+    for (Block& block : arrived_) conclude(block, verified(block));
+    arrived_.clear();
+  }
+
+  // The failure of a checked read whose bytes are not what was written.
   static std::optional<Failure> verified(Block& block) {
-    const Checksums* checksums = block.file->checksums();
-    if (block.operation != Operation::kRead || checksums == nullptr) return std::nullopt;
     block.rewind();
-    std::optional<Checksums::Mismatch> wrong = checksums->first_wrong(block.address, block.offset, block.length);
+    std::optional<Checksums::Mismatch> wrong =
+        block.file->checksums()->first_wrong(block.address, block.offset, block.length);
     if (!wrong.has_value()) return std::nullopt;
     Failure failure = block.transfer->describe(block, EBADMSG, wrong->in_words());
     failure.wrong_page = wrong->offset;
@@ -486,12 +523,21 @@ class Engine::RingThread {
   }
 
   void end(Block& block, std::optional<Failure> failure) {
+    leave_slot(block);
+    conclude(block, std::move(failure));
+  }
+
+  // The drive has done with it: there is room for another.
+  void leave_slot(const Block& block) {
+    free_.push_back(block.tag);
+    ended_.push_back(
+        {block.operation, block.transfer->priority(), block.taken_bytes, block.file->drive(), block.transfer});
+  }
+
+  void conclude(Block& block, std::optional<Failure> failure) {
     std::shared_ptr<Transfer> transfer = std::move(block.transfer);
     if (failure.has_value() && block.operation == Operation::kWrite) forget_sums(block);
-    int drive = block.file->drive();
     block.file.reset();
-    free_.push_back(block.tag);
-    ended_.push_back({block.operation, transfer->priority(), block.taken_bytes, drive, transfer});
     if (!transfer->end_block(std::move(failure))) return;
     Transfer::Held held;  // let go after the lock
     std::lock_guard<std::mutex> lock(state_.mutex);
@@ -522,6 +568,7 @@ class Engine::RingThread {
       ring_.in_flight = 0;
     }
     state_.break_down(reason);
+    verify_arrived();
     for (Block& block : slots_) {
       if (block.transfer == nullptr) continue;
       keep_for_good(block.file);
@@ -540,6 +587,8 @@ class Engine::RingThread {
   std::vector<Block> slots_;    // as many as the backend's depth; a block never moves while in flight
   std::vector<uint32_t> free_;  // slots without a block
   std::vector<Block*> batch_;   // to be submitted next
+  std::vector<Block*> ready_;   // of these, what the backend can be given
+  std::vector<Block> arrived_;  // checked reads that the drive has done with, to be verified
   size_t first_taken_ = 0;      // in batch_: what comes before it is submitted again
   std::vector<Completion> completions_;
   std::vector<Ended> ended_;

@@ -89,6 +89,7 @@ struct FakeDrive {
   bool reverse = false;     // completions come last first
   int refuse_instance = 0;  // the number of the backend that can't be made, from 1
   bool dies = false;        // reap() throws as soon as it has blocks
+  bool dies_sending = false;
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -133,6 +134,10 @@ class FakeBackend final : public Backend {
       ++drive_->submitted;
     }
     drive_->changed.notify_all();
+  }
+
+  void send() override {
+    if (drive_->dies_sending) throw std::runtime_error("the ring is gone");
   }
 
   void reap(std::vector<Completion>* completions) override {

@@ -371,4 +371,66 @@ TEST_CASE("a write of which the ring died is unknown") {
   CHECK(std::count(sums.begin(), sums.end(), kUnknownPage) == 16);
 }
 
+// A drive in memory that works on one block at a time, of a size that takes long to sum.
+struct SlowFake : CheckedFake {
+  SlowFake() {
+    machine.options.queue_depth = 1;
+    machine.options.block_bytes = kMiB;
+  }
+
+  std::vector<std::shared_ptr<Transfer>> start_two(Operation operation) const {
+    return machine.engine->start_batch(
+        {machine.request(operation, 0, 0, kMiB), machine.request(operation, kMiB, kMiB, kMiB)});
+  }
+};
+
+TEST_CASE("the drive is given the next read before the last one is verified") {
+  SlowFake slow;
+  slow.machine.start();
+  std::vector<std::shared_ptr<Transfer>> reads;
+  std::vector<bool> verified;
+  slow.machine.drive->script = [&](const Block& block) {
+    if (block.offset > 0) verified.push_back(reads[0]->done());
+    return std::nullopt;
+  };
+  slow.machine.drive->hold();
+  reads = slow.start_two(Operation::kRead);
+  slow.machine.drive->let_go();
+  for (const auto& read : reads) read->wait();
+  CHECK(verified == std::vector<bool>{false});
+}
+
+TEST_CASE("a write is sent as soon as its own sum is made") {
+  SlowFake slow;
+  slow.machine.options.queue_depth = 2;
+  std::vector<PageSum> next;  // of the first page of the other write, when one is submitted
+  slow.machine.drive->script = [&](const Block& block) {
+    next.emplace_back();
+    slow.machine.file->checksums()->get(block.offset == 0 ? kMiB : 0, 1, &next.back());
+    return std::nullopt;
+  };
+  fill(*slow.machine.slab, 0, 2 * kMiB, 0, 1);
+  slow.machine.start();
+  for (const auto& write : slow.start_two(Operation::kWrite)) write->wait();
+  REQUIRE(next.size() == 2);
+  CHECK(next[0] == kZeros);  // nobody has summed it yet
+  CHECK(next[1] != kZeros);
+}
+
+TEST_CASE("what has arrived is verified though the engine closes, and though the ring dies") {
+  for (bool dies : {false, true}) {
+    CAPTURE(dies);
+    SlowFake slow;
+    slow.machine.start();
+    slow.machine.drive->hold();
+    auto reads = slow.start_two(Operation::kRead);
+    slow.machine.drive->wait_submitted(1);
+    slow.machine.drive->dies_sending = dies;
+    slow.machine.engine->refuse_new();
+    slow.machine.drive->let_go();
+    CHECK_FALSE(failure_of([&] { reads[0]->wait(); }).has_value());
+    CHECK(failure_of([&] { reads[1]->wait(); }).has_value() == dies);
+  }
+}
+
 }  // namespace infinity::aio::testing
