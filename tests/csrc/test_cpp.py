@@ -11,7 +11,7 @@ import pytest
 import sanitized
 
 RUN_SECONDS_MAX = 300
-TSAN_SEEDS = "8"
+TSAN_SEEDS = "4"
 """Each takes a second of a core there; what its threads may not do to each other does not depend on the seed."""
 
 
