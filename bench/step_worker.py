@@ -28,7 +28,8 @@ Step = Callable[[], dict[str, Any]]
 def infinity_way(order: dict[str, Any]) -> Step:
     """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
     "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no checksums, "-durable" commits
-    every step, "-phase" moves all state before and after each step, as the optimizer does but without arithmetic."""
+    every step, "-phase" moves all state before and after each step, as the optimizer does but without arithmetic. Several
+    may be told at once."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -36,7 +37,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
 
     import infinity
 
-    update, _, variant = order["way"].partition("-")
+    update, *variants = order["way"].split("-")
     held = update == "memory"
     device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
@@ -48,9 +49,9 @@ def infinity_way(order: dict[str, Any]) -> Step:
             "backend": order["backend"],
             "pinned_bytes_max": order["pinned_bytes_max"],
             **({} if held else {"update": update}),
-            **_VARIANTS.get(variant, {}),
+            **{key: value for variant in variants for key, value in _VARIANTS.get(variant, {}).items()},
             "run_name": f"bench-{os.getpid()}",  # the other side removes what it leaves
-            **({"host_cache_bytes": order["host_cache"]} if variant == "cached" else {}),
+            **({"host_cache_bytes": order["host_cache"]} if "cached" in variants else {}),
         },
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -70,13 +71,13 @@ def infinity_way(order: dict[str, Any]) -> Step:
         return time.perf_counter() - began
 
     def step() -> dict[str, Any]:
-        phases = [phase()] if variant == "phase" else []
+        phases = [phase()] if "phase" in variants else []
         before = engine.swap_stats()
         began = time.perf_counter()
         loss = _loss(engine(batch[:, :-1]), batch)
         forward = time.perf_counter()
         engine.backward(loss)
-        if variant == "phase":
+        if "phase" in variants:
             engine.start_trace()
         backward = time.perf_counter()
         engine.step()
@@ -90,7 +91,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
             found |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
             found["step_bytes"] = engine.swap.step_bytes()
             found["pinned_bytes"] = after.pinned_bytes
-        if variant == "phase":
+        if "phase" in variants:
             found["busy_share"] = engine.stop_trace().drives[0].busy_share
             phases.append(phase())
         return found
