@@ -27,8 +27,9 @@ std::vector<Variant> available_variants() {
 }
 
 struct Machine {
-  explicit Machine(const Variant& backend, int queue_depth = 8, int64_t block_bytes = 64 * kKiB, int rings = 1)
-      : slab(std::make_shared<const PinnedSlab>(16 * kMiB)), file(path.get(), true) {
+  explicit Machine(const Variant& backend, int queue_depth = 8, int64_t block_bytes = 64 * kKiB, int rings = 1,
+                   int64_t slab_bytes = 16 * kMiB)
+      : slab(std::make_shared<const PinnedSlab>(slab_bytes)), file(path.get(), true) {
     file.reserve(16 * kMiB);
     EngineOptions options;
     options.backend = backend.name;
@@ -175,6 +176,36 @@ TEST_CASE("one transfer of many ranges moves each to its place") {
     }
     CHECK(read->length() == total);
     CHECK(machine.engine->counters().read_bytes == total);
+  }
+}
+
+TEST_CASE("blocks lie anywhere in a slab that doesn't end with a huge page") {
+  for (const Variant& backend : available_variants()) {
+    for (int64_t slab_bytes : {kMiB + 4096, 5 * kMiB}) {
+      CAPTURE(backend);
+      CAPTURE(slab_bytes);
+      Machine machine(backend, 8, 4 * kMiB, 1, slab_bytes);
+      int64_t tail = machine.slab->tail();
+      CHECK(tail == slab_bytes / (2 * kMiB) * (2 * kMiB));
+      std::vector<Range> places = {{0, 0, slab_bytes}, {8192, slab_bytes - 4096, 4096}, {0, tail, slab_bytes - tail}};
+      if (tail > 0) {
+        places.push_back({4096, tail - 4096, 4096});
+        places.push_back({12288, tail - 4096, 8192});
+        places.push_back({0, 4096, tail});
+      }
+      for (const Range& place : places) {
+        CAPTURE(place.slab_offset);
+        CAPTURE(place.length);
+        fill(*machine.slab, place.slab_offset, place.length, place.offset, 3);
+        auto move = [&](Operation operation) {
+          machine.engine->start(machine.request(operation, place.offset, place.slab_offset, place.length))->wait();
+        };
+        move(Operation::kWrite);
+        std::memset(machine.slab->data() + place.slab_offset, 0, static_cast<size_t>(place.length));
+        move(Operation::kRead);
+        CHECK(holds(*machine.slab, place.slab_offset, place.length, place.offset, 3));
+      }
+    }
   }
 }
 

@@ -582,6 +582,35 @@ def _mapped(address: int) -> bool:
     return False
 
 
+@pytest.mark.skipif("io_uring" not in BACKENDS, reason="io_uring is refused here")
+def test_small_pages_at_the_end_of_a_slab_cut_no_transfer(nvme_path: Path) -> None:
+    device = nvme_path.stat().st_dev
+    statistics = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    if not statistics.exists():
+        pytest.skip(f"{nvme_path} is on no block device that counts its requests")
+
+    def fewest_requests(slab: PinnedSlab) -> int:
+        """That the drive gets for a read of 4 MiB; others who use it only make them more."""
+        if not slab.huge_pages or slab.notes:
+            pytest.skip("this machine has no huge pages to give")
+        found = []
+        with Engine(backend="io_uring", block_bytes=4 * MIB, queue_depth=1, slab=slab) as engine:
+            for _ in range(100):
+                before = int(statistics.read_text().split()[0])
+                engine.start_read(file, 0, slab, 0, 4 * MIB).wait()
+                found.append(int(statistics.read_text().split()[0]) - before)
+        return min(found)
+
+    with File(nvme_path / "rank0.arena", create=True) as file:
+        if not file.direct:
+            pytest.skip(f"{nvme_path} takes no direct transfers")
+        file.reserve(4 * MIB)
+        whole = PinnedSlab(4 * MIB)
+        with Engine(backend="io_uring", slab=whole) as engine:
+            engine.start_write(file, 0, whole, 0, 4 * MIB).wait()
+        assert fewest_requests(PinnedSlab(5 * MIB)) == fewest_requests(whole) > 0
+
+
 def test_direct_alignment_is_a_power_of_two_that_4_kib_satisfies(nvme_path: Path) -> None:
     with File(nvme_path / "rank0.arena", create=True) as opened:
         found = direct_alignment(opened.path)
