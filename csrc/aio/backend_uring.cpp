@@ -242,20 +242,19 @@ class UringBackend final : public Backend {
       return;
     }
     std::vector<iovec> pieces;
-    for (int64_t at = 0; at < slab->bytes(); at = piece_end(*slab, at)) {
-      pieces.push_back({slab->data() + at, static_cast<size_t>(piece_end(*slab, at) - at)});
+    std::vector<int64_t> ends;
+    for (int64_t at = 0; at < slab->bytes(); at = ends.back()) {
+      ends.push_back(at < slab->tail() ? std::min(at + kPieceBytes, slab->tail()) : slab->bytes());
+      pieces.push_back({slab->data() + at, static_cast<size_t>(ends.back() - at)});
     }
     int status = io_uring_register_buffers(ring_.get(), pieces.data(), static_cast<unsigned>(pieces.size()));
     if (status == 0) {
       slab_ = slab;
+      piece_ends_ = std::move(ends);
       return;
     }
     note_("io_uring can't register the slab of " + format_bytes(slab->bytes()) + " (" + format_errno(-status) +
           "): going on without, at a little more CPU per byte; raise the memlock limit (ulimit -l) to allow it");
-  }
-
-  static int64_t piece_end(const PinnedSlab& slab, int64_t at) {
-    return at < slab.tail() ? std::min(at + kPieceBytes, slab.tail()) : slab.bytes();
   }
 
   // The registered piece that holds the whole block, or -1.
@@ -265,10 +264,8 @@ class UringBackend final : public Backend {
     auto address = reinterpret_cast<uintptr_t>(block.address);
     if (address < begin || address - begin >= static_cast<uintptr_t>(slab_->bytes())) return -1;
     auto from = static_cast<int64_t>(address - begin);
-    int64_t whole = from < slab_->tail() ? from / kPieceBytes : -1;  // in pieces before the tail
-    int64_t piece = whole >= 0 ? whole : (slab_->tail() + kPieceBytes - 1) / kPieceBytes;
-    int64_t start = whole >= 0 ? whole * kPieceBytes : slab_->tail();
-    return block.length <= piece_end(*slab_, start) - from ? static_cast<int>(piece) : -1;
+    auto end = std::upper_bound(piece_ends_.begin(), piece_ends_.end(), from);
+    return block.length <= *end - from ? static_cast<int>(end - piece_ends_.begin()) : -1;
   }
 
   // ---- Registered files ----
@@ -343,6 +340,7 @@ class UringBackend final : public Backend {
   bool stopping_ = false;
   Ring ring_;
   std::shared_ptr<const PinnedSlab> slab_;  // null unless registered
+  std::vector<int64_t> piece_ends_;         // of the pieces that it is registered in
   std::vector<unsigned> free_slots_;
   std::unordered_map<uint64_t, unsigned> slots_;  // by Descriptor::id
 };

@@ -152,12 +152,18 @@ void PinnedSlab::measure_huge() {
   int64_t huge = huge_bytes_behind(begin, begin + static_cast<uintptr_t>(mapped_bytes_));
   huge_pages_ = huge != 0;
   int64_t possible = mapped_bytes_ / kHugePageBytes * kHugePageBytes;
-  mixed_ = huge > 0 && huge < possible;
   if (huge >= 0 && huge < possible - possible / 10) {
     notes_.push_back("only " + format_bytes(huge) + " of the slab's " + format_bytes(bytes_) +
                      " are in huge pages, which costs storage bandwidth: check /sys/kernel/mm/transparent_hugepage/"
                      "enabled, and that free memory isn't fragmented");
   }
+}
+
+bool PinnedSlab::mixed() const {
+  if (!huge_pages_) return false;
+  auto begin = reinterpret_cast<uintptr_t>(data_);
+  int64_t huge = huge_bytes_behind(begin, begin + static_cast<uintptr_t>(mapped_bytes_));
+  return huge > 0 && huge < tail();
 }
 
 void PinnedSlab::lock() {

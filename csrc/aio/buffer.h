@@ -33,8 +33,8 @@ class PinnedSlab {
   bool huge_pages() const noexcept { return huge_pages_; }  // some of it was huge when it was made
   // Where the part begins that is too short for a huge page.
   int64_t tail() const noexcept { return bytes_ / kHugePageBytes * kHugePageBytes; }
-  // Whether there were small pages before tail(), though not small pages alone.
-  bool mixed() const noexcept { return mixed_; }
+  // Whether there are small pages before tail() now, though not small pages alone.
+  bool mixed() const;
   bool locked() const noexcept { return locked_; }
   const std::vector<std::string>& notes() const noexcept { return notes_; }
   const ForkGuard& guard() const noexcept { return guard_; }
@@ -52,7 +52,6 @@ class PinnedSlab {
   const int64_t mapped_bytes_;  // bytes_ rounded up to whole pages; 0 where the memory is someone else's
   std::byte* data_ = nullptr;
   bool huge_pages_ = false;
-  bool mixed_ = false;
   bool locked_ = false;
   std::vector<std::string> notes_;
   ForkGuard guard_;

@@ -1,4 +1,6 @@
 // The engine on real files, over every backend that works here, alone and under many threads.
+#include <sys/mman.h>
+
 #include <thread>
 
 #include "support.h"
@@ -206,6 +208,33 @@ TEST_CASE("blocks lie anywhere in a slab that doesn't end with a huge page") {
         CHECK(holds(*machine.slab, place.slab_offset, place.length, place.offset, 3));
       }
     }
+  }
+}
+
+TEST_CASE("a slab that lost a huge page is not registered, says so, and works") {
+  auto slab = std::make_shared<const PinnedSlab>(8 * kMiB);
+  if (!slab->huge_pages() || slab->mixed()) return;  // no huge pages to be had here
+  REQUIRE(::madvise(slab->data() + 2 * kMiB, 4096, MADV_DONTNEED) == 0);
+  slab->data()[2 * kMiB] = std::byte{0};
+  REQUIRE(slab->mixed());
+  for (const Variant& backend : available_variants()) {
+    CAPTURE(backend);
+    EngineOptions options;
+    options.backend = backend.name;
+    options.sqpoll = backend.sqpoll;
+    options.slab = slab;
+    Engine engine(options);
+    std::string notes;
+    for (const std::string& note : engine.notes()) notes += note + "\n";
+    CHECK((notes.find("the slab of 8 MiB is not registered") != std::string::npos) == (backend.name == kUringName));
+    TemporaryPath path;
+    File file(path.get(), true);
+    file.reserve(8 * kMiB);
+    fill(*slab, 0, 8 * kMiB, 0, 7);
+    engine.start({Operation::kWrite, file.descriptor(), 0, slab, 0, 8 * kMiB, Priority::kWriteBack})->wait();
+    std::memset(slab->data(), 0, 8 * kMiB);
+    engine.start({Operation::kRead, file.descriptor(), 0, slab, 0, 8 * kMiB, Priority::kDemand})->wait();
+    CHECK(holds(*slab, 0, 8 * kMiB, 0, 7));
   }
 }
 
