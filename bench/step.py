@@ -32,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 from results import machine, save  # noqa: E402
 
 from infinity.aio import IoSettings  # noqa: E402
+from infinity.cli.program import run_program  # noqa: E402
 from infinity.config import load_config  # noqa: E402
 from infinity.runtime.storage import choose_storage  # noqa: E402
 from infinity.schedule.floor import forward_floor_seconds, step_floor_seconds  # noqa: E402
@@ -74,6 +75,7 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            start_new_session=True,  # Ctrl-C is for the parent, who ends it
         )
         self._answer()
 
@@ -124,7 +126,12 @@ def main() -> int:
     )
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/step.jsonl")
-    args = parser.parse_args()
+    parser.set_defaults(func=lambda args: measure(args, parser))
+    return run_program(parser, None)
+
+
+def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Step each way, round after round; show and print what it took."""
     ways = args.ways.split(",")
     if unknown := [way for way in ways if way not in WAYS]:
         parser.error(f"--ways: {unknown[0]} is none of {', '.join(WAYS)}")
