@@ -18,6 +18,7 @@ namespace infinity::aio {
 namespace {
 
 constexpr auto kPage = static_cast<size_t>(kPageBytes);
+constexpr size_t kLine = 64;  // of the caches, in bytes
 constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli's, the highest power in the lowest bit
 
 // Entry [k][byte]: what a byte contributes that k more bytes follow.
@@ -102,7 +103,6 @@ INFINITY_CRC uint32_t bytes_by_instruction(const std::byte* bytes, size_t length
 // The instruction takes 8 bytes each cycle, but needs three for a result: four pages at a time keep it busy. Memory is
 // asked for the next four meanwhile, as the processor itself looks ahead no further than to the end of a page.
 INFINITY_CRC void pages_by_instruction(const std::byte* pages, size_t count, uint32_t* sums) {
-  constexpr size_t kLine = 64;
   for (; count >= 4; count -= 4, pages += 4 * kPage, sums += 4) {
     State a = ~0U, b = ~0U, c = ~0U, d = ~0U;
     for (const std::byte* line = pages; line < pages + kPage; line += kLine) {
@@ -165,7 +165,9 @@ INFINITY_AVX512 inline __m512i over(uint64_t first_half, uint64_t second_half) {
 }
 
 // A page in four registers of 64 bytes, which at the end become one, then 16 bytes, then the instruction's remainder.
+// Memory is asked for the page after the next meanwhile: as above, nobody else looks past the end of a page.
 INFINITY_AVX512 void pages_by_avx512(const std::byte* pages, size_t count, uint32_t* sums) {
+  constexpr size_t kPagesAhead = 2;
   constexpr uint64_t kFirst4 = first_half_over(4 * 512), kSecond4 = second_half_over(4 * 512);
   constexpr uint64_t kFirst1 = first_half_over(512), kSecond1 = second_half_over(512);
   alignas(64) static constexpr uint64_t kToLast[8] = {first_half_over(384),
@@ -186,6 +188,9 @@ INFINITY_AVX512 void pages_by_avx512(const std::byte* pages, size_t count, uint3
     __m512i c = _mm512_loadu_si512(pages + 128);
     __m512i d = _mm512_loadu_si512(pages + 192);
     for (const std::byte* at = pages + 256; at < pages + kPage; at += 256) {
+      if (count - i > kPagesAhead) {
+        for (size_t line = 0; line < 256; line += kLine) __builtin_prefetch(at + kPagesAhead * kPage + line);
+      }
       a = fold(a, over_four, _mm512_loadu_si512(at));
       b = fold(b, over_four, _mm512_loadu_si512(at + 64));
       c = fold(c, over_four, _mm512_loadu_si512(at + 128));

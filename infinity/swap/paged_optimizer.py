@@ -407,8 +407,7 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _trained_shard(parameter: nn.Parameter) -> PagedShard:
-    data = parameter.data
-    local = _local_of(data)
+    local = _local_of(parameter)  # not of its .data, which would be another view of it, made in Python
     if not isinstance(local, PagedTensor):
         raise ConfigError("a parameter given to the optimizer is not paged: call swap.page(model) first, then make it")
     if parameter.requires_grad and not local._shard.trained:
