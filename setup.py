@@ -32,7 +32,7 @@ def sources_in(folder: str) -> list[str]:
 
 # Relative to this file, as setuptools asks; all of them end up in the source distribution.
 AIO_SOURCES = sources_in("csrc/aio")
-OPTIM_SOURCES = [*sources_in("csrc/optim"), "csrc/aio/process.cpp"]
+OPTIM_SOURCES = [*sources_in("csrc/optim"), "csrc/aio/process.cpp", "csrc/aio/crc32c.cpp"]
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))
 
 # The flags and calls that the io_uring backend cannot do without: an older liburing counts as none.

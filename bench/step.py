@@ -37,7 +37,7 @@ from infinity.config import load_config  # noqa: E402
 from infinity.runtime.storage import choose_storage  # noqa: E402
 from infinity.schedule.floor import forward_floor_seconds, step_floor_seconds  # noqa: E402
 from infinity.store.measure import DriveTest, Workload  # noqa: E402
-from infinity.units import GIB, MIB, parse_count  # noqa: E402
+from infinity.units import GIB, MIB, parse_bytes, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")
 VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable")
@@ -51,7 +51,6 @@ WAYS = (
 with every step committed; with the optimizer's transfers alone before and after each step, which then begins cold; these
 without checksums, as fio and others move them."""
 
-DRIVE_FILE_BYTES = 2 * GIB
 DRIVE_SECONDS = 0.7
 
 _ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
@@ -125,6 +124,11 @@ def main() -> int:
         help="bytes; blocks of memory that large go back to the kernel when they are freed, in all ways (glibc)",
     )
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
+    parser.add_argument(
+        "--drive-file",
+        default="2GiB",
+        help="size of the file that the drive is measured with (default: %(default)s); with a large one it may give less",
+    )
     parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/step.jsonl")
     parser.set_defaults(func=lambda args: measure(args, parser))
     return run_program(parser, None)
@@ -148,7 +152,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         for way, python in pythons.items():
             workers.append(Worker(way, order, python))
             stack.callback(workers[-1].close)
-        drive = stack.enter_context(DriveTest(args.nvme_path, nbytes=DRIVE_FILE_BYTES))
+        drive = stack.enter_context(DriveTest(args.nvme_path, nbytes=parse_bytes(args.drive_file)))
         drive.fill()
         settings = choose_storage(load_config(drive_config(args))).io  # as the workers' is driven
         before = rates_of(drive, settings)
@@ -168,7 +172,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     found = {worker.way: summarize(rows, worker.way) for worker in workers}
     show(found)
     line = {"bench": "step", **machine(), "params": rows[0][ways[0]]["numel"], "ways": found}
-    line |= {name: getattr(args, name) for name in ("rounds", *_ORDERED)}
+    line |= {name: getattr(args, name) for name in ("rounds", "drive_file", *_ORDERED)}
     drives = [row[way]["drive"] for row in rows for way in found]
     line |= {"drive_gb_per_s": [median(rates[k] / 1e9 for rates in drives) for k in range(len(Workload))]}
     print(json.dumps(line))

@@ -334,12 +334,21 @@ class Engine:
     ) -> Transfer:
         """Start writing `length` bytes at `slab_offset` of `slab` to `offset` of `file`. As `start_read`."""
 
-    def start_batch(self, requests: Sequence[_Request]) -> list[Transfer]:
+    def start_batch(self, requests: Sequence[_Request], *, sums_by_caller: bool = False) -> list[Transfer]:
         """Start many transfers with one lock and one wake, in the order given.
+
+        `sums_by_caller`: of files that keep checksums, the caller verifies what was read, and has told what the pages hold
+        that are written (`verify`, `File.set_checksums`).
 
         Each request is (operation, file, offset, slab, slab_offset, length, priority), the operation being "read" or
         "write". All or none: everything is checked before anything starts. Raises ValueError as `start_read`, TypeError
         for a request of another shape.
+        """
+
+    def verify(self, file: File | StripedFile, offset: int, slab: PinnedSlab, slab_offset: int, length: int) -> None:
+        """Hold `length` bytes at `slab_offset`, which were read from `offset` of `file`, against the checksums of their pages.
+
+        Raises IntegrityError as the read would have, ValueError as `start_read` and `File.checksums`.
         """
 
     def start_ranges(

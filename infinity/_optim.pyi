@@ -33,13 +33,20 @@ def update(
     copy: int,
     remainder: int,
     ties: npt.NDArray[np.int32],
+    pages: int,
+    expected: npt.NDArray[np.uint32],
     threads: int,
     instructions: str,
-) -> npt.NDArray[np.int32]:
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
     """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel), ascending.
 
     Of the addresses `master`, `copy` and `remainder`, 0 says that there is none; `copy_dtype` tells what lies at `copy` where
-    there is a master. Returns the ties of the sub-group. Raises ValueError for what does not fit.
+    there is a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
+
+    `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The
+    fields that lie in them are verified before they change, and summed after. Returns the new checksums, and the number of the
+    first page that is not as expected, or -1: the fields are torn where there is one.
+    Raises ValueError for what does not fit.
     """
 
 def join(

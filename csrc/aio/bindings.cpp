@@ -124,11 +124,25 @@ Request request_of(const py::handle& item) {
   }
 }
 
-std::vector<std::shared_ptr<Transfer>> start_batch(Engine& engine, const py::sequence& items) {
+std::vector<std::shared_ptr<Transfer>> start_batch(Engine& engine, const py::sequence& items, bool sums_by_caller) {
   std::vector<Request> requests;
   requests.reserve(items.size());
   for (const py::handle& item : items) requests.push_back(request_of(item));
+  for (Request& request : requests) request.sums_by_caller = sums_by_caller;
   return engine.start_batch(std::move(requests));
+}
+
+// Holds what a read has put into the slab against what it must be.
+void verify(const Engine& engine, const py::object& file, int64_t offset, const std::shared_ptr<PinnedSlab>& slab,
+            int64_t slab_offset, int64_t length) {
+  auto volume = volume_of(file);
+  Request{Operation::kRead, volume, slab, {{offset, slab_offset, length}}, Priority::kDemand}.check();
+  std::optional<Failure> failure;
+  {
+    py::gil_scoped_release release;
+    failure = volume->first_wrong(slab->data() + slab_offset, offset, length, engine.backend());
+  }
+  if (failure.has_value()) throw IoFailure(std::move(*failure));
 }
 
 // One transfer of many ranges: rows of (offset, slab_offset, length).
@@ -258,10 +272,10 @@ py::bytes page_checksums(const py::object& object, const std::string& name) {
   if (bytes.size() % kPageBytes != 0) {
     throw py::value_error("checksums are of whole pages of 4096 bytes, not of " + std::to_string(bytes.size()));
   }
-  std::vector<PageSum> sums;
+  std::vector<PageSum> sums(bytes.size() / kPageBytes);
   {
     py::gil_scoped_release release;
-    sums = sums_of_pages(bytes.data(), bytes.size() / kPageBytes, *way);
+    sum_pages(bytes.data(), sums.size(), sums.data(), *way);
   }
   return packed(sums);
 }
@@ -408,7 +422,9 @@ void bind_engine(py::module_& module) {
            py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kPrefetch)
       .def("start_write", &start<Operation::kWrite>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
            py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kWriteBack)
-      .def("start_batch", &start_batch, py::arg("requests"))
+      .def("start_batch", &start_batch, py::arg("requests"), py::kw_only(), py::arg("sums_by_caller") = false)
+      .def("verify", &verify, py::arg("file"), py::arg("offset"), py::arg("slab").none(false), py::arg("slab_offset"),
+           py::arg("length"))
       .def("start_ranges", &start_ranges, py::arg("operation"), py::arg("file"), py::arg("slab").none(false),
            py::arg("ranges"), py::arg("priority") = Priority::kPrefetch)
       .def("counters", &counters_of)

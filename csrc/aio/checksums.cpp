@@ -18,25 +18,14 @@ size_t pages_at_once(int64_t bytes_left) {
   return std::min(kPagesAtOnce, static_cast<size_t>(bytes_left) / kPage);
 }
 
-void sum(const std::byte* pages, size_t count, PageSum* sums, const Crc32c& way = crc32c_ways().front()) {
-  way.pages(pages, count, sums);
-  for (size_t i = 0; i < count; ++i) sums[i] = sums[i] == kUnknownPage ? 1 : sums[i];
-}
-
 PageSum sum_of_zeros() {
   std::array<std::byte, kPage> zeros{};
   PageSum found;
-  sum(zeros.data(), 1, &found);
+  sum_pages(zeros.data(), 1, &found);
   return found;
 }
 
 }  // namespace
-
-std::vector<PageSum> sums_of_pages(const std::byte* pages, size_t count, const Crc32c& way) {
-  std::vector<PageSum> sums(count);
-  sum(pages, count, sums.data(), way);
-  return sums;
-}
 
 Checksums::Checksums(bool zeros) : never_written_(zeros ? sum_of_zeros() : kUnknownPage) {}
 
@@ -44,7 +33,7 @@ void Checksums::set_from(const std::byte* bytes, int64_t offset, int64_t length)
   std::array<PageSum, kPagesAtOnce> sums;
   for (int64_t done = 0; done < length; done += kBytesAtOnce) {
     size_t count = pages_at_once(length - done);
-    sum(bytes + done, count, sums.data());
+    sum_pages(bytes + done, count, sums.data());
     set(offset + done, count, sums.data());
   }
 }
@@ -63,7 +52,7 @@ std::optional<Checksums::Mismatch> Checksums::first_wrong(const std::byte* bytes
   for (int64_t done = 0; done < length; done += kBytesAtOnce) {
     size_t count = pages_at_once(length - done);
     get(offset + done, count, expected.data());
-    sum(bytes + done, count, found.data());
+    sum_pages(bytes + done, count, found.data());
     for (size_t i = 0; i < count; ++i) {
       if (expected[i] == found[i] || expected[i] == kUnknownPage) continue;
       return Mismatch{offset + done + static_cast<int64_t>(i * kPage), expected[i], found[i]};

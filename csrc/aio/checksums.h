@@ -17,17 +17,10 @@
 
 namespace infinity::aio {
 
-// The sum of a page is its CRC-32C, 4 bytes; 0 stands for a page of which nobody knows what it holds, and so a CRC-32C
-// of 0 is kept as 1.
-using PageSum = uint32_t;
-inline constexpr PageSum kUnknownPage = 0;
-
-// The sums of pages that lie one behind the other in memory.
-std::vector<PageSum> sums_of_pages(const std::byte* pages, size_t count, const Crc32c& way = crc32c_ways().front());
-
 // [Note: integrity]
 // A ring sums the pages of a block when it submits the write, and holds the pages of a block against their sums when
-// the read has ended. So every page that a read delivers is one of these:
+// the read has ended; or whoever asked for the transfer does both, on a pass that it makes over the bytes anyway
+// (Request::sums_by_caller). So every page that a read delivers is one of these:
 //   - written by us: it holds what was written last, or the read fails;
 //   - never written, in a file that we made: it reads as zero, or the read fails;
 //   - unknown, and delivered as it is: never written, in a file that was there; or its last write has failed, which the

@@ -18,7 +18,7 @@ namespace infinity::aio {
 namespace {
 
 constexpr auto kPage = static_cast<size_t>(kPageBytes);
-constexpr size_t kLine = 64;  // of the caches, in bytes
+constexpr size_t kLine = 64;                  // of the caches, in bytes
 constexpr uint32_t kPolynomial = 0x82f63b78;  // Castagnoli's, the highest power in the lowest bit
 
 // Entry [k][byte]: what a byte contributes that k more bytes follow.
@@ -239,6 +239,11 @@ uint32_t crc32c(const std::byte* bytes, size_t length, uint32_t crc) {
 
 void crc32c_pages(const std::byte* pages, size_t count, uint32_t* sums) {
   crc32c_ways().front().pages(pages, count, sums);
+}
+
+void sum_pages(const std::byte* pages, size_t count, PageSum* sums, const Crc32c& way) {
+  way.pages(pages, count, sums);
+  for (size_t i = 0; i < count; ++i) sums[i] = sums[i] == kUnknownPage ? 1 : sums[i];
 }
 
 }  // namespace infinity::aio

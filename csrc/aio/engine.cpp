@@ -430,7 +430,7 @@ class Engine::RingThread {
   }
 
   static bool is_checked(const Block& block, Operation operation) {
-    return block.operation == operation && block.file->checksums() != nullptr;
+    return block.operation == operation && block.file->checksums() != nullptr && !block.transfer->sums_by_caller();
   }
 
   std::string silence() const {

@@ -82,6 +82,7 @@ Transfer::Transfer(Request request, std::string backend)
       path_(request.volume->path()),
       ranges_(std::move(request.ranges)),
       length_(total_length(ranges_)),
+      sums_by_caller_(request.sums_by_caller),
       backend_(std::move(backend)),
       queued_at_(monotonic_seconds()),
       monitor_(std::make_unique<Monitor>()),

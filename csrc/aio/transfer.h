@@ -54,6 +54,10 @@ struct Request {
   std::shared_ptr<const PinnedSlab> slab;
   std::vector<Range> ranges;
   Priority priority;
+
+  // Of a file that keeps checksums: who asks verifies what was read (Volume::first_wrong), and has told what the pages
+  // hold that are written (Volume::set_checksums).
+  bool sums_by_caller = false;
 };
 
 // What is true in each state, and who holds the memory:
@@ -124,6 +128,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const std::string& path() const noexcept { return path_; }
   const std::vector<Range>& ranges() const noexcept { return ranges_; }
   int64_t length() const noexcept { return length_; }  // bytes of all ranges
+  bool sums_by_caller() const noexcept { return sums_by_caller_; }
   TransferTimes times() const noexcept;
 
   // The failure of a transfer that is done and on which no wait has raised it yet.
@@ -179,6 +184,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   const std::string path_;
   const std::vector<Range> ranges_;
   const int64_t length_;
+  const bool sums_by_caller_;
   const std::string backend_;
   std::atomic<TransferState> state_{TransferState::kQueued};
   std::atomic<double> queued_at_;

@@ -2,6 +2,7 @@
 #include "volume.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <stdexcept>
 #include <utility>
 
@@ -74,7 +75,7 @@ int64_t Volume::bytes_on(int member, int64_t begin, int64_t end) const {
 }
 
 template <typename Body>
-void Volume::for_each_table(int64_t begin, int64_t length, Body body) const {
+void Volume::for_each_piece(int64_t begin, int64_t length, Body body) const {
   if (!checked()) throw std::invalid_argument(path() + ": no checksums are kept of it");
   if (begin < 0 || length < 0 || begin > INT64_MAX - length || begin % kPageBytes != 0 || length % kPageBytes != 0) {
     throw std::invalid_argument("checksums are of whole pages of 4096 bytes, not of " + std::to_string(length) +
@@ -85,7 +86,7 @@ void Volume::for_each_table(int64_t begin, int64_t length, Body body) const {
     for (int member = 0; member < members(); ++member) {
       std::optional<Piece> piece = first_on(member, begin, end);
       if (!piece.has_value() || piece->at != begin) continue;
-      body(*file(member)->checksums(), piece->offset, static_cast<size_t>(piece->length / kPageBytes));
+      body(*file(member), piece->offset, static_cast<size_t>(piece->length / kPageBytes));
       begin += piece->length;
       break;
     }
@@ -94,20 +95,35 @@ void Volume::for_each_table(int64_t begin, int64_t length, Body body) const {
 
 std::vector<PageSum> Volume::checksums(int64_t begin, int64_t length) const {
   std::vector<PageSum> sums;
-  for_each_table(begin, length, [&sums](const Checksums& table, int64_t offset, size_t count) {
+  for_each_piece(begin, length, [&sums](const Descriptor& file, int64_t offset, size_t count) {
     sums.resize(sums.size() + count);
-    table.get(offset, count, sums.data() + sums.size() - count);
+    file.checksums()->get(offset, count, sums.data() + sums.size() - count);
   });
   return sums;
 }
 
 void Volume::set_checksums(int64_t begin, const std::vector<PageSum>& sums) const {
   const PageSum* next = sums.data();
-  for_each_table(begin, static_cast<int64_t>(sums.size()) * kPageBytes,
-                 [&next](Checksums& table, int64_t offset, size_t count) {
-                   table.set(offset, count, next);
+  for_each_piece(begin, static_cast<int64_t>(sums.size()) * kPageBytes,
+                 [&next](const Descriptor& file, int64_t offset, size_t count) {
+                   file.checksums()->set(offset, count, next);
                    next += count;
                  });
+}
+
+std::optional<Failure> Volume::first_wrong(const std::byte* bytes, int64_t begin, int64_t length,
+                                           const std::string& backend) const {
+  std::optional<Failure> failure;
+  for_each_piece(begin, length, [&](const Descriptor& file, int64_t offset, size_t count) {
+    auto here = static_cast<int64_t>(count) * kPageBytes;
+    const std::byte* from = std::exchange(bytes, bytes + here);
+    if (failure.has_value()) return;
+    std::optional<Checksums::Mismatch> wrong = file.checksums()->first_wrong(from, offset, here);
+    if (!wrong.has_value()) return;
+    if (!striped()) offset = begin, here = length;  // the whole range says more than a piece of it
+    failure = Failure{EBADMSG, "read", file.path(), offset, here, backend, wrong->in_words(), wrong->offset};
+  });
+  return failure;
 }
 
 bool Volume::checked() const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checksums.h"
+#include "error.h"
 #include "file.h"
 
 namespace infinity::aio {
@@ -46,6 +47,11 @@ class Volume {
   std::vector<PageSum> checksums(int64_t begin, int64_t length) const;
   void set_checksums(int64_t begin, const std::vector<PageSum>& sums) const;
 
+  // The failure of a read that has put the logical bytes [begin, begin + length) at `bytes`, where a page of them isn't
+  // what it must hold. Throws as the two above.
+  std::optional<Failure> first_wrong(const std::byte* bytes, int64_t begin, int64_t length,
+                                     const std::string& backend) const;
+
   // Whether all its files keep checksums.
   bool checked() const;
 
@@ -58,9 +64,9 @@ class Volume {
   std::string path() const;
 
  private:
-  // Calls `body` with the table of each piece of the range, the piece's offset in the file, and its pages.
+  // Calls `body` with the file of each piece of the range, the piece's offset in the file, and its pages.
   template <typename Body>
-  void for_each_table(int64_t begin, int64_t length, Body body) const;
+  void for_each_piece(int64_t begin, int64_t length, Body body) const;
 
   const std::vector<std::shared_ptr<const Descriptor>> files_;
   const std::vector<int> pattern_;  // empty for one file

@@ -2,19 +2,25 @@
 #include "optim/adam.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "aio/crc32c.h"
 #include "optim/crew.h"
 #include "optim/kernels.h"
 
 namespace infinity::optim {
 namespace {
 
-constexpr int64_t kSpanNumel = 1 << 15;  // what a thread takes at a time: half a MiB of state or so
+constexpr int64_t kBlockNumel = 1 << 15;  // what a thread takes at a time: half a MiB of state or so
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kPageNumel = kPageBytes / 2;  // fills whole pages of every field
 
 std::vector<const Kernels*> kernels_here() {
   std::vector<const Kernels*> found;
@@ -60,7 +66,7 @@ int64_t itemsize(Grad grad) {
   return grad == Grad::kFloat32 ? 4 : 2;
 }
 
-// The spans of all pieces, in order, none longer than kSpanNumel.
+// The spans of all pieces, in order, each within one block: kBlockNumel elements from a multiple of that on.
 class Spans {
  public:
   Spans(const Fields& fields, Grad grad) : fields_(fields), grad_(grad) {}
@@ -76,11 +82,13 @@ class Spans {
  private:
   void add_range(const Piece& piece, int64_t begin, int64_t end, bool tail) {
     auto at = [](auto* field, int64_t index) { return field == nullptr ? nullptr : field + index; };
-    for (; begin < end; begin += kSpanNumel) {
+    while (begin < end) {
       int64_t index = piece.offset + begin;
+      int64_t numel = std::min(kBlockNumel - index % kBlockNumel, end - begin);
       spans_.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad_), at(fields_.exp_avg, index),
                         at(fields_.exp_avg_sq, index), at(fields_.master, index), at(fields_.copy, index),
-                        at(fields_.remainder, index), index, std::min(kSpanNumel, end - begin), tail});
+                        at(fields_.remainder, index), index, numel, tail});
+      begin += numel;
     }
   }
 
@@ -89,18 +97,99 @@ class Spans {
   std::vector<Span> spans_;
 };
 
-// Where each share of the spans ends: as many spans as make kSpanNumel elements.
-std::vector<size_t> shares_of(const std::vector<Span>& spans) {
-  std::vector<size_t> ends;
-  int64_t numel = 0;
-  for (size_t i = 0; i < spans.size(); ++i) {
-    numel += spans[i].numel;
-    if (numel < kSpanNumel && i + 1 < spans.size()) continue;
-    ends.push_back(i + 1);
-    numel = 0;
-  }
-  return ends;
+int64_t blocks_of(int64_t numel) {
+  return (numel + kBlockNumel - 1) / kBlockNumel;
 }
+
+// The number of the first span of each block, and behind them that of all spans.
+std::vector<size_t> first_spans(const std::vector<Span>& spans, int64_t blocks) {
+  std::vector<size_t> first(static_cast<size_t>(blocks) + 1, spans.size());
+  for (size_t i = spans.size(); i > 0; --i) first[static_cast<size_t>(spans[i - 1].index / kBlockNumel)] = i - 1;
+  for (auto block = static_cast<size_t>(blocks); block > 0; --block)
+    first[block - 1] = std::min(first[block - 1], first[block]);
+  return first;
+}
+
+// The pages of a block's elements, field by field: see [Note: Sums on the way].
+class PagesOfBlocks {
+ public:
+  PagesOfBlocks(Pages& pages, const Fields& fields) : pages_(pages), numel_(fields.numel) {
+    pages_.wrong = -1;
+    add(fields.exp_avg);
+    add(fields.exp_avg_sq);
+    add(fields.master);
+    add(fields.copy);
+    add(fields.remainder);
+    if (numel_ % kPageNumel != 0) throw std::invalid_argument("only whole pages can be verified and summed");
+  }
+
+  // Whether all of them are as they must be.
+  bool verify(int64_t block) {
+    bool whole = true;
+    each(block, [&](size_t first, size_t count, const aio::PageSum* found) {
+      for (size_t i = first; i < first + count; ++i) {
+        if (pages_.expected[i] == found[i - first] || pages_.expected[i] == aio::kUnknownPage) continue;
+        note_wrong(static_cast<int64_t>(i));
+        whole = false;
+        return;
+      }
+    });
+    return whole;
+  }
+
+  void sum(int64_t block) {
+    each(block, [&](size_t first, size_t count, const aio::PageSum* found) {
+      std::copy_n(found, count, pages_.sums + first);
+    });
+  }
+
+  // To be called once, when all blocks are done.
+  void tell() { pages_.wrong = wrong_ == kNone ? -1 : wrong_.load(); }
+
+ private:
+  static constexpr int64_t kNone = INT64_MAX;
+
+  struct Place {
+    int64_t offset;  // from the first page on, in bytes
+    int64_t itemsize;
+  };
+
+  template <typename T>
+  void add(const T* field) {
+    auto at = reinterpret_cast<uintptr_t>(field), begin = reinterpret_cast<uintptr_t>(pages_.begin);
+    auto bytes = static_cast<uintptr_t>(pages_.count * kPageBytes);
+    if (field == nullptr || at < begin || at >= begin + bytes) return;
+    auto offset = static_cast<int64_t>(at - begin);
+    int64_t itemsize = sizeof(T);
+    if (offset % kPageBytes != 0 || offset + numel_ * itemsize > pages_.count * kPageBytes) {
+      throw std::invalid_argument("a field must begin with a page and end with one of those that are summed");
+    }
+    places_.push_back({offset, itemsize});
+  }
+
+  template <typename Body>
+  void each(int64_t block, const Body& body) {
+    std::array<aio::PageSum, static_cast<size_t>(kBlockNumel * 4 / kPageBytes)> sums;
+    int64_t index = block * kBlockNumel, numel = std::min(kBlockNumel, numel_ - index);
+    for (const Place& place : places_) {
+      int64_t offset = place.offset + index * place.itemsize;
+      auto count = static_cast<size_t>(numel * place.itemsize / kPageBytes);
+      aio::sum_pages(pages_.begin + offset, count, sums.data());
+      body(static_cast<size_t>(offset / kPageBytes), count, sums.data());
+    }
+  }
+
+  void note_wrong(int64_t page) {
+    int64_t first = wrong_;
+    while (page < first && !wrong_.compare_exchange_weak(first, page)) {
+    }
+  }
+
+  Pages& pages_;
+  const int64_t numel_;
+  std::vector<Place> places_;
+  std::atomic<int64_t> wrong_{kNone};
+};
 
 void check(Ties ties, int64_t numel) {
   bool ascend = std::adjacent_find(ties.begin, ties.end, std::greater_equal<int32_t>()) == ties.end;
@@ -172,7 +261,7 @@ Scalars scalars_of(const Settings& from) {
 }
 
 std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
-                            const std::vector<Piece>& pieces, Ties ties, const Means& means) {
+                            const std::vector<Piece>& pieces, Ties ties, const Means& means, Pages* pages) {
   check(ties, fields.numel);
   int64_t behind = 0;
   Spans making(fields, grad);
@@ -183,15 +272,19 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
   }
   const Scalars scalars = scalars_of(settings);
   const std::vector<Span> spans = making.take();
-  const std::vector<size_t> ends = shares_of(spans);
+  const int64_t blocks = blocks_of(fields.numel);
+  const std::vector<size_t> first = first_spans(spans, blocks);
+  std::optional<PagesOfBlocks> guarded;
+  if (pages != nullptr) guarded.emplace(*pages, fields);
   auto* kernel = kernels_named(means.instructions).update[static_cast<size_t>(grad)][static_cast<size_t>(kind)];
-  auto found =
-      run_shares(static_cast<int64_t>(ends.size()), ties, means.threads, [&](int64_t share, TiesOnTheWay& way) {
-        auto number = static_cast<size_t>(share);
-        size_t first = number == 0 ? 0 : ends[number - 1];
-        way.next = first_from(ties, spans[first].index);
-        for (size_t i = first; i < ends[number]; ++i) kernel(scalars, spans[i], way);
-      });
+  auto found = run_shares(blocks, ties, means.threads, [&](int64_t block, TiesOnTheWay& way) {
+    if (guarded.has_value() && !guarded->verify(block)) return;
+    auto number = static_cast<size_t>(block);
+    way.next = first_from(ties, block * kBlockNumel);
+    for (size_t i = first[number]; i < first[number + 1]; ++i) kernel(scalars, spans[i], way);
+    if (guarded.has_value()) guarded->sum(block);
+  });
+  if (guarded.has_value()) guarded->tell();
   return kind == Master::kSplit ? renewed(ties, pieces, joined(found)) : std::vector<int32_t>{};
 }
 
@@ -199,10 +292,10 @@ void join(const uint16_t* copy, const uint16_t* remainder, int64_t numel, Ties t
           const Means& means) {
   check(ties, numel);
   auto* kernel = kernels_named(means.instructions).join;
-  run_shares((numel + kSpanNumel - 1) / kSpanNumel, ties, means.threads, [&](int64_t share, TiesOnTheWay& way) {
-    int64_t index = share * kSpanNumel;
+  run_shares(blocks_of(numel), ties, means.threads, [&](int64_t share, TiesOnTheWay& way) {
+    int64_t index = share * kBlockNumel;
     way.next = first_from(ties, index);
-    kernel(copy + index, remainder + index, index, std::min(kSpanNumel, numel - index), way, master + index);
+    kernel(copy + index, remainder + index, index, std::min(kBlockNumel, numel - index), way, master + index);
   });
 }
 
@@ -210,10 +303,9 @@ std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* copy, u
                            const Means& means) {
   auto* kernel = kernels_named(means.instructions).split;
   Ties none{nullptr, nullptr};
-  int64_t shares = (numel + kSpanNumel - 1) / kSpanNumel;
-  return joined(run_shares(shares, none, means.threads, [&](int64_t share, TiesOnTheWay& way) {
-    int64_t index = share * kSpanNumel;
-    kernel(master + index, index, std::min(kSpanNumel, numel - index), copy + index, remainder + index, way);
+  return joined(run_shares(blocks_of(numel), none, means.threads, [&](int64_t share, TiesOnTheWay& way) {
+    int64_t index = share * kBlockNumel;
+    kernel(master + index, index, std::min(kBlockNumel, numel - index), copy + index, remainder + index, way);
   }));
 }
 

@@ -2,6 +2,7 @@
 // master weight to its 16-bit copy. Called from any thread; the work is shared with the threads of the crew.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -52,6 +53,20 @@ struct Ties {
   const int32_t* end;
 };
 
+// [Note: Sums on the way]
+// The bytes of the fields rest on a drive, and each page of 4096 of them has a checksum (csrc/aio/checksums.h). To
+// verify and to sum them apart from the update is two more passes over memory, which somebody else may need: a virtual
+// drive and the cores share its bandwidth. So the update may do both where it has the bytes in a cache: it takes as
+// many elements at a time as fill whole pages of each field, verifies these pages, updates the elements, and sums the
+// pages. What holds a page that is not as it was written is not updated; what is updated by then is in memory alone.
+struct Pages {
+  const std::byte* begin;  // of the first one; fields outside are neither verified nor summed
+  int64_t count;
+  const uint32_t* expected;  // one for each page; aio::kUnknownPage verifies nothing
+  uint32_t* sums;            // one for each page: set for those of the fields
+  int64_t wrong;             // set to the number of the first page that was found to be wrong, or -1
+};
+
 // Who does the work, with which instructions.
 struct Means {
   int threads;               // the caller's among them
@@ -62,9 +77,11 @@ struct Means {
 std::vector<std::string> instruction_sets();
 
 // Updates the elements of `pieces`, which ascend and do not overlap, in place, and returns the ties of the sub-group
-// anew. Throws std::invalid_argument for pieces that reach out of the sub-group or their shard.
+// anew. Throws std::invalid_argument for pieces that reach out of the sub-group or their shard. `pages`: where not
+// null, all of them are verified and summed on the way; then `numel` fills whole pages, and so do the places of the
+// fields. Where one is wrong, the fields are torn and what is returned means nothing.
 std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
-                            const std::vector<Piece>& pieces, Ties ties, const Means& means);
+                            const std::vector<Piece>& pieces, Ties ties, const Means& means, Pages* pages = nullptr);
 
 // The master weights of which `split` made `copy` and `remainder`.
 void join(const uint16_t* copy, const uint16_t* remainder, int64_t numel, Ties ties, float* master, const Means& means);

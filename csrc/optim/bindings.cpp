@@ -67,11 +67,15 @@ std::vector<Piece> pieces_of(const std::vector<PieceFields>& rows) {
   return pieces;
 }
 
-TiesArray update_fields(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
+using SumsArray = py::array_t<uint32_t, py::array::c_style>;
+
+// The ties; where pages were to be verified and summed, their sums, and the number of the first wrong one or -1.
+py::tuple update_fields(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                         bool maximize, double step, double grad_scale, const std::string& grad_dtype,
                         const std::string& copy_dtype, const std::vector<PieceFields>& rows, int64_t numel,
                         Address exp_avg, Address exp_avg_sq, Address master, Address copy, Address remainder,
-                        const TiesArray& ties, int threads, const std::string& instructions) {
+                        const TiesArray& ties, Address pages, const SumsArray& expected, int threads,
+                        const std::string& instructions) {
   Settings settings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, step, static_cast<float>(grad_scale)};
   Fields fields{
       numel, at<float>(exp_avg), at<float>(exp_avg_sq), at<float>(master), at<uint16_t>(copy), at<uint16_t>(remainder)};
@@ -80,12 +84,14 @@ TiesArray update_fields(double lr, double beta1, double beta2, double eps, doubl
   Means means = means_of(threads, instructions);
   std::vector<Piece> pieces = pieces_of(rows);
   Ties old = ties_of(ties);
+  SumsArray sums(expected.size());
+  Pages summed{at<const std::byte>(pages), expected.size(), expected.data(), sums.mutable_data(), -1};
   std::vector<int32_t> found;
   {
     py::gil_scoped_release release;
-    found = update(settings, grad, kind, fields, pieces, old, means);
+    found = update(settings, grad, kind, fields, pieces, old, means, pages == 0 ? nullptr : &summed);
   }
-  return array_of(std::move(found));
+  return py::make_tuple(array_of(std::move(found)), sums, summed.wrong);
 }
 
 void join_fields(Address copy, Address remainder, int64_t numel, const TiesArray& ties, Address master, int threads,
@@ -118,7 +124,7 @@ PYBIND11_MODULE(_optim, module) {
              py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
              py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("copy_dtype"), py::arg("pieces"), py::arg("numel"),
              py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"), py::arg("copy"), py::arg("remainder"),
-             py::arg("ties"), py::arg("threads"), py::arg("instructions"));
+             py::arg("ties"), py::arg("pages"), py::arg("expected"), py::arg("threads"), py::arg("instructions"));
   module.def("join", &optim::join_fields, py::kw_only(), py::arg("copy"), py::arg("remainder"), py::arg("numel"),
              py::arg("ties"), py::arg("master"), py::arg("threads"), py::arg("instructions"));
   module.def("split", &optim::split_fields, py::kw_only(), py::arg("master"), py::arg("numel"), py::arg("copy"),

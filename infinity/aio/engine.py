@@ -196,10 +196,12 @@ class IoEngine:
         """
         return File(os.fspath(path), create=create, drive=drive, exclusive=exclusive, checksums=checksums)
 
-    def start(self, requests: Sequence[Request]) -> list[Transfer]:
+    def start(self, requests: Sequence[Request], *, sums_by_caller: bool = False) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.
 
-        A lease must be held until its transfers are done. Raises ValueError on bounds or alignment.
+        A lease must be held until its transfers are done. `sums_by_caller`: of files that keep checksums, the caller verifies
+        what was read (`verify`), and has told what the pages hold that are written (`File.set_checksums`); otherwise the engine
+        does both. Raises ValueError on bounds or alignment.
         """
         assert all(request.lease.held for request in requests), "a transfer with a lease that was given back"
         slab = self._pool.slab
@@ -207,8 +209,14 @@ class IoEngine:
             [
                 (r.operation, r.file, r.offset, slab, r.lease.offset + r.lease_offset, r.length, r.priority)
                 for r in requests
-            ]
+            ],
+            sums_by_caller=sums_by_caller,
         )
+
+    def verify(self, request: Request) -> None:
+        """Hold what a read has brought against the checksums of its pages. Raises IntegrityError as the read would have."""
+        r = request
+        self._core.verify(r.file, r.offset, self._pool.slab, r.lease.offset + r.lease_offset, r.length)
 
     def start_ranges(
         self,

@@ -10,10 +10,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from infinity import _optim
 from infinity.optim.adam import AdamSettings, adam_
+from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
 
@@ -46,6 +48,23 @@ class GradPiece:
         numel = self.grad.numel()
         whole = self.start + numel if self.shard_numel is None else self.shard_numel
         return self.grad.data_ptr(), self.offset, numel, self.start, whole
+
+
+@dataclass
+class PageSums:
+    """The checksums of the pages in which the fields of a sub-group lie: an update verifies each page before it changes it, and
+    sums it after, while it is in a cache; see [Note: Sums on the way] in csrc/optim/adam.h.
+
+    pages: the memory (uint8, whole pages of 4 KiB, aligned to them, in host memory); fields outside are left alone.
+    expected: as `infinity.aio.File.checksums` gives it, 4 bytes per page; zeros for pages that are not to be verified.
+    After the update, new: the checksums anew, in the same form; wrong_page: the number of the first page that did not hold what
+    it must, or None. Where there is one, the fields are torn.
+    """
+
+    pages: torch.Tensor
+    expected: bytes
+    new: bytes = b""
+    wrong_page: int | None = None
 
 
 def update_full(
@@ -88,17 +107,31 @@ def update_split(
     copy: torch.Tensor,
     remainder: torch.Tensor,
     ties: torch.Tensor,
+    sums: PageSums | None = None,
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
     """As `update_full`, for a master weight that is kept as `copy` (bf16), `remainder` (int16 or uint16) and `ties`.
 
-    Returns the ties of the whole sub-group anew: those that lie in no piece are the old ones. See `split`.
+    `sums`: to be verified and made anew on the way. Returns the ties of the whole sub-group anew: those that lie in no piece
+    are the old ones. See `split`.
     """
     _check([exp_avg, exp_avg_sq], (torch.float32,), "exp_avg and exp_avg_sq", exp_avg.numel())
     _check_split(copy, remainder, exp_avg.numel())
     return _update(
-        settings, step, grad_scale, pieces, exp_avg, exp_avg_sq, None, copy, remainder, ties, threads, instructions
+        settings,
+        step,
+        grad_scale,
+        pieces,
+        exp_avg,
+        exp_avg_sq,
+        None,
+        copy,
+        remainder,
+        ties,
+        threads,
+        instructions,
+        sums,
     )
 
 
@@ -233,13 +266,17 @@ def _update(
     ties: torch.Tensor | None,
     threads: int | None,
     instructions: str,
+    sums: PageSums | None = None,
 ) -> torch.Tensor:
+    expected = np.frombuffer(sums.expected if sums is not None else b"", dtype="<u4").astype(np.uint32, copy=False)
+    if sums is not None:
+        _check([sums.pages], (torch.uint8,), "pages", expected.size * PAGE_BYTES)
     grad_dtype = pieces[0].grad.dtype if pieces else torch.float32
     for piece in pieces:
         _check([piece.grad], tuple(_GRAD_DTYPES), "gradients", piece.grad.numel())
         if piece.grad.dtype is not grad_dtype:
             raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
-    found = _optim.update(
+    found, new, wrong = _optim.update(
         lr=settings.lr,
         beta1=settings.betas[0],
         beta2=settings.betas[1],
@@ -259,9 +296,13 @@ def _update(
         copy=_address(copy),
         remainder=_address(remainder),
         ties=(torch.empty(0, dtype=torch.int32) if ties is None else ties).numpy(),
+        pages=_address(sums.pages if sums is not None else None),
+        expected=expected,
         threads=threads or torch.get_num_threads(),
         instructions=instructions,
     )
+    if sums is not None:
+        sums.new, sums.wrong_page = new.astype("<u4", copy=False).tobytes(), wrong if wrong >= 0 else None
     return torch.from_numpy(found)
 
 

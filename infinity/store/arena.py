@@ -161,6 +161,10 @@ class Arena:
         """What the pages of these bytes must hold: see `File.checksums`. Nothing where none are kept."""
         return self.file.checksums(offset, nbytes) if self.file.checked else b""
 
+    def set_checksums(self, offset: int, sums: bytes) -> None:
+        """Say that the pages from `offset` on hold this, which is about to be written there: as `File.set_checksums`."""
+        self.file.set_checksums(offset, sums)
+
     def close(self) -> None:
         """Close the files; the kernel frees their space once the last transfer has ended."""
         self.file.close()

@@ -74,6 +74,12 @@ class Chunk:
     after: tuple[Chunk, ...] = ()
     fills: tuple[tuple[int, torch.Tensor], ...] = field(default=(), repr=False)
     on_lost: Callable[[str], None] | None = field(default=None, repr=False)
+    verified_by_user: bool = False
+    """Whether who acquires it verifies what was read, on a pass over it that it makes anyway: see `Stager.verify`."""
+    unverified: bool = False
+    """Whether nobody has verified what was read."""
+    sums: bytes | None = field(default=None, repr=False)
+    """What the pages hold that are to be written, where its user has summed them."""
     state: ChunkState = ChunkState.RESTING
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)

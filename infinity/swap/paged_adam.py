@@ -12,14 +12,16 @@ from typing import Any
 import torch
 
 from infinity.aio import Lease
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.adam import MOMENTS
-from infinity.optim.kernel import GradPiece
+from infinity.optim.kernel import GradPiece, PageSums
 from infinity.store import Field
+from infinity.swap.chunk import Span
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_model import PagedSubGroup
-from infinity.swap.paged_optimizer import PagedOptimizer, Piece
+from infinity.swap.paged_optimizer import PagedOptimizer, Piece, trained_shard
+from infinity.units import PAGE_BYTES
 
 
 class PagedAdam(PagedOptimizer, torch.optim.Adam):
@@ -64,6 +66,17 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         super()._adopt(swap)
         if tuple(self._fields)[: len(MOMENTS)] != MOMENTS:
             raise ConfigError(f"the kernel for Adam wants its moments first: swap.page(model, moments={MOMENTS!r})")
+        self._take_sums_over()
+
+    def _take_sums_over(self) -> None:
+        """From now on the update verifies and sums what it can while it has it in a cache: see [Note: Sums on the way] in
+        csrc/optim/adam.h."""
+        fused = all(self._settings(group).fused for group in self.param_groups)
+        homes = {trained_shard(p).index: n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        for sub in self._swap.paged.sub_groups:
+            alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
+            whole = sub.layout.split and not sub.held and sub.gradient is None
+            sub.chunk.verified_by_user = fused and alone and whole and self._swap.stager.checked
 
     def _settings(self, group: dict[str, Any]) -> AdamSettings:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
@@ -83,11 +96,32 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     def _step_pieces(
         self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[Piece]], lease: Lease | None
     ) -> None:
+        if lease is not None and sub.chunk.unverified:
+            for settings, batch in batches.items():
+                if len(batches) == 1 and kernel.matches_torch(settings) and len(_alike(batch)) == 1:
+                    self._step_verifying(sub, settings, batch, lease)
+                    return
+            self._swap.stager.verify(sub.chunk)
         for settings, batch in batches.items():
             if kernel.matches_torch(settings):
                 _step_in_one_pass(sub, settings, batch, lease)
             else:
                 _step_as_torch(sub, settings, batch, lease)
+
+    def _step_verifying(self, sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease) -> None:
+        """In the one pass that the kernel makes, verify what was read, and sum what is to be written. Raises IntegrityError:
+        then nothing has changed but what is in the lease."""
+        stager, start = self._swap.stager, sub.extent.offset
+        expected = stager.expected_sums(sub.chunk, Span(start, 0, sub.layout.nbytes))
+        sums = PageSums(lease.view(torch.uint8, 0, sub.layout.nbytes), expected)
+        _step_in_one_pass(sub, settings, batch, lease, sums)
+        if sums.wrong_page is not None:
+            at = sums.wrong_page * PAGE_BYTES
+            stager.verify(sub.chunk, Span(start + at, at, PAGE_BYTES))
+            raise InfinityError(
+                f"a page of {sub.chunk.name} failed its checksum, and then didn't: the memory of this machine can't be trusted"
+            )
+        sub.chunk.unverified, sub.chunk.sums = False, sums.new
 
 
 class PagedAdamW(PagedAdam):
@@ -97,21 +131,35 @@ class PagedAdamW(PagedAdam):
         super().__init__(params, swap=swap, weight_decay=weight_decay, decoupled_weight_decay=True, **settings)
 
 
-def _step_in_one_pass(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease | None) -> None:
-    """With the kernel, which converts, scales, steps and rounds as it goes."""
-    exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
+def _alike(batch: list[Piece]) -> dict[tuple[float, float, torch.dtype], list[GradPiece]]:
+    """What one call of the kernel takes: the gradients by step, scale and dtype."""
     alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
         each = piece.stepping
         key = (float(each.step), each.grad_scale, piece.grad.dtype)
         grad = GradPiece(piece.offset, piece.grad, piece.start, each.numel)
         alike.setdefault(key, []).append(grad)
-    for (step, grad_scale, _), pieces in alike.items():
+    return alike
+
+
+def _step_in_one_pass(
+    sub: PagedSubGroup,
+    settings: AdamSettings,
+    batch: list[Piece],
+    lease: Lease | None,
+    sums: PageSums | None = None,
+) -> None:
+    """With the kernel, which converts, scales, steps and rounds as it goes; with `sums`, it verifies and sums pages, too."""
+    exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
+    for (step, grad_scale, _), pieces in _alike(batch).items():
         common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
         common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         if sub.layout.split:
             copy, remainder = sub.view(Field.COPY, lease), sub.view(Field.REMAINDER, lease)
-            sub.ties = kernel.update_split(settings, copy=copy, remainder=remainder, ties=sub.ties, **common)
+            common |= {"copy": copy, "remainder": remainder, "sums": sums}
+            ties = kernel.update_split(settings, ties=sub.ties, **common)
+            if sums is None or sums.wrong_page is None:
+                sub.ties = ties
         else:
             kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
     if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:

@@ -49,7 +49,7 @@ import torch
 
 from infinity.aio import Lease
 from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, IntegrityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.store.commit import SUM_BYTES
@@ -729,12 +729,17 @@ class PagedModel:
             self._let_be_copied(sub, sub.current)
         lease = self._stager.acquire(sub.chunk) if sub.moves else None
         timeline = self._stager.timeline
+        update = self.updates.pop(sub)
         try:
             with measured(timeline, "update", sub.chunk.name):
-                self.updates.pop(sub)(lease)
+                update(lease)
             if into is not None:
                 with measured(timeline, "copy", sub.chunk.name):
                     _hand_over(sub, lease, into)
+        except IntegrityError:  # found on the way, in bytes that were read; nothing but these has changed
+            self._stager.release(sub.chunk, keep=False)
+            self.updates[sub] = update
+            raise
         except BaseException as error:
             if lease is not None:
                 self._stager.release(sub.chunk, keep=False)

@@ -54,7 +54,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             self._settings(group)
             for parameter in group["params"]:
-                _trained_shard(parameter)
+                trained_shard(parameter)
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         """Norms (0-D) of the gradients that were taken in the backward since the last step."""
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
@@ -64,7 +64,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                shard = _trained_shard(parameter)
+                shard = trained_shard(parameter)
                 if swap.update_at == "backward" or swap.gradients.takes(shard.group):
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else _move_out
                     parameter.register_post_accumulate_grad_hook(came)
@@ -133,7 +133,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
         """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken."""
-        group = _trained_shard(parameter).group
+        group = trained_shard(parameter).group
         in_backward = self._swap.update_at == "backward"
         if parameter in self._used:
             self._swap.paged.tear(f"an update in the backward (more than one gradient for {group.name})")
@@ -159,7 +159,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         grads = {}
         for parameter in arrived:
             assert parameter.grad is not None
-            grads[_trained_shard(parameter).index] = _local_of(parameter.grad).view(-1)
+            grads[trained_shard(parameter).index] = _local_of(parameter.grad).view(-1)
         self._swap.gradients.take(group, grads)
         for parameter in arrived:
             assert parameter.grad is not None
@@ -226,7 +226,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         state. Raises CheckpointError where one was stepped and nobody says how often."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                shard = _trained_shard(parameter)
+                shard = trained_shard(parameter)
                 if self.counts_steps and shard.stepped and parameter not in steps:
                     raise CheckpointError(
                         f"what is stored of {shard.name} has moments and no number of steps, so training can't go on from it "
@@ -267,14 +267,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             (parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
-            if (parameter.grad is not None or has(_trained_shard(parameter))) and (only is None or parameter in only)
+            if (parameter.grad is not None or has(trained_shard(parameter))) and (only is None or parameter in only)
         ]
-        left = {_trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
+        left = {trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
         grads = dict(zip(left, self._swap.host_gradients.start([*left.values()]), strict=True))
         found: dict[int, Stepping] = {}
         for parameter, group in chosen:
             self._init_state_of(parameter)
-            shard = _trained_shard(parameter)
+            shard = trained_shard(parameter)
             step = self.state[parameter]["step"].clone() if self.counts_steps else torch.zeros(())
             first = not shard.stepped or (self.counts_steps and not step)
             grad = grads.get(shard.index)
@@ -328,7 +328,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         state = self.state[parameter]
         if state:
             return
-        shard = _trained_shard(parameter)
+        shard = trained_shard(parameter)
         data = parameter.data
         assert isinstance(data, DTensor)
         if self.counts_steps:
@@ -406,7 +406,8 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _trained_shard(parameter: nn.Parameter) -> PagedShard:
+def trained_shard(parameter: nn.Parameter) -> PagedShard:
+    """What a parameter is paged as. Raises ConfigError for one that isn't, or that was frozen when it was."""
     local = _local_of(parameter)  # not of its .data, which would be another view of it, made in Python
     if not isinstance(local, PagedTensor):
         raise ConfigError("a parameter given to the optimizer is not paged: call swap.page(model) first, then make it")

@@ -84,6 +84,7 @@ class Stager:
     def acquire(self, chunk: Chunk) -> Lease:
         """The chunk's bytes in a lease, for the caller alone until `release` or `write_back`. Waits as long as it takes.
 
+        A chunk that is `verified_by_user` may come `unverified`: that is then the caller's to do, or `verify`'s.
         Raises IoError when the read failed (the lease is back in the pool then), BudgetError when the pool can't hold it.
         """
         if chunk.is_unwritten:
@@ -106,6 +107,32 @@ class Stager:
         self._staged.remove(chunk)
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
+
+    @property
+    def checked(self) -> bool:
+        """Whether the arena keeps checksums."""
+        return self._arena.file.checked
+
+    def expected_sums(self, chunk: Chunk, span: Span) -> bytes:
+        """What the pages of a span of the arena must hold, for who verifies them: as `infinity.aio.File.checksums`."""
+        return self._arena.checksums(span.offset, span.nbytes)
+
+    def verify(self, chunk: Chunk, only: Span | None = None) -> None:
+        """Hold what was read of a chunk in use against its checksums, if nobody has yet; `only`: a part of it, in any case.
+
+        Raises IntegrityError as a read that the engine verifies would have.
+        """
+        if not chunk.unverified and only is None:
+            return
+        assert chunk.lease is not None
+        for span in chunk.reads if only is None else (only,):
+            request = self._request("read", chunk.lease, span, Priority.DEMAND)
+            try:
+                self._engine.verify(request)
+            except IntegrityError as error:
+                self._arena.explain(error, chunk.name)
+                raise
+        chunk.unverified = False
 
     def may_be_read(self, chunk: Chunk) -> bool:
         """Whether the arena holds what a read of the chunk is to find; never blocks."""
@@ -267,7 +294,9 @@ class Stager:
         if self.timeline is not None:
             self.timeline.starting(chunk.name, len(chunk.reads))
         try:
-            transfers = self._engine.start(self._requests("read", chunk, lease, priority))
+            transfers = self._engine.start(
+                self._requests("read", chunk, lease, priority), sums_by_caller=chunk.verified_by_user
+            )
         except BaseException:
             lease.give_back()
             raise
@@ -275,7 +304,7 @@ class Stager:
             with measured(self.timeline, "copy", chunk.name):
                 for start, elements in chunk.fills:
                     lease.view(elements.dtype, start, elements.numel()).copy_(elements)
-        chunk.lease, chunk.transfers = lease, transfers
+        chunk.lease, chunk.transfers, chunk.unverified = lease, transfers, chunk.verified_by_user
         chunk.move_to(ChunkState.READING)
         self._staged.append(chunk)
 
@@ -304,8 +333,13 @@ class Stager:
         assert chunk.lease is not None
         if self.timeline is not None:
             self.timeline.starting(chunk.name, len(chunk.writes))
+        summed = chunk.sums is not None
+        if chunk.sums is not None:
+            (span,) = chunk.writes
+            self._arena.set_checksums(span.offset, chunk.sums)
         try:
-            chunk.transfers = self._engine.start(self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK))
+            requests = self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK)
+            chunk.transfers = self._engine.start(requests, sums_by_caller=summed)
         except BaseException as error:
             self._rest(chunk)
             if chunk.on_lost is not None:
@@ -337,9 +371,10 @@ class Stager:
 
     def _requests(self, operation: str, chunk: Chunk, lease: Lease, priority: Priority) -> list[Request]:
         spans: tuple[Span, ...] = chunk.reads if operation == "read" else chunk.writes
-        return [
-            Request(operation, self._arena.file, s.offset, lease, s.lease_offset, s.nbytes, priority) for s in spans
-        ]
+        return [self._request(operation, lease, span, priority) for span in spans]
+
+    def _request(self, operation: str, lease: Lease, span: Span, priority: Priority) -> Request:
+        return Request(operation, self._arena.file, span.offset, lease, span.lease_offset, span.nbytes, priority)
 
     def _land(self, chunk: Chunk) -> None:
         self._wait_landed(chunk)
@@ -351,6 +386,7 @@ class Stager:
         lease = chunk.lease
         assert lease is not None
         chunk.lease, chunk.transfers, chunk.landing = None, [], None
+        chunk.unverified, chunk.sums = False, None
         chunk.move_to(ChunkState.RESTING)
         lease.give_back()
 

@@ -138,6 +138,33 @@ def test_every_flipped_bit_is_found(machine: Machine) -> None:
     print(f"{len(machine.paths) * (FLIPS + 2)} bits flipped, each found")
 
 
+def test_whoever_verifies_by_himself_finds_what_a_read_would(machine: Machine) -> None:
+    def move(operation: str) -> Request:
+        request = Request(operation, machine.file, 0, machine.lease, 0, PAGES * PAGE, Priority.PREFETCH)
+        machine.engine.wait(machine.engine.start([request], sums_by_caller=True))
+        return request
+
+    data = random.Random(5).randbytes(PAGES * PAGE)
+    machine.bytes.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    move("write")
+    assert machine.file.checksums(0, PAGES * PAGE) == PAGES * ZEROS.to_bytes(4, "little")
+    with pytest.raises(IntegrityError):
+        machine.read(0, PAGES)
+    machine.file.set_checksums(0, page_checksums(data))
+    assert machine.read(0, PAGES) == data
+    for path in machine.paths:
+        bit = 8 * (path.stat().st_size - 1)
+        flip(path, bit)
+        with pytest.raises(IntegrityError) as told:
+            machine.read(0, PAGES)
+        with pytest.raises(IntegrityError) as found:
+            machine.engine.verify(move("read"))
+        assert found.value.page_offset == told.value.page_offset == bit // 8 // PAGE * PAGE
+        assert found.value.path == told.value.path == str(path)
+        flip(path, bit)
+    machine.engine.verify(move("read"))
+
+
 def test_an_error_of_integrity_is_one_of_io() -> None:
     error = IntegrityError("why", errno.EBADMSG, "read", "file", 1, 2, "threads")
     error.page_offset = 4096

@@ -39,7 +39,13 @@ FLAGS = [
 MAIN = HERE / "test_main.cpp"
 SOURCES = {
     "aio": [*(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")],
-    "optim": [*(CSRC / "optim").glob("*.cpp"), CSRC / "aio/process.cpp", *HERE.glob("optim/test_*.cpp"), MAIN],
+    "optim": [
+        *(CSRC / "optim").glob("*.cpp"),
+        CSRC / "aio/process.cpp",
+        CSRC / "aio/crc32c.cpp",
+        *HERE.glob("optim/test_*.cpp"),
+        MAIN,
+    ],
 }
 VARIANTS = {
     "asan+ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],

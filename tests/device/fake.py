@@ -390,11 +390,11 @@ class FakeRuntime:
         return guarded
 
     def _transferring(self, start: Any) -> Any:
-        def transferring(engine: Any, requests: Sequence[Request]) -> Any:
+        def transferring(engine: Any, requests: Sequence[Request], **more: Any) -> Any:
             for each in requests:
                 span = span_of(each.lease.view(torch.uint8, each.lease_offset, each.length))
                 self.check_host(span, f"a {each.operation} of the drive uses", write=each.operation == "read")
-            return start(engine, requests)
+            return start(engine, requests, **more)
 
         return transferring
 

@@ -17,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.aio import page_checksums
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim import split as torch_split
-from infinity.optim.kernel import GradPiece
+from infinity.optim.kernel import GradPiece, PageSums
 
 # Of the torch that the kernel was written beside; an older one, or one without AVX2, may round otherwise (see matches_torch).
 KNOWN_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
@@ -324,6 +325,99 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     }
     with pytest.raises(ValueError, match=message):
         kernel.update_full(settings_of(), step=1, grad_scale=1.0, **(given | change))
+
+
+# Sums on the way
+
+PAGE = 4096
+BLOCK = 32768
+"""Elements that the kernel takes at a time."""
+
+
+class Pages:
+    """A split state in memory of whole pages, field after field, as in an extent."""
+
+    def __init__(self, numel: int, *, seed: int) -> None:
+        state = SplitState(State(numel, seed=seed))
+        self.numel, self.ties, self.random = numel, state.ties, torch.Generator().manual_seed(seed)
+        memory = torch.empty(12 * numel + PAGE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE
+        self.bytes = memory[start : start + 12 * numel]
+        for name, before in (("copy", 0), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 8)):
+            field = getattr(state, name)
+            place = self.bytes[before * numel : (before + field.itemsize) * numel].view(field.dtype)
+            setattr(self, name, place.copy_(field))
+
+    def sums(self) -> bytes:
+        return page_checksums(memoryview(self.bytes.numpy()))
+
+    def step(self, pieces: list[GradPiece], sums: PageSums | None, **more: Any) -> None:
+        fields = {name: getattr(self, name) for name in ("copy", "remainder", "exp_avg", "exp_avg_sq")}
+        given = {"step": 1, "grad_scale": 1.0, "pieces": pieces, "ties": self.ties, "sums": sums, **fields, **more}
+        self.ties = kernel.update_split(settings_of(), **given)
+
+
+@given(
+    numel=st.sampled_from([2048, BLOCK, BLOCK + 2048, 2 * BLOCK + 4096]),
+    cuts=st.sets(st.integers(0, 2 * BLOCK + 4096), max_size=6),
+    known=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_pages_are_summed_on_the_way(numel: int, cuts: set[int], known: bool, threads: int, seed: int) -> None:
+    """Of elements that no piece covers too; and the elements are those of an update that sums nothing."""
+    plain, summed = Pages(numel, seed=seed), Pages(numel, seed=seed)
+    places = sorted(place for place in cuts if place <= numel)
+    pieces = [GradPiece(a, torch.randn(b - a, generator=plain.random)) for a, b in itertools.pairwise(places)][::2]
+    sums = PageSums(summed.bytes, summed.sums() if known else bytes(12 * numel // PAGE * 4))
+    plain.step(pieces, None)
+    summed.step(pieces, sums, threads=threads)
+    assert torch.equal(plain.bytes, summed.bytes) and torch.equal(plain.ties, summed.ties)
+    assert sums.wrong_page is None
+    assert sums.new == summed.sums()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_page_that_is_not_as_it_was_is_found(threads: int) -> None:
+    pages = Pages(BLOCK + 4096, seed=3)
+    sums = PageSums(pages.bytes, pages.sums())
+    random = torch.Generator().manual_seed(4)
+    for _ in range(20):
+        places = torch.randint(pages.bytes.numel(), (2,), generator=random)
+        kept = pages.bytes.clone()
+        pages.bytes[places] ^= 8
+        pages.step([GradPiece(0, torch.zeros(pages.numel))], sums, threads=threads)
+        assert sums.wrong_page == int(places.min()) // PAGE
+        pages.bytes.copy_(kept)
+
+
+def test_fields_that_lie_elsewhere_are_not_summed() -> None:
+    pages = Pages(4096, seed=5)
+    elsewhere = pages.exp_avg_sq.clone()
+    before = pages.sums()
+    pages.exp_avg_sq.zero_()  # nobody looks
+    sums = PageSums(pages.bytes, before)
+    pages.step([GradPiece(0, torch.ones(4096))], sums, exp_avg_sq=elsewhere)
+    assert sums.wrong_page is None
+    at = 4 * (8 * 4096 // PAGE)
+    assert sums.new[:at] == pages.sums()[:at] != before[:at]
+
+
+def test_what_fills_no_whole_pages_is_not_summed() -> None:
+    pages = Pages(4096, seed=6)
+    for sums, change in (
+        (PageSums(pages.bytes, pages.sums()[:-4]), {}),
+        (PageSums(pages.bytes[:-PAGE], pages.sums()[:-4]), {}),
+        (PageSums(pages.bytes, pages.sums()), {"exp_avg": pages.bytes[64 : 64 + 4 * 4096].view(torch.float32)}),
+    ):
+        with pytest.raises(ValueError, match="page"):
+            pages.step([GradPiece(0, torch.ones(4096))], sums, **change)
+    odd = Pages(4096, seed=6)
+    odd.numel = 1000
+    fields = {name: getattr(odd, name)[:1000] for name in ("copy", "remainder", "exp_avg", "exp_avg_sq")}
+    with pytest.raises(ValueError, match="whole pages"):
+        odd.step([GradPiece(0, torch.ones(1000))], PageSums(odd.bytes, odd.sums()), **fields)
 
 
 def test_ties_out_of_the_sub_group_are_refused() -> None:

@@ -73,7 +73,8 @@ class ScriptedEngine:
         self.failing: Callable[[Request], bool] = lambda request: False
         self.stall_seconds = 0.0
 
-    def start(self, requests: Sequence[Request]) -> list[ScriptedTransfer]:
+    def start(self, requests: Sequence[Request], *, sums_by_caller: bool = False) -> list[ScriptedTransfer]:
+        assert not sums_by_caller, "no chunk here is verified by its user"
         assert all(request.lease.held for request in requests)
         started = [ScriptedTransfer(self, request) for request in requests]
         self.transfers += started
@@ -401,7 +402,7 @@ def test_drop_leaves_what_is_in_use_or_written(bench: Bench) -> None:
 
 
 def test_read_that_can_not_start_frees_its_lease(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(requests: Sequence[Request]) -> list[ScriptedTransfer]:
+    def refuse(requests: Sequence[Request], **_: Any) -> list[ScriptedTransfer]:
         raise ValueError("the file is closed")
 
     monkeypatch.setattr(bench.engine, "start", refuse)
@@ -488,7 +489,7 @@ def test_write_that_can_not_start_after_the_arrival_frees_its_lease(
     chunk.on_lost = lost.append
     landing = bench.write_late(chunk, 5)
 
-    def refuse(requests: Sequence[Request]) -> None:
+    def refuse(requests: Sequence[Request], **_: Any) -> None:
         raise IoError("the engine starts nothing any more", errno.EIO, "write")
 
     monkeypatch.setattr(bench.engine, "start", refuse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import infinity
+from infinity.aio import page_checksums
 from infinity.swap import paged_adam
 from infinity.swap.stager import Stager
 
@@ -195,6 +197,79 @@ def test_a_read_that_fails_loses_no_update(both: list[infinity.Engine], monkeypa
         assert step(nvme) == step(memory)
     expected, got = weights(memory), weights(nvme)
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def flip(engine: infinity.Engine, offset: int) -> None:
+    """The lowest bit of a byte of the arena, on the drive."""
+    assert engine.swap is not None
+    engine.swap.stager.settle_all()
+    engine.swap.stager.drop_all()  # what was read ahead
+    with arena_of(engine) as arena:
+        (value,) = os.pread(arena.fileno(), 1, offset)
+        os.pwrite(arena.fileno(), bytes([value ^ 1]), offset)
+
+
+def arena_of(engine: infinity.Engine) -> Any:
+    """Its file, opened anew for ordinary reads and writes."""
+    assert engine.swap is not None
+    (file,) = engine.swap._open().arena.descriptors
+    return Path(f"/proc/self/fd/{file}").open("r+b", buffering=0)
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_page_that_an_update_finds_wrong_loses_no_update(both: list[infinity.Engine], at: int) -> None:
+    """The update verifies by itself what was read for it; its sub-group waits on, and the drive may be mended."""
+    memory, nvme = both
+    for _ in range(2):
+        for engine in both:
+            step(engine)
+    assert nvme.swap is not None
+    sub = list(nvme.swap.paged.updates)[2]
+    assert sub.chunk.verified_by_user
+    offset = sub.extent.offset + at % sub.layout.nbytes
+    flip(nvme, offset)
+    with pytest.raises(infinity.IntegrityError, match="doesn't hold what was written there") as caught:
+        nvme.swap.flush()
+    assert sub.chunk.name in str(caught.value) and caught.value.page_offset == offset // 4096 * 4096
+    assert sub in nvme.swap.paged.updates
+    flip(nvme, offset)
+    for _ in range(2):
+        assert step(nvme) == step(memory)
+    expected, got = weights(memory), weights(nvme)
+    assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("verifier", ["update", "engine"])
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_what_an_update_wrote_is_summed(
+    nvme_path: Path, update: str, verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the update itself, or by the engine."""
+    by_update: list[Any] = []
+    update_split = paged_adam.kernel.update_split
+
+    def counted(*args: Any, **given: Any) -> Any:
+        by_update.append(given["sums"])
+        return update_split(*args, **given)
+
+    monkeypatch.setattr(paged_adam.kernel, "update_split", counted)
+    engine = made(nvme_path, clipping=0.0, update=update)
+    assert engine.swap is not None
+    if verifier == "engine":
+        for sub in engine.swap.paged.sub_groups:
+            sub.chunk.verified_by_user = False
+    for _ in range(3):
+        step(engine)
+    engine.swap.flush()
+    split = [sub for sub in engine.swap.paged.sub_groups if sub.layout.split]
+    assert len(by_update) == 3 * len(split)
+    assert all((sums is None) == (verifier == "engine") for sums in by_update)
+    for sub in split:
+        engine.swap.stager.settle(sub.chunk)
+        with arena_of(engine) as arena:
+            stored = os.pread(arena.fileno(), sub.layout.nbytes, sub.extent.offset)
+        assert page_checksums(stored) == engine.swap._open().arena.checksums(sub.extent.offset, sub.layout.nbytes)
+    engine.close()
 
 
 def test_an_update_that_fails_half_way_is_told_to_everybody(

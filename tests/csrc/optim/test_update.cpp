@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "aio/crc32c.h"
 #include "optim/adam.h"
 #include "optim/crew.h"
 
@@ -66,7 +67,63 @@ bool equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
+constexpr int64_t kPage = 4096;
+
+// Fields one after the other on whole pages, and the sums of these.
+struct Extent {
+  explicit Extent(const State& state)
+      : numel(state.numel),
+        bytes(static_cast<size_t>(numel) * 12 + kPage),
+        sums(static_cast<size_t>(numel) * 12 / kPage) {
+    auto address = reinterpret_cast<uintptr_t>(bytes.data());
+    begin = bytes.data() + (kPage - address % kPage) % kPage;
+    fields = {numel, at<float>(4), at<float>(8), nullptr, at<uint16_t>(0), at<uint16_t>(2)};
+    std::memcpy(fields.copy, state.copy.data(), state.copy.size() * 2);
+    std::memcpy(fields.remainder, state.remainder.data(), state.remainder.size() * 2);
+    std::memcpy(fields.exp_avg, state.exp_avg.data(), state.exp_avg.size() * 4);
+    std::memcpy(fields.exp_avg_sq, state.exp_avg_sq.data(), state.exp_avg_sq.size() * 4);
+    aio::sum_pages(begin, sums.size(), sums.data());
+  }
+
+  template <typename T>
+  T* at(int64_t bytes_before_each) {
+    return reinterpret_cast<T*>(begin + numel * bytes_before_each);
+  }
+
+  int64_t numel;
+  std::vector<std::byte> bytes;
+  std::vector<aio::PageSum> sums;
+  std::byte* begin;
+  Fields fields;
+};
+
 }  // namespace
+
+TEST_CASE("pages are verified and summed by the threads that update them") {
+  constexpr int64_t kNumel = 2048 * 77;  // four blocks and a part of one
+  for (int threads : {1, 3}) {
+    Means means{threads, instruction_sets().front()};
+    State state(kNumel);
+    state.split_master(means);
+    Extent extent(state);
+    std::vector<Piece> pieces{state.piece(5, 70'001), state.piece(70'001, kNumel - 3)};
+    std::vector<aio::PageSum> found(extent.sums.size());
+    Pages pages{extent.begin, static_cast<int64_t>(found.size()), extent.sums.data(), found.data(), 0};
+    auto ties = update(kSettings, Grad::kFloat32, Master::kSplit, extent.fields, pieces, state.known(), means, &pages);
+    CHECK(pages.wrong == -1);
+    state.step_split(pieces, means);
+    CHECK(ties == state.ties);
+    Extent expected(state);
+    CHECK(found == expected.sums);
+    CHECK(std::memcmp(extent.begin, expected.begin, found.size() * kPage) == 0);
+
+    extent.begin[kPage * 100 + 17] ^= std::byte{4};
+    extent.begin[kPage * 300] ^= std::byte{4};
+    pages.expected = expected.sums.data();
+    update(kSettings, Grad::kFloat32, Master::kSplit, extent.fields, pieces, state.known(), means, &pages);
+    CHECK(pages.wrong == 100);
+  }
+}
 
 TEST_CASE("a split master takes the steps of a full one, for every length and instruction set") {
   for (const std::string& instructions : instruction_sets()) {
