@@ -77,6 +77,7 @@ def update_full(
     exp_avg_sq: torch.Tensor,
     master: torch.Tensor,
     copy: torch.Tensor | None = None,
+    sums: PageSums | None = None,
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> None:
@@ -85,7 +86,8 @@ def update_full(
     exp_avg, exp_avg_sq and master (fp32) and copy (bf16 or fp16, set from the new master) are the whole sub-group: 1-D and
     contiguous, in host memory, of one length. Pieces ascend without overlap, and their gradients have one dtype. `step`
     counts this step, from 1. Gradients are multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads`
-    share the work (torch's number, if None); the calling thread is one of them, and the GIL is released.
+    share the work (torch's number, if None); the calling thread is one of them, and the GIL is released. `sums`: to be verified
+    and made anew on the way.
 
     The numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for
     pieces that do not fit.
@@ -93,7 +95,9 @@ def update_full(
     _check([exp_avg, exp_avg_sq, master], (torch.float32,), "exp_avg, exp_avg_sq and master", exp_avg.numel())
     if copy is not None:
         _check([copy], tuple(_COPY_DTYPES), "the copy", exp_avg.numel())
-    _update(settings, step, grad_scale, pieces, exp_avg, exp_avg_sq, master, copy, None, None, threads, instructions)
+    _update(
+        settings, step, grad_scale, pieces, exp_avg, exp_avg_sq, master, copy, None, None, threads, instructions, sums
+    )
 
 
 def update_split(
@@ -113,8 +117,7 @@ def update_split(
 ) -> torch.Tensor:
     """As `update_full`, for a master weight that is kept as `copy` (bf16), `remainder` (int16 or uint16) and `ties`.
 
-    `sums`: to be verified and made anew on the way. Returns the ties of the whole sub-group anew: those that lie in no piece
-    are the old ones. See `split`.
+    Returns the ties of the whole sub-group anew: those that lie in no piece are the old ones. See `split`.
     """
     _check([exp_avg, exp_avg_sq], (torch.float32,), "exp_avg and exp_avg_sq", exp_avg.numel())
     _check_split(copy, remainder, exp_avg.numel())
@@ -266,7 +269,7 @@ def _update(
     ties: torch.Tensor | None,
     threads: int | None,
     instructions: str,
-    sums: PageSums | None = None,
+    sums: PageSums | None,
 ) -> torch.Tensor:
     expected = np.frombuffer(sums.expected if sums is not None else b"", dtype="<u4").astype(np.uint32, copy=False)
     if sums is not None:

@@ -162,7 +162,8 @@ class Arena:
         return self.file.checksums(offset, nbytes) if self.file.checked else b""
 
     def set_checksums(self, offset: int, sums: bytes) -> None:
-        """Say that the pages from `offset` on hold this, which is about to be written there: as `File.set_checksums`."""
+        """Say that the pages from `offset` on hold this, which is about to be written there, or zeros where nobody knows: as
+        `File.set_checksums`."""
         self.file.set_checksums(offset, sums)
 
     def close(self) -> None:

@@ -71,12 +71,13 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     def _take_sums_over(self) -> None:
         """From now on the update verifies and sums what it can while it has it in a cache: see [Note: Sums on the way] in
         csrc/optim/adam.h."""
-        fused = all(self._settings(group).fused for group in self.param_groups)
+        one_pass = all(kernel.matches_torch(self._settings(group)) for group in self.param_groups)
         homes = {trained_shard(p).index: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         for sub in self._swap.paged.sub_groups:
             alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
-            whole = sub.layout.split and not sub.held and sub.gradient is None
-            sub.chunk.verified_by_user = fused and alone and whole and self._swap.stager.checked
+            whole = sub.layout.split or Field.COPY not in sub.layout.fields  # else the copy is not read, and made after
+            whole = whole and not sub.held and sub.gradient is None
+            sub.chunk.verified_by_user = one_pass and alone and whole and self._swap.stager.checked
 
     def _settings(self, group: dict[str, Any]) -> AdamSettings:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
@@ -153,11 +154,10 @@ def _step_in_one_pass(
     exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
     for (step, grad_scale, _), pieces in _alike(batch).items():
         common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
-        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "sums": sums}
         if sub.layout.split:
             copy, remainder = sub.view(Field.COPY, lease), sub.view(Field.REMAINDER, lease)
-            common |= {"copy": copy, "remainder": remainder, "sums": sums}
-            ties = kernel.update_split(settings, ties=sub.ties, **common)
+            ties = kernel.update_split(settings, copy=copy, remainder=remainder, ties=sub.ties, **common)
             if sums is None or sums.wrong_page is None:
                 sub.ties = ties
         else:

@@ -206,9 +206,7 @@ class Stager:
                 self._wait("write", chunk, why)
             except OSError as error:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
                 self._writing.remove(chunk)
-                self._rest(chunk)
-                if chunk.on_lost is not None:
-                    chunk.on_lost(str(error))
+                self._lose(chunk, error)
                 raise
             self._writing.remove(chunk)
             self._rest(chunk)
@@ -341,14 +339,21 @@ class Stager:
             requests = self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK)
             chunk.transfers = self._engine.start(requests, sums_by_caller=summed)
         except BaseException as error:
-            self._rest(chunk)
-            if chunk.on_lost is not None:
-                chunk.on_lost(str(error))
+            self._lose(chunk, error)
             raise
         for span in chunk.writes:
             self._arena.count_write(span.offset)
         chunk.move_to(ChunkState.WRITING)
         self._writing.append(chunk)
+
+    def _lose(self, chunk: Chunk, error: BaseException) -> None:
+        """Nobody knows which of its bytes were written."""
+        if chunk.sums is not None:
+            (span,) = chunk.writes
+            self._arena.set_checksums(span.offset, bytes(len(chunk.sums)))
+        self._rest(chunk)
+        if chunk.on_lost is not None:
+            chunk.on_lost(str(error))
 
     def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
         try:

@@ -150,6 +150,48 @@ def test_a_write_that_failed_in_the_background_is_not_forgotten(
     assert step(engine) == expected
 
 
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_what_was_summed_and_not_written_is_unknown(
+    engine: infinity.Engine, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a range of it can be set, whose first and last pages are read before."""
+    step(engine)
+    assert engine.swap is not None
+    swap = engine.swap
+    swap.flush()
+    start, wait, lost = IoEngine.start, IoEngine.wait, []
+
+    def start_or_fail(self: IoEngine, requests: Any, **more: Any) -> Any:
+        if more.get("sums_by_caller") and requests[0].operation == "write" and not lost:
+            lost.append(requests[0].offset)
+            if when == "start":
+                raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
+            transfers = start(self, requests, **more)
+            lost.append(transfers)
+            return transfers
+        return start(self, requests, **more)
+
+    def wait_or_fail(self: IoEngine, transfers: Any) -> None:
+        wait(self, transfers)
+        if transfers in lost[1:]:
+            raise infinity.IoError("write of rank0.arena: EIO", errno.EIO, "write")
+
+    monkeypatch.setattr(IoEngine, "start", start_or_fail)
+    monkeypatch.setattr(IoEngine, "wait", wait_or_fail)
+
+    def step_and_flush() -> None:
+        step(engine)
+        swap.flush()
+
+    with pytest.raises(infinity.IoError, match="EIO"):
+        step_and_flush()
+    (sub,) = [each for each in swap.paged.sub_groups if each.extent.offset == lost[0]]
+    sums = swap._open().arena.checksums(sub.extent.offset, sub.layout.nbytes)
+    assert sums == bytes(len(sums))
+    weight = engine.module[1][0].weight.data._local_tensor  # type: ignore[index, union-attr]
+    weight.view(-1)[1:100].copy_(torch.full((99,), 1 / 3))
+
+
 def test_a_load_that_failed_half_way_leaves_nothing_to_go_on_from(
     engine: infinity.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
