@@ -36,6 +36,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     """
 
     moments = MOMENTS
+    verifies = True
 
     def __init__(
         self,

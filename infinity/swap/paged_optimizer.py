@@ -40,6 +40,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     """What is kept of each element, by its names in `state`."""
     counts_steps: bool = True
     """Whether `state` holds a "step"."""
+    verifies: bool = False
+    """Whether `_step_pieces` sees to what comes unverified in a lease: see `Stager.verify`."""
 
     def _adopt(self, swap: SwapManager) -> None:
         """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
@@ -304,6 +306,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             kept = self._swap.gradients.staged(sub, lease)
         elif kept is not None:
             self._swap.host_gradients.settle()
+        if lease is not None and not self.verifies:
+            self._swap.stager.verify(sub.chunk)
         batches: dict[Any, list[Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)

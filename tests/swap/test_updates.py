@@ -239,6 +239,24 @@ def test_a_page_that_an_update_finds_wrong_loses_no_update(both: list[infinity.E
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
 
 
+def test_an_optimizer_that_does_not_verify_has_it_done_before(
+    both: list[infinity.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infinity.PagedAdam, "verifies", False)
+    monkeypatch.setattr(infinity.PagedAdam, "_step_verifying", None)
+    memory, nvme = both
+    for engine in both:
+        step(engine)
+    assert nvme.swap is not None
+    sub = list(nvme.swap.paged.updates)[2]
+    flip(nvme, sub.extent.offset)
+    with pytest.raises(infinity.IntegrityError, match="doesn't hold what was written there"):
+        nvme.swap.flush()
+    flip(nvme, sub.extent.offset)
+    for _ in range(2):
+        assert step(nvme) == step(memory)
+
+
 @pytest.mark.parametrize("verifier", ["update", "engine"])
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
 def test_what_an_update_wrote_is_summed(
