@@ -44,8 +44,8 @@ def update(
     there is a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
 
     `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The
-    fields that lie in them are verified before they change, and summed after. Returns the new checksums, and the number of the
-    first page that is not as expected, or -1: the fields are torn where there is one.
+    fields that lie in them are verified before they change, and summed after. Returns the new checksums (0 for pages of no
+    field), and the number of the first page that is not as expected, or -1: the fields are torn where there is one.
     Raises ValueError for what does not fit.
     """
 

@@ -60,7 +60,7 @@ class IoError(InfinityError, OSError):
 
 
 class IntegrityError(IoError):
-    """A read found something else on the drive than was written there; `errno` is EBADMSG. Nobody gets the bytes.
+    """A read found something else on the drive than was written there; `errno` is EBADMSG. Nobody uses the bytes.
 
     Attributes: those of IoError, and `page_offset`, where in the file the first wrong page of 4 KiB begins (bytes). Of what is
     read out of an arena, too: `extent_offset` and `extent_bytes`, the extent that the page lies in, and `generation`, how often

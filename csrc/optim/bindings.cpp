@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "aio/crc32c.h"
 #include "optim/adam.h"
 
 namespace py = pybind11;
@@ -85,6 +87,7 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
   std::vector<Piece> pieces = pieces_of(rows);
   Ties old = ties_of(ties);
   SumsArray sums(expected.size());
+  std::fill_n(sums.mutable_data(), expected.size(), aio::kUnknownPage);
   Pages summed{at<const std::byte>(pages), expected.size(), expected.data(), sums.mutable_data(), -1};
   std::vector<int32_t> found;
   {

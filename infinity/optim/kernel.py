@@ -57,8 +57,8 @@ class PageSums:
 
     pages: the memory (uint8, whole pages of 4 KiB, aligned to them, in host memory); fields outside are left alone.
     expected: as `infinity.aio.File.checksums` gives it, 4 bytes per page; zeros for pages that are not to be verified.
-    After the update, new: the checksums anew, in the same form; wrong_page: the number of the first page that did not hold what
-    it must, or None. Where there is one, the fields are torn.
+    After the update, new: the checksums anew, in the same form, zeros for pages of no field; wrong_page: the number of the
+    first page that did not hold what it must, or None. Where there is one, the fields are torn.
     """
 
     pages: torch.Tensor

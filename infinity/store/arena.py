@@ -122,9 +122,12 @@ class Arena:
         number = self._number_at(offset)
         return self._extents[number], self._generations[number]
 
-    def explain(self, error: IntegrityError, what: str) -> None:
-        """Say in the error of a read of the arena that it was of `what`, and in which extent and generation."""
-        extent, generation = self.generation_at(error.offset)
+    def explain(self, error: IntegrityError, what: str, *, at: int | None = None) -> None:
+        """Say in the error of a read of the arena that it was of `what`, and in which extent and generation.
+
+        `at`: where in the arena, if that is known; the error says where in a file.
+        """
+        extent, generation = self.generation_at(error.offset if at is None else at)
         error.in_extent(what, extent.offset, extent.nbytes, generation)
 
     def _number_at(self, offset: int) -> int:

@@ -72,13 +72,13 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     def _take_sums_over(self) -> None:
         """From now on the update verifies and sums what it can while it has it in a cache: see [Note: Sums on the way] in
         csrc/optim/adam.h."""
-        one_pass = all(kernel.matches_torch(self._settings(group)) for group in self.param_groups)
+        fused = all(self._settings(group).fused for group in self.param_groups)
         homes = {trained_shard(p).index: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         for sub in self._swap.paged.sub_groups:
             alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
             whole = sub.layout.split or Field.COPY not in sub.layout.fields  # else the copy is not read, and made after
-            whole = whole and not sub.held and sub.gradient is None
-            sub.chunk.verified_by_user = one_pass and alone and whole and self._swap.stager.checked
+            whole = whole and sub.layout.moments == len(MOMENTS) and not sub.held and sub.gradient is None
+            sub.chunk.verified_by_user = fused and alone and whole and self._swap.stager.checked
 
     def _settings(self, group: dict[str, Any]) -> AdamSettings:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):

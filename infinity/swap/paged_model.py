@@ -729,16 +729,18 @@ class PagedModel:
             self._let_be_copied(sub, sub.current)
         lease = self._stager.acquire(sub.chunk) if sub.moves else None
         timeline = self._stager.timeline
-        update = self.updates.pop(sub)
+        update = self.updates[sub]
         try:
+            del self.updates[sub]
             with measured(timeline, "update", sub.chunk.name):
                 update(lease)
             if into is not None:
                 with measured(timeline, "copy", sub.chunk.name):
                     _hand_over(sub, lease, into)
         except IntegrityError:  # found on the way, in bytes that were read; nothing but these has changed
-            self._stager.release(sub.chunk, keep=False)
             self.updates[sub] = update
+            self._stager.release(sub.chunk, keep=False)
+            self._stager.drop(sub.chunk)  # also where the device is at it: what is left there is half updated
             raise
         except BaseException as error:
             if lease is not None:

@@ -320,6 +320,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                     grad = kept[piece.offset : piece.offset + numel]
                 batches.setdefault(each.settings, []).append(Piece(each, piece.offset, piece.start, numel, grad))
         self._step_pieces(sub, batches, lease)
+        if lease is not None and sub.chunk.unverified:
+            raise InfinityError(f"{type(self).__name__} has stepped {sub.chunk.name}, which nobody has verified")
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:
             master = sub.master(lease)

@@ -130,9 +130,9 @@ class Stager:
             try:
                 self._engine.verify(request)
             except IntegrityError as error:
-                self._arena.explain(error, chunk.name)
+                self._arena.explain(error, chunk.name, at=span.offset)
                 raise
-        chunk.unverified = False
+        chunk.unverified = chunk.unverified and only is not None
 
     def may_be_read(self, chunk: Chunk) -> bool:
         """Whether the arena holds what a read of the chunk is to find; never blocks."""
@@ -167,6 +167,7 @@ class Stager:
 
         `landing`: fires when the device has taken the bytes over; all that it took so far where None.
         """
+        chunk.sums = None
         landing = landing or self.device.landing()
         chunk.landing = None if landing.done() else landing
         if keep:
@@ -332,10 +333,10 @@ class Stager:
         if self.timeline is not None:
             self.timeline.starting(chunk.name, len(chunk.writes))
         summed = chunk.sums is not None
-        if chunk.sums is not None:
-            (span,) = chunk.writes
-            self._arena.set_checksums(span.offset, chunk.sums)
         try:
+            if chunk.sums is not None:
+                (span,) = chunk.writes
+                self._arena.set_checksums(span.offset, chunk.sums)
             requests = self._requests("write", chunk, chunk.lease, Priority.WRITE_BACK)
             chunk.transfers = self._engine.start(requests, sums_by_caller=summed)
         except BaseException as error:
@@ -348,12 +349,14 @@ class Stager:
 
     def _lose(self, chunk: Chunk, error: BaseException) -> None:
         """Nobody knows which of its bytes were written."""
-        if chunk.sums is not None:
-            (span,) = chunk.writes
-            self._arena.set_checksums(span.offset, bytes(len(chunk.sums)))
-        self._rest(chunk)
-        if chunk.on_lost is not None:
-            chunk.on_lost(str(error))
+        try:
+            if chunk.sums is not None:
+                (span,) = chunk.writes
+                self._arena.set_checksums(span.offset, bytes(len(chunk.sums)))
+        finally:
+            self._rest(chunk)
+            if chunk.on_lost is not None:
+                chunk.on_lost(str(error))
 
     def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
         try:

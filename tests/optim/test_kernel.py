@@ -402,6 +402,7 @@ def test_fields_that_lie_elsewhere_are_not_summed() -> None:
     assert sums.wrong_page is None
     at = 4 * (8 * 4096 // PAGE)
     assert sums.new[:at] == pages.sums()[:at] != before[:at]
+    assert sums.new[at:] == bytes(len(before) - at)
 
 
 def test_what_fills_no_whole_pages_is_not_summed() -> None:

@@ -199,11 +199,13 @@ def test_a_read_that_fails_loses_no_update(both: list[infinity.Engine], monkeypa
     assert all(torch.equal(value, got[name]) for name, value in expected.items())
 
 
-def flip(engine: infinity.Engine, offset: int) -> None:
-    """The lowest bit of a byte of the arena, on the drive."""
+def flip(engine: infinity.Engine, offset: int, *, back: bool = False) -> None:
+    """The lowest bit of a byte of the arena, on the drive; what was read ahead of it is forgotten, or not when it is flipped
+    back."""
     assert engine.swap is not None
-    engine.swap.stager.settle_all()
-    engine.swap.stager.drop_all()  # what was read ahead
+    if not back:
+        engine.swap.stager.settle_all()
+        engine.swap.stager.drop_all()
     with arena_of(engine) as arena:
         (value,) = os.pread(arena.fileno(), 1, offset)
         os.pwrite(arena.fileno(), bytes([value ^ 1]), offset)
@@ -216,9 +218,25 @@ def arena_of(engine: infinity.Engine) -> Any:
     return Path(f"/proc/self/fd/{file}").open("r+b", buffering=0)
 
 
+class Pending:
+    """A landing that fires when somebody waits for it."""
+
+    fired = False
+
+    def done(self) -> bool:
+        return self.fired
+
+    def wait(self) -> None:
+        self.fired = True
+
+
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("at", [0, -1])
-def test_a_page_that_an_update_finds_wrong_loses_no_update(both: list[infinity.Engine], at: int) -> None:
-    """The update verifies by itself what was read for it; its sub-group waits on, and the drive may be mended."""
+def test_a_page_that_an_update_finds_wrong_loses_no_update(
+    both: list[infinity.Engine], at: int, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update verifies by itself what was read for it; its sub-group waits on, and the drive may be mended. `busy`: the
+    device is, with copies out of the pool."""
     memory, nvme = both
     for _ in range(2):
         for engine in both:
@@ -228,11 +246,14 @@ def test_a_page_that_an_update_finds_wrong_loses_no_update(both: list[infinity.E
     assert sub.chunk.verified_by_user
     offset = sub.extent.offset + at % sub.layout.nbytes
     flip(nvme, offset)
-    with pytest.raises(infinity.IntegrityError, match="doesn't hold what was written there") as caught:
-        nvme.swap.flush()
+    with monkeypatch.context() as patch:
+        if busy:
+            patch.setattr(type(nvme.swap.stager.device), "landing", lambda device: Pending())
+        with pytest.raises(infinity.IntegrityError, match="doesn't hold what was written there") as caught:
+            nvme.swap.flush()
     assert sub.chunk.name in str(caught.value) and caught.value.page_offset == offset // 4096 * 4096
     assert sub in nvme.swap.paged.updates
-    flip(nvme, offset)
+    flip(nvme, offset, back=True)
     for _ in range(2):
         assert step(nvme) == step(memory)
     expected, got = weights(memory), weights(nvme)
