@@ -36,7 +36,6 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     """
 
     moments = MOMENTS
-    verifies = True
 
     def __init__(
         self,
@@ -98,23 +97,20 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     def _step_pieces(
         self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[Piece]], lease: Lease | None
     ) -> None:
-        if lease is not None and sub.chunk.unverified:
-            for settings, batch in batches.items():
-                if len(batches) == 1 and kernel.matches_torch(settings) and len(_alike(batch)) == 1:
-                    self._step_verifying(sub, settings, batch, lease)
-                    return
-            self._swap.stager.verify(sub.chunk)
         for settings, batch in batches.items():
             if kernel.matches_torch(settings):
                 _step_in_one_pass(sub, settings, batch, lease)
             else:
                 _step_as_torch(sub, settings, batch, lease)
 
-    def _step_verifying(self, sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease) -> None:
-        """In the one pass that the kernel makes, verify what was read, and sum what is to be written. Raises IntegrityError:
-        then nothing has changed but what is in the lease."""
+    def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[AdamSettings, list[Piece]], lease: Lease) -> bool:
+        if len(batches) != 1:
+            return False
+        ((settings, batch),) = batches.items()
+        if not kernel.matches_torch(settings) or len(_alike(batch)) != 1:
+            return False
         stager, start = self._swap.stager, sub.extent.offset
-        expected = stager.expected_sums(sub.chunk, Span(start, 0, sub.layout.nbytes))
+        expected = stager.expected_sums(Span(start, 0, sub.layout.nbytes))
         sums = PageSums(lease.view(torch.uint8, 0, sub.layout.nbytes), expected)
         _step_in_one_pass(sub, settings, batch, lease, sums)
         if sums.wrong_page is not None:
@@ -124,6 +120,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
                 f"a page of {sub.chunk.name} failed its checksum, and then didn't: the memory of this machine can't be trusted"
             )
         sub.chunk.unverified, sub.chunk.sums = False, sums.new
+        return True
 
 
 class PagedAdamW(PagedAdam):

@@ -40,8 +40,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     """What is kept of each element, by its names in `state`."""
     counts_steps: bool = True
     """Whether `state` holds a "step"."""
-    verifies: bool = False
-    """Whether `_step_pieces` sees to what comes unverified in a lease: see `Stager.verify`."""
 
     def _adopt(self, swap: SwapManager) -> None:
         """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
@@ -296,6 +294,13 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
         """Step elements of one sub-group, by their settings, and make its copies anew."""
 
+    def _step_and_verify(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease) -> bool:
+        """As `_step_pieces`, for what nobody has verified, in one pass. False where that can't be: nothing is done then.
+
+        Raises IntegrityError; nothing has changed then but what is in the lease.
+        """
+        return False
+
     @torch.no_grad()
     def _update(
         self, sub: PagedSubGroup, stepping: dict[int, Stepping], kept: torch.Tensor | None, lease: Lease | None
@@ -306,8 +311,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             kept = self._swap.gradients.staged(sub, lease)
         elif kept is not None:
             self._swap.host_gradients.settle()
-        if lease is not None and not self.verifies:
-            self._swap.stager.verify(sub.chunk)
         batches: dict[Any, list[Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
@@ -319,9 +322,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                     assert kept is not None
                     grad = kept[piece.offset : piece.offset + numel]
                 batches.setdefault(each.settings, []).append(Piece(each, piece.offset, piece.start, numel, grad))
-        self._step_pieces(sub, batches, lease)
-        if lease is not None and sub.chunk.unverified:
-            raise InfinityError(f"{type(self).__name__} has stepped {sub.chunk.name}, which nobody has verified")
+        if lease is None or not sub.chunk.unverified:
+            self._step_pieces(sub, batches, lease)
+        elif not self._step_and_verify(sub, batches, lease):
+            self._swap.stager.verify(sub.chunk)
+            self._step_pieces(sub, batches, lease)
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:
             master = sub.master(lease)

@@ -113,7 +113,7 @@ class Stager:
         """Whether the arena keeps checksums."""
         return self._arena.file.checked
 
-    def expected_sums(self, chunk: Chunk, span: Span) -> bytes:
+    def expected_sums(self, span: Span) -> bytes:
         """What the pages of a span of the arena must hold, for who verifies them: as `infinity.aio.File.checksums`."""
         return self._arena.checksums(span.offset, span.nbytes)
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity.aio import page_checksums
 from infinity.swap import paged_adam
+from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.stager import Stager
 
 BLOCKS = 5
@@ -263,8 +264,7 @@ def test_a_page_that_an_update_finds_wrong_loses_no_update(
 def test_an_optimizer_that_does_not_verify_has_it_done_before(
     both: list[infinity.Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infinity.PagedAdam, "verifies", False)
-    monkeypatch.setattr(infinity.PagedAdam, "_step_verifying", None)
+    monkeypatch.setattr(infinity.PagedAdam, "_step_and_verify", PagedOptimizer._step_and_verify)
     memory, nvme = both
     for engine in both:
         step(engine)
