@@ -44,24 +44,24 @@ int64_t available_bytes() {
 }
 
 // Bytes of huge pages behind [begin, end), or -1 where the kernel doesn't say. A neighbour that the kernel has merged
-// into the same mapping is counted too, hence the bound.
+// into a mapping is counted with it, hence the bound on each.
 int64_t huge_bytes_behind(uintptr_t begin, uintptr_t end) {
   std::ifstream smaps("/proc/self/smaps");
   if (!smaps) return -1;
   int64_t total = 0;
-  bool inside = false;
+  int64_t inside = 0;  // bytes of this mapping in [begin, end)
   std::string line;
   while (std::getline(smaps, line)) {
     uintptr_t from = 0;
     uintptr_t to = 0;
     int64_t kib = 0;
     if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " ", &from, &to) == 2) {
-      inside = from < end && to > begin;
-    } else if (inside && std::sscanf(line.c_str(), "AnonHugePages: %" SCNd64 " kB", &kib) == 1) {
-      total += kib * 1024;
+      inside = from < end && to > begin ? static_cast<int64_t>(std::min(to, end) - std::max(from, begin)) : 0;
+    } else if (inside > 0 && std::sscanf(line.c_str(), "AnonHugePages: %" SCNd64 " kB", &kib) == 1) {
+      total += std::min(kib * 1024, inside);
     }
   }
-  return std::min(total, static_cast<int64_t>(end - begin));
+  return total;
 }
 
 std::string memlock_limit() {

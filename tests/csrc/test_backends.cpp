@@ -214,6 +214,8 @@ TEST_CASE("blocks lie anywhere in a slab that doesn't end with a huge page") {
 TEST_CASE("a slab that lost a huge page is not registered, says so, and works") {
   auto slab = std::make_shared<const PinnedSlab>(8 * kMiB);
   if (!slab->huge_pages() || slab->mixed()) return;  // no huge pages to be had here
+  // In small pages, and to stay so: khugepaged would make a huge one of them again at any time.
+  REQUIRE(::madvise(slab->data() + 2 * kMiB, 2 * kMiB, MADV_NOHUGEPAGE) == 0);
   REQUIRE(::madvise(slab->data() + 2 * kMiB, 4096, MADV_DONTNEED) == 0);
   slab->data()[2 * kMiB] = std::byte{0};
   REQUIRE(slab->mixed());
