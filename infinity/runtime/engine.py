@@ -190,6 +190,8 @@ class Engine:
             self._step_optimizer(factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
+        elif isinstance(self.optimizer, PagedOptimizer):
+            self.optimizer.skip()
         self.zero_grad()
         self.global_steps += 1
         self._boundary = None

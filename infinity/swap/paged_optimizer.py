@@ -111,6 +111,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._swap.end_step()
         return loss
 
+    def skip(self) -> None:
+        """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
+        self._end_backward()
+        self._swap.end_step()
+
     def discard(self) -> None:
         """Forget the gradients, and that some were applied in the backward, because all values are set anew."""
         self._end_backward()

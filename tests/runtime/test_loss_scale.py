@@ -160,6 +160,21 @@ def test_a_skipped_step_says_so_and_changes_nothing(nvme_path: Path, caplog: pyt
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_the_pass_after_a_skipped_step_is_foreseen(update: str, nvme_path: Path) -> None:
+    settings = config("nvme", nvme_path)
+    settings["infinity"]["update"] = update
+    engine, *_ = infinity.initialize(model=model(), config=settings)
+    with engine:
+        for step in range(STEPS):
+            engine.backward(engine(batch(step)).float().square().mean())
+            engine.step()
+        assert engine.skipped_steps > 1
+        assert engine.swap is not None
+        assert engine.swap.stats().surprises == 0
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_keeps_the_scale(nvme_path: Path, tmp_path: Path) -> None:
     def train(engine: infinity.Engine, steps: range) -> list[float]:
         losses = []
