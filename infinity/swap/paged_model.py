@@ -606,12 +606,15 @@ class PagedModel:
     def defer(self, updates: Mapping[PagedSubGroup, Update]) -> None:
         """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
 
-        What is staged of any group is forgotten. No sub-group waits for another update.
+        What is staged of any group is forgotten; of a sub-group, only what the update can't use. No sub-group waits for another
+        update.
         """
         assert not self.updates
         for group in self.groups:
             self.forget(group)
-        self._stager.drop_all()
+        for sub in updates:
+            if sub.gradient is not None:  # what is staged is an earlier one
+                self._stager.drop(sub.chunk)
         self.updates.update(updates)
         for group in self.groups:
             self.expect(group)
@@ -768,10 +771,13 @@ class PagedModel:
         self._point(sub)
 
     def _point(self, sub: PagedSubGroup) -> None:
-        """What staging its chunk reads."""
+        """What staging its chunk reads; what was staged to be used otherwise is forgotten."""
         in_space = sub.layout.space < len(self.groups)
         beside = self._in_backward and in_space and self.groups[sub.layout.space].chunk is not None
-        sub.chunk.reads = sub.reads(copy=not (beside and sub not in self.updates))
+        reads = sub.reads(copy=not (beside and sub not in self.updates))
+        if reads != sub.chunk.reads:
+            self._stager.drop(sub.chunk)
+        sub.chunk.reads = reads
 
     def _leave_committed(self, sub: PagedSubGroup) -> None:
         """Before a range of a sub-group is written: where its values are committed, copy them to the other half."""

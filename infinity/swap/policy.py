@@ -8,13 +8,21 @@ model in training mode with gradients; anything else, generation included, is ev
 The optimizer step ends a cycle of training, the end of a forward one of evaluation; where parts of the model are called without
 the whole, an evaluation begins anew when a group comes again. Reads are each rank's own affair: no collective depends on a
 trace, so where the traces of two ranks differ, no more than their reads on demand do.
+
+[Note: State before its gradients]
+Once the last groups of a backward are on their way, nothing is left to read before the step, and room comes free. The step
+changes all copies, so none is worth reading; but the state that it begins with is already as the step will find it, and is read
+then, as much as the pool holds: those updates wait for nothing, and the step has so many bytes less to read. State whose
+gradients wait on NVMe comes with these, and so after them. Whoever writes to a sub-group in between drops what was read of it
+(`PagedModel.access`, `set_state`); a skipped step leaves it, good for the next one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, takewhile
 
 from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
 from infinity.schedule.scheme import Update
@@ -49,12 +57,17 @@ class StagingPolicy:
         """By group: how often it was called in training since the last step."""
         self._told_surprise = False
         copies = [group.chunk for group in paged.groups]
-        self._units: list[Chunk | None] = [*copies, *(sub.chunk if sub.moves else None for sub in paged.sub_groups)]
-        """What is staged: by number of its group, then by number of its sub-group."""
-        self._unit_bytes = [chunk.lease_bytes if chunk is not None else 0 for chunk in self._units]
-        self._gathered_bytes = [*self._unit_bytes[: len(copies)], *[0] * len(paged.sub_groups)]
+        states = [sub.chunk if sub.moves else None for sub in paged.sub_groups]
+        self._units: list[Chunk | None] = [*copies, *states, *[None] * len(copies)]
+        """What is staged: by number of its group, then by number of its sub-group; then, again by number of its group, copies
+        that the step is still to make, for which there is to be room."""
+        group_bytes = [_lease_bytes(chunk) for chunk in copies]
+        self._unit_bytes = [*group_bytes, *map(_lease_bytes, states), *group_bytes]
+        self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
         """The same, but nothing for sub-groups."""
-        largest_group = max(self._unit_bytes[: len(copies)])
+        self._trained = dict.fromkeys(sub for sub in paged.sub_groups if sub.layout.trained)
+        self._spilled = frozenset(self._unit(sub) for sub in paged.sub_groups if sub.gradient is not None)
+        largest_group = max(group_bytes)
         self._room_bytes = budget.look_ahead_room(pool_bytes, largest_group)
         """Bytes of the pool that reads ahead may hold ..."""
         self._look_ahead_bytes = self._room_bytes
@@ -139,9 +152,8 @@ class StagingPolicy:
 
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""
-        stepped = [sub for sub in self._paged.sub_groups if sub.layout.trained]
-        read = sum(span.nbytes for sub in stepped for span in sub.chunk.reads)
-        written = sum(span.nbytes for sub in stepped for span in sub.chunk.writes)
+        read = sum(span.nbytes for sub in self._trained for span in sub.chunk.reads)
+        written = sum(span.nbytes for sub in self._trained for span in sub.chunk.writes)
         cycle = self._traces[True].cycle
         if cycle:
             return read + self._gathers_of(cycle), written
@@ -180,6 +192,9 @@ class StagingPolicy:
     def _unit(self, sub: PagedSubGroup) -> int:
         return len(self._paged.groups) + sub.layout.index
 
+    def _later(self, group: PagedGroup) -> int:
+        return len(self._paged.groups) + len(self._paged.sub_groups) + group.index
+
     def _upcoming(self, using: PagedGroup | None) -> Iterator[int]:
         """What is to be staged, soonest first, as numbers in `_units`: each group and what its updates need."""
         paged = self._paged
@@ -191,13 +206,31 @@ class StagingPolicy:
             if index >= len(groups):  # an update in the backward, which needs the copies too
                 yield from self._with_copies(index)
                 continue
-            group = groups[index]
-            yield from (self._unit(sub) for sub in group.beside if sub in paged.updates)
-            waiting = paged.waiting(group)
-            if waiting or not paged.may_go_direct(group):
-                yield index
-            yield from map(self._unit, waiting)
+            yield from self._gather_of(groups[index], paged.updates, index)
         yield from map(self._unit, paged.updates)
+        yield from self._next_step()
+
+    def _next_step(self) -> Iterator[int]:
+        """What the coming step updates, in its order, up to what can't be read before it: see [Note: State before its
+        gradients]. Where that is in the next forward, with room for the copies that it will gather."""
+        if self._update == "backward" or not self._phase:
+            return
+        cycle = self._traces[True].cycle
+        units: Iterable[int]
+        if self._update == "step":
+            units = map(self._unit, self._trained if cycle else ())
+        else:
+            groups = (self._paged.groups[index] for index in cycle)
+            units = chain.from_iterable(self._gather_of(group, self._trained, self._later(group)) for group in groups)
+        yield from takewhile(lambda unit: unit not in self._spilled, units)
+
+    def _gather_of(self, group: PagedGroup, waiting: Container[PagedSubGroup], copies: int) -> Iterator[int]:
+        """What a gather needs staged, its copies as number `copies`: the updates that it brings come before and after them."""
+        yield from (self._unit(sub) for sub in group.beside if sub in waiting)
+        members = [sub for sub in group.members if sub in waiting]
+        if members or not self._paged.may_go_direct(group):
+            yield copies
+        yield from map(self._unit, members)
 
     def _with_copies(self, unit: int) -> Iterator[int]:
         """A sub-group that is updated in the backward, and before it the group whose copies that needs."""
@@ -209,7 +242,7 @@ class StagingPolicy:
     def _gathers_of(self, cycle: Sequence[int]) -> int:
         """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
         groups = self._paged.groups
-        waiting = {sub for sub in self._paged.sub_groups if sub.layout.trained} if self._update == "forward" else set()
+        waiting = set(self._trained if self._update == "forward" else ())
         uses, reads = [], []
         updating: list[int] = []
         direct_bytes = 0
@@ -235,6 +268,10 @@ class StagingPolicy:
             uses += [*map(self._unit, beside), *map(self._unit, updated), index]
             reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
         return direct_bytes + cycle_read_bytes(uses, reads, self._choose)
+
+
+def _lease_bytes(chunk: Chunk | None) -> int:
+    return chunk.lease_bytes if chunk is not None else 0
 
 
 def _copy_bytes(group: PagedGroup, *, stepped: bool = True) -> int:

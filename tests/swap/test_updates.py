@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity.aio import page_checksums
 from infinity.swap import paged_adam
-from infinity.swap.paged_optimizer import PagedOptimizer
+from infinity.swap.chunk import ChunkState
+from infinity.swap.paged_optimizer import PagedOptimizer, trained_shard
 from infinity.swap.stager import Stager
 
 BLOCKS = 5
@@ -513,3 +514,121 @@ def test_what_is_closed_and_forgotten_is_collected(nvme_path: Path, update: str)
     for _ in range(3):  # what tensors hold is seen when they are gone
         gc.collect()
     assert [each() for each in (*left, paged)] == [None] * 5
+
+
+@pytest.fixture(params=["step", "forward"])
+def early(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[list[infinity.Engine]]:
+    """The same training in memory and on NVMe after two steps and a backward, which read the first state ahead."""
+    engines = [made(None), made(nvme_path, update=request.param)]
+    for engine in engines:
+        for _ in range(2):
+            step(engine)
+        written_and_backward(engine)
+    assert read_ahead(engines[1])
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+def written_and_backward(engine: infinity.Engine) -> None:
+    """Of a step, when all updates before it are written."""
+    loss = engine(torch.ones(2, 8)).float().square().mean()
+    if engine.swap is not None:
+        engine.swap.stager.settle_all()
+    engine.backward(loss)
+
+
+def read_ahead(engine: infinity.Engine) -> list[Any]:
+    """The sub-groups whose state is in the pool, or on its way there."""
+    assert engine.swap is not None
+    states = (ChunkState.READING, ChunkState.STAGED)
+    return [sub for sub in engine.swap.paged.sub_groups if sub.chunk.state in states]
+
+
+def go_on_as_in_memory(engines: list[infinity.Engine]) -> None:
+    for engine in engines:
+        engine.step()
+    assert len({step(engine) for engine in engines}) == 1
+    for look in (weights, moments):
+        expected, got = (look(engine) for engine in engines)
+        assert all(torch.equal(value, got[name]) for name, value in expected.items())
+
+
+def test_what_a_backward_read_ahead_a_step_does_not_read_again(
+    early: list[infinity.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvme = early[1]
+    assert waiting(nvme) == 0
+    before = {sub.chunk.name for sub in read_ahead(nvme)}
+    start, read = Stager._start_read, []
+
+    def start_and_note(self: Stager, chunk: Any, *args: Any) -> None:
+        if waiting(nvme):  # the rest is for the next step
+            read.append(chunk.name)
+        start(self, chunk, *args)
+
+    assert nvme.swap is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Stager, "_start_read", start_and_note)
+        for engine in early:
+            engine.step()
+        nvme.swap.flush()
+    stepped = [sub.chunk.name for sub in nvme.swap.paged.sub_groups if sub.moves and sub.layout.trained]
+    assert sorted(each for each in read if each.startswith("sub-group")) == sorted(set(stepped) - before)
+    assert len({step(engine) for engine in early}) == 1
+
+
+def test_what_is_set_by_hand_before_a_step_is_what_it_steps(early: list[infinity.Engine]) -> None:
+    name = next(iter(released(early[1])))
+    shard = trained_shard(released(early[1])[name])
+    assert set(shard.sub_groups) <= set(read_ahead(early[1]))
+    for engine in early:
+        weight = released(engine)[name]
+        with torch.no_grad():
+            weight.fill_(0.5)
+    assert not set(shard.sub_groups) & set(read_ahead(early[1]))
+    go_on_as_in_memory(early)
+
+
+def test_so_is_a_moment(early: list[infinity.Engine]) -> None:
+    for engine in early:
+        first = next(iter(released(engine).values()))
+        engine.optimizer.state[first]["exp_avg"].fill_(0.25)
+    go_on_as_in_memory(early)
+
+
+@pytest.mark.parametrize("form", ["dcp", "arena"])
+def test_a_checkpoint_that_is_loaded_instead_of_a_step_takes_its_place(
+    form: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    engine = made(nvme_path, update="step", checkpoint_format=form)
+    with engine:
+        for _ in range(2):
+            step(engine)
+        engine.save_checkpoint(tmp_path)
+        engine.finish_checkpoint()
+        expected = [step(engine) for _ in range(3)]
+        written_and_backward(engine)
+        assert read_ahead(engine)
+        engine.load_checkpoint(tmp_path)
+        assert [step(engine) for _ in range(3)] == expected
+
+
+def test_state_whose_gradients_wait_on_the_drive_is_read_with_them(nvme_path: Path) -> None:
+    engines = [made(None), made(nvme_path, update="step", gradient_bytes_max=0)]
+    for engine in engines:
+        for _ in range(2):
+            step(engine)
+        written_and_backward(engine)
+    assert engines[1].swap is not None
+    assert engines[1].swap.paged.sub_groups[0].gradient is not None
+    assert not read_ahead(engines[1])
+    go_on_as_in_memory(engines)
+    for engine in engines:
+        engine.close()
+
+
+def test_an_evaluation_before_the_step_may_take_its_room(early: list[infinity.Engine]) -> None:
+    expected, got = (evaluation(engine)["output"] for engine in early)
+    assert torch.equal(expected, got)
+    go_on_as_in_memory(early)
