@@ -378,7 +378,8 @@ class _Programmer:
             self._backward(updated=self._update == "backward", first=micro_batch == 0)
         if self._update != "backward":
             clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
-            self._program.append(Pause((NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s))
+            seconds = (NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s
+            self._program.append(Pause(seconds, reads_go_on=not any(self._spilled)))
         if self._update == "step":
             self._step()
         return self._program

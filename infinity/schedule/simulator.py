@@ -12,10 +12,11 @@ item. A use of a group goes
 
 where compute follows the order of the uses, and the thread goes on to the next item with the compute of this one
 (`overlap_gathers`), or after it, as on a CPU. An update of a sub-group keeps the thread busy, while others are read and
-written: read k + 1 | update k | write k - 1. Updates come after a pause for the norm of all gradients; or in the forward, each
-before the use of the group whose copy it makes; or in the backward, each when the gradient that it takes is there. Copies,
-collectives and compute each keep their order and start as early as they can. A drive takes one transfer of a kind at a
-time; demand reads interrupt writes; otherwise reads and writes alternate, or go on at once where it is known how fast.
+written: read k + 1 | update k | write k - 1. Updates come after a pause for the norm of all gradients, when the first have been
+read already; or in the forward, each before the use of the group whose copy it makes; or in the backward, each when the
+gradient that it takes is there. Copies, collectives and compute each keep their order and start as early as they can. A drive
+takes one transfer of a kind at a time; demand reads interrupt writes; otherwise reads and writes alternate, or go on at once
+where it is known how fast.
 """
 
 from __future__ import annotations
@@ -82,9 +83,15 @@ class SubGroup(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """All gradients are waited for, then something is done with them, such as the norm. Nothing staged is worth keeping."""
+    """All gradients are waited for, then something is done with them, such as the norm. No group is worth keeping beyond it.
+
+    Attributes:
+        seconds: what is done takes.
+        reads_go_on: whether what comes after it may be read before: not where that has yet to be written.
+    """
 
     seconds: float = 0.0
+    reads_go_on: bool = False
 
 
 Program = Sequence[Use | SubGroup | Pause]
@@ -114,13 +121,16 @@ def look_ahead_of(
     program: Program, group_bytes: Sequence[int], *, look_ahead_bytes: int, sub_groups_ahead: int = 1
 ) -> list[int]:
     """How far staging reaches at each place of `program`: as many bytes as may be held, groups and sub-groups alike
-    (`lookahead.plan_look_ahead`); after a pause `sub_groups_ahead`. Never beyond a pause that is still to come."""
+    (`lookahead.plan_look_ahead`); after a pause `sub_groups_ahead`, and what was staged by then. Beyond a pause that is still
+    to come only where reads go on."""
     places = len(program)
     pause = next((place for place, item in enumerate(program) if isinstance(item, Pause)), places)
     chunks = _chunks_of(program, len(group_bytes))
     sizes = _lease_bytes(program, group_bytes)
-    ends = plan_look_ahead(chunks[:pause], sizes, look_ahead_bytes)
-    return ends + [min(place + sub_groups_ahead, places) for place in range(pause + 1, places + 1)]
+    item = program[pause] if pause < places else None
+    before = places if isinstance(item, Pause) and item.reads_go_on else pause
+    ends = plan_look_ahead(chunks[:before], sizes, look_ahead_bytes)[: pause + 1]
+    return ends + [max(ends[-1], min(place + sub_groups_ahead, places)) for place in range(pause + 1, places + 1)]
 
 
 def _chunks_of(program: Program, groups: int) -> list[int]:
@@ -512,7 +522,8 @@ class _Thread:
         self._wanted_up_to = self._step.ends[place]
         while self._read_up_to < self._wanted_up_to:
             chunk = self._chunks[self._read_up_to]
-            if self._states[chunk] == _RESTING and not self._start_read(time, self._read_up_to):
+            pause = isinstance(self._step.program[self._read_up_to], Pause)
+            if not pause and self._states[chunk] == _RESTING and not self._start_read(time, self._read_up_to):
                 return
             self._read_up_to += 1
 
@@ -593,7 +604,7 @@ class _Thread:
 
     def _begin_pause(self, time: float, place: int, pause: Pause) -> None:
         self._demanded = None
-        for chunk in list(self._idle):
+        for chunk in [each for each in self._idle if each < len(self._step.group_bytes)]:
             self._drop(chunk)
         end = time + pause.seconds
         if pause.seconds:

@@ -121,7 +121,7 @@ def steps(draw: st.DrawFn) -> Step:
         if draw(st.booleans()):
             program += draw(sub_groups(after=len(program) - 1))
     if draw(st.booleans()):
-        program += [Pause(draw(seconds)), *draw(sub_groups()), *draw(sub_groups())]
+        program += [Pause(draw(seconds), draw(st.booleans())), *draw(sub_groups()), *draw(sub_groups())]
     largest = max((item.lease_bytes for item in program if isinstance(item, SubGroup)), default=0)
     return step_of(
         program,
@@ -220,7 +220,7 @@ def test_a_machine_that_is_faster_in_everything_is_faster_by_as_much(
         if isinstance(item, Use)
         else item._replace(update_seconds=quicker(item.update_seconds))
         if isinstance(item, SubGroup)
-        else Pause(quicker(item.seconds))
+        else item._replace(seconds=quicker(item.seconds))
         for item in step.program
     ]
     quick = replace(step, program=program)
@@ -281,6 +281,19 @@ def test_the_three_deep_pipeline_takes_its_slowest_part() -> None:
     assert overlapped.seconds == pytest.approx(50 * 1 + 1.5, rel=0.02)
     slow_update = replace(step, program=[Pause(), *[SubGroup(12, 14, 14, 5.0)] * 50])
     assert simulate(slow_update, Resources(DriveSpeed(12.0, 14.0))).seconds == pytest.approx(1 + 50 * 5 + 1)
+
+
+@pytest.mark.parametrize(("reads_go_on", "seconds"), [(False, 10 + 4 + 0.5 + 1), (True, 10 + 0.5 + 4)])
+def test_what_the_pool_holds_is_read_before_the_pause(reads_go_on: bool, seconds: float) -> None:
+    """Ten uses that read nothing, of a second each; then four updates of half a second, each read and written in one. Where two
+    are read before, the writes are what takes longest; else the reads."""
+    program = [*[Use(0, compute_seconds=1.0)] * 10, Pause(reads_go_on=reads_go_on), *[SubGroup(10, 10, 10, 0.5)] * 4]
+    step = step_of(program, [0], look_ahead_bytes=20, pool_bytes=30, overlap_gathers=False)
+    result = simulate(step, Resources(DriveSpeed(10.0, 10.0, together=(10.0, 10.0))))
+    before = [interval for interval in result.timeline if interval.resource == "read" and interval.end <= 10]
+    assert len(before) == 2 * reads_go_on
+    assert result.read_bytes == 40
+    assert result.seconds == pytest.approx(seconds)
 
 
 def test_a_demand_interrupts_a_write() -> None:
