@@ -255,6 +255,7 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
             transfers = [statistics.mean(step["phases"]) for step in steps]
             found |= ratio("optimizer_over_transfers", optimizer, transfers)
             found |= ratio("transfers_over_drive", transfers, on_drive)
+            found |= ratio("optimizer_over_moved", optimizer, [phase_seconds(row, way) for row in rows])
             found["drive_busy_share"] = median(step["busy_share"] for step in steps)
     return found
 
@@ -275,6 +276,15 @@ def drive_seconds(row: dict[str, Any], way: str) -> float:
         write_bytes_per_s=row[way]["drive"][1],
         compute_seconds=0.0,
     )
+
+
+def phase_seconds(row: dict[str, Any], way: str) -> float:
+    """What the bytes that were moved within the optimizer's phase take at the drive's bandwidth of that round: as many as were
+    both read and written, at once; the rest alone. State that the backward read ahead is not among them."""
+    read, written = row[way]["phase_bytes"]
+    read_rate, write_rate, together = row[way]["drive"]
+    both = min(read, written)
+    return float(2 * both / together + (read - both) / read_rate + (written - both) / write_rate)
 
 
 def forward_floor(row: dict[str, Any], way: str) -> float:
@@ -301,6 +311,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "/ floor": "over_floor",
         "/ forward's": "over_forward_floor",
         "optimizer / drive": "optimizer_over_drive",
+        "/ moved": "optimizer_over_moved",
         "/ transfers": "optimizer_over_transfers",
         "/ unchecked": "step_over_unchecked",
         "B read": "disk_read_bytes_per_param",

@@ -79,6 +79,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
         engine.backward(loss)
         if "phase" in variants:
             engine.start_trace()
+        between = engine.swap_stats()
         backward = time.perf_counter()
         engine.step()
         if engine.swap is not None:
@@ -91,6 +92,10 @@ def infinity_way(order: dict[str, Any]) -> Step:
             found |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
             found["step_bytes"] = engine.swap.step_bytes()
             found["pinned_bytes"] = after.pinned_bytes
+        if between is not None and after is not None and "phase" in variants:  # nothing was on its way when it began
+            found["phase_bytes"] = [
+                getattr(after, name) - getattr(between, name) for name in ("read_bytes", "written_bytes")
+            ]
         if "phase" in variants:
             found["busy_share"] = engine.stop_trace().drives[0].busy_share
             phases.append(phase())
