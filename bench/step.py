@@ -20,8 +20,9 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -32,11 +33,12 @@ HERE = Path(__file__).resolve().parent
 from results import machine, save  # noqa: E402
 
 from infinity.aio import IoSettings  # noqa: E402
+from infinity.cli.arguments import checked_value, count, whole_number  # noqa: E402
 from infinity.cli.program import run_program  # noqa: E402
 from infinity.config import load_config  # noqa: E402
 from infinity.runtime.storage import choose_storage  # noqa: E402
 from infinity.schedule.floor import forward_floor_seconds, step_floor_seconds  # noqa: E402
-from infinity.store.measure import DriveTest, Workload  # noqa: E402
+from infinity.store.measure import FILE_BYTES_MIN, DriveTest, Workload  # noqa: E402
 from infinity.units import GIB, MIB, parse_bytes, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")
@@ -52,6 +54,8 @@ with every step committed; with the optimizer's transfers alone before and after
 without checksums, as fio and others move them."""
 
 DRIVE_SECONDS = 0.7
+WARM_UP_ROUNDS = 2
+"""Not counted, whenever the processes have just started."""
 
 _ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
 """Arguments that the workers get."""
@@ -92,6 +96,14 @@ class Worker:
         left = Path(self._nvme_path) / f"infinity-durable-bench-{self._process.pid}"
         shutil.rmtree(left, ignore_errors=True)
 
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def _answer(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -102,18 +114,27 @@ class Worker:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--params", default="40M", help="size of the model (default: %(default)s)")
+    parser.add_argument(
+        "--params", type=kept(parse_count, at_least=1), default="40M", help="size of the model (default: %(default)s)"
+    )
     parser.add_argument(
         "--ways", default="memory,backward,forward,step", help=f"of {', '.join(WAYS)} (default: %(default)s)"
     )
     parser.add_argument("--deepspeed-python", help="a Python that has deepspeed, to step its ZeRO-Infinity, too")
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--batch-size", type=count, default=4)
+    parser.add_argument("--context", type=count, default=256)
     parser.add_argument(
         "--clipping", type=float, default=1.0, help="of gradients; none where updates are in the backward"
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds, after two that are not counted (default: %(default)s)"
+        "--rounds", type=count, default=7, help="rounds, after two that are not counted (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--redraw",
+        type=checked_value(whole_number, at_least=0),
+        default=0,
+        help="after so many rounds start all processes and make all files anew, as where a file lies on a drive is worth some "
+        "percent; never where 0 (default: %(default)s)",
     )
     parser.add_argument("--backend", default="auto", help="auto, io_uring, linux_aio or threads")
     parser.add_argument("--pinned-bytes-max", default="auto", help='such as "256MiB" (default: %(default)s)')
@@ -126,12 +147,24 @@ def main() -> int:
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument(
         "--drive-file",
+        type=kept(parse_bytes, at_least=FILE_BYTES_MIN),
         default="2GiB",
         help="size of the file that the drive is measured with (default: %(default)s); with a large one it may give less",
     )
     parser.add_argument("--save", action="store_true", help="append the JSON line to bench/results/step.jsonl")
     parser.set_defaults(func=lambda args: measure(args, parser))
     return run_program(parser, None)
+
+
+def kept(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], str]:
+    """A type for argparse: a number in words, checked, and kept as it was given for the JSON line."""
+    check = checked_value(parse, at_least=at_least)
+
+    def checked(text: str) -> str:
+        check(text)
+        return text
+
+    return checked
 
 
 def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -143,42 +176,69 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     Path(args.nvme_path).mkdir(parents=True, exist_ok=True)
     order = {name: getattr(args, name) for name in _ORDERED}
     order |= {"numel": parse_count(args.params), "nvme_path": str(Path(args.nvme_path).resolve())}
+    pythons = dict.fromkeys(ways, sys.executable)
+    if args.deepspeed_python:
+        pythons["deepspeed"] = args.deepspeed_python
     rows: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as stack:
-        workers = []
-        pythons = dict.fromkeys(ways, sys.executable)
-        if args.deepspeed_python:
-            pythons["deepspeed"] = args.deepspeed_python
-        for way, python in pythons.items():
-            workers.append(Worker(way, order, python))
-            stack.callback(workers[-1].close)
-        drive = stack.enter_context(DriveTest(args.nvme_path, nbytes=parse_bytes(args.drive_file)))
-        drive.fill()
-        settings = choose_storage(load_config(drive_config(args))).io  # as the workers' is driven
-        before = rates_of(drive, settings)
-        for number in range(args.rounds + 2):
-            row: dict[str, Any] = {}
-            for worker in workers:
-                row[worker.way] = worker.step()
-                after = rates_of(drive, settings, row[worker.way]["step"] if "-phase" in worker.way else DRIVE_SECONDS)
-                row[worker.way]["drive"] = [statistics.harmonic_mean(pair) for pair in zip(before, after, strict=True)]
-                before = after
-            counted = "" if number > 1 else " (not counted)"
-            times = ", ".join(f"{worker.way} {row[worker.way]['seconds']:.3f} s" for worker in workers)
-            rates = " / ".join(f"{rate / 1e9:.2f}" for rate in before)
-            print(f"round {number}: {times}, drive {rates} GB/s{counted}", file=sys.stderr)
-            if number > 1:
-                rows.append(row)
-    found = {worker.way: summarize(rows, worker.way) for worker in workers}
+    drive_first = False
+    while len(rows) < args.rounds:
+        rows += take_rounds(args, order, pythons, done=len(rows), drive_first=drive_first)
+        drive_first = not drive_first
+    found = {way: summarize(rows, way) for way in pythons}
     show(found)
     line = {"bench": "step", **machine(), "params": rows[0][ways[0]]["numel"], "ways": found}
-    line |= {name: getattr(args, name) for name in ("rounds", "drive_file", *_ORDERED)}
+    line |= {name: getattr(args, name) for name in ("rounds", "redraw", "drive_file", *_ORDERED)}
     drives = [row[way]["drive"] for row in rows for way in found]
     line |= {"drive_gb_per_s": [median(rates[k] / 1e9 for rates in drives) for k in range(len(Workload))]}
     print(json.dumps(line))
     if args.save:
         save("step", line)
     return 0
+
+
+def take_rounds(
+    args: argparse.Namespace, order: dict[str, Any], pythons: dict[str, str], *, done: int, drive_first: bool
+) -> list[dict[str, Any]]:
+    """What each way took, round by round, after `done` of them: as many as one place on the drive is for.
+
+    `drive_first`: make the drive's test file before the workers make theirs.
+    """
+    rows: list[dict[str, Any]] = []
+    rounds = min(args.redraw or args.rounds, args.rounds - done)
+    with contextlib.ExitStack() as stack:
+        if drive_first:
+            drive = stack.enter_context(filled_drive(args))
+        workers = [stack.enter_context(Worker(way, order, python)) for way, python in pythons.items()]
+        if not drive_first:
+            drive = stack.enter_context(filled_drive(args))
+        settings = choose_storage(load_config(drive_config(args))).io  # as the workers' is driven
+        before = rates_of(drive, settings)
+        for number in range(rounds + WARM_UP_ROUNDS):
+            row: dict[str, Any] = {}
+            for worker in workers:
+                row[worker.way] = worker.step()
+                after = rates_of(drive, settings, row[worker.way]["step"] if "-phase" in worker.way else DRIVE_SECONDS)
+                row[worker.way]["drive"] = [statistics.harmonic_mean(pair) for pair in zip(before, after, strict=True)]
+                before = after
+            counted = number >= WARM_UP_ROUNDS
+            times = ", ".join(f"{worker.way} {row[worker.way]['seconds']:.3f} s" for worker in workers)
+            rates = " / ".join(f"{rate / 1e9:.2f}" for rate in before)
+            name = f"round {done + number - WARM_UP_ROUNDS + 1}" if counted else "warming up"
+            print(f"{name}: {times}, drive {rates} GB/s", file=sys.stderr)
+            if counted:
+                rows.append(row)
+    return rows
+
+
+def filled_drive(args: argparse.Namespace) -> DriveTest:
+    """The drive's test file, written once."""
+    drive = DriveTest(args.nvme_path, nbytes=parse_bytes(args.drive_file))
+    try:
+        drive.fill()
+    except BaseException:
+        drive.close()
+        raise
+    return drive
 
 
 def drive_config(args: argparse.Namespace) -> dict[str, Any]:
