@@ -407,8 +407,10 @@ class SwapManager:
         if not shard.filled:
             raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
         group = shard.group
-        if self._ahead is not None and group.chunk is None and shard is group.shards[0]:
-            self._staging.use(group, module_trains=training)  # nothing to read, but something to copy
+        if (
+            group.chunk is None and shard is group.shards[0]
+        ):  # nothing to read, but updates to run and something to copy
+            self._staging.use(group, module_trains=training)
         if shard.resident is not None:
             for sub in group.beside:
                 model.catch_up(sub)
@@ -417,7 +419,7 @@ class SwapManager:
                 self._give_back_copied()
                 self._copying = group
             if group.chunk is None:
-                model.acquire(group, self._look_ahead)
+                model.acquire(group, partial(self._look_ahead, group))
             elif not group.gathering and group.chunk.state is not ChunkState.IN_USE:
                 self._use(group, training)
         if self._ahead is not None:

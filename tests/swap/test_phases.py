@@ -42,17 +42,17 @@ class Model(nn.Module):
 class Run:
     """A model in the smallest pool that holds it, with the same in memory beside it."""
 
-    def __init__(self, nvme_path: Path, update: Any) -> None:
+    def __init__(self, nvme_path: Path, update: Any, cache_bytes: int = 0) -> None:
         self.models = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.swap = infinity.SwapManager(nvme_path, host_bytes_max=10 << 20)
+        self.swap = infinity.SwapManager(nvme_path, host_bytes_max=(10 << 20) + cache_bytes)
         for paged in (False, True):
             model = Model()
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
             if paged:
-                self.swap.page(model, resident_numel_below=0, update=update)
+                self.swap.page(model, resident_numel_below=0, cache_bytes=cache_bytes, update=update)
                 self.optimizers.append(infinity.PagedAdamW(model.parameters(), swap=self.swap, lr=1e-3, fused=True))
             else:
                 self.optimizers.append(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
@@ -127,6 +127,17 @@ def train(run: Run) -> int:
     found = demands(run, run.backward)
     run.step()
     return found
+
+
+@pytest.mark.parametrize("cached", [0, 4])
+def test_training_is_foreseen(cached: int, nvme_path: Path) -> None:
+    """The updates of groups whose copies are cached, which read state and nothing else, as well."""
+    run = Run(nvme_path, "forward", cache_bytes=cached * 2 * WIDTH**2)
+    assert any(group.chunk is None for group in run.swap.paged.groups) == bool(cached)
+    found = [train(run) for _ in range(6)]
+    assert found[0] > 0
+    assert found[2:] == [0] * 4
+    run.swap.close()
 
 
 @pytest.mark.parametrize("mode", [False, True])
