@@ -407,10 +407,10 @@ class SwapManager:
         if not shard.filled:
             raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
         group = shard.group
-        if (
-            group.chunk is None and shard is group.shards[0]
-        ):  # nothing to read, but updates to run and something to copy
+        if group.chunk is None and shard is group.shards[0]:
+            # Nothing of it is to be read, but perhaps updates are to be run, and it is to be copied.
             self._staging.use(group, module_trains=training)
+            self._look_ahead(group)
         if shard.resident is not None:
             for sub in group.beside:
                 model.catch_up(sub)

@@ -397,6 +397,8 @@ class PagedModel:
         self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
         self.updates: dict[PagedSubGroup, Update] = {}
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
+        self.stepped: tuple[PagedSubGroup, ...] = ()
+        """What it updates, done or not, in its order."""
         self._open_stager: Stager | None = stager
         self._direct = direct
         self._torn: str | None = None
@@ -613,8 +615,11 @@ class PagedModel:
         for group in self.groups:
             self.forget(group)
         for sub in updates:
-            if sub.gradient is not None:  # what is staged is an earlier one
+            if sub.gradient is not None or sub.chunk.reads != sub.reads(
+                copy=True
+            ):  # staged with an old one, or without copy
                 self._stager.drop(sub.chunk)
+        self.stepped = tuple(updates)
         self.updates.update(updates)
         for group in self.groups:
             self.expect(group)
@@ -771,13 +776,10 @@ class PagedModel:
         self._point(sub)
 
     def _point(self, sub: PagedSubGroup) -> None:
-        """What staging its chunk reads; what was staged to be used otherwise is forgotten."""
+        """What staging its chunk reads."""
         in_space = sub.layout.space < len(self.groups)
         beside = self._in_backward and in_space and self.groups[sub.layout.space].chunk is not None
-        reads = sub.reads(copy=not (beside and sub not in self.updates))
-        if reads != sub.chunk.reads:
-            self._stager.drop(sub.chunk)
-        sub.chunk.reads = reads
+        sub.chunk.reads = sub.reads(copy=not (beside and sub not in self.updates))
 
     def _leave_committed(self, sub: PagedSubGroup) -> None:
         """Before a range of a sub-group is written: where its values are committed, copy them to the other half."""

@@ -59,8 +59,8 @@ class StagingPolicy:
         copies = [group.chunk for group in paged.groups]
         states = [sub.chunk if sub.moves else None for sub in paged.sub_groups]
         self._units: list[Chunk | None] = [*copies, *states, *[None] * len(copies)]
-        """What is staged: by number of its group, then by number of its sub-group; then, again by number of its group, copies
-        that the step is still to make, for which there is to be room."""
+        """What is staged: by number of its group, then by number of its sub-group; then, again by number of its group, room for
+        copies that the step is still to make."""
         group_bytes = [_lease_bytes(chunk) for chunk in copies]
         self._unit_bytes = [*group_bytes, *map(_lease_bytes, states), *group_bytes]
         self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
@@ -192,7 +192,8 @@ class StagingPolicy:
     def _unit(self, sub: PagedSubGroup) -> int:
         return len(self._paged.groups) + sub.layout.index
 
-    def _later(self, group: PagedGroup) -> int:
+    def _room_for(self, group: PagedGroup) -> int:
+        """The number that stands for copies of a group that the step is still to make."""
         return len(self._paged.groups) + len(self._paged.sub_groups) + group.index
 
     def _upcoming(self, using: PagedGroup | None) -> Iterator[int]:
@@ -206,28 +207,28 @@ class StagingPolicy:
             if index >= len(groups):  # an update in the backward, which needs the copies too
                 yield from self._with_copies(index)
                 continue
-            yield from self._gather_of(groups[index], paged.updates, index)
+            yield from self._units_of(groups[index], paged.updates, index)
         yield from map(self._unit, paged.updates)
         yield from self._next_step()
 
     def _next_step(self) -> Iterator[int]:
-        """What the coming step updates, in its order, up to what can't be read before it: see [Note: State before its
-        gradients]. Where that is in the next forward, with room for the copies that it will gather."""
+        """What the coming step updates, if it is like the last, in its order and up to what can't be read before it: see
+        [Note: State before its gradients]. Where that is in the next forward, with room for the copies that it will gather."""
         if self._update == "backward" or not self._phase:
             return
-        cycle = self._traces[True].cycle
+        stepped = dict.fromkeys(self._paged.stepped)
         units: Iterable[int]
         if self._update == "step":
-            units = map(self._unit, self._trained if cycle else ())
+            units = map(self._unit, stepped)
         else:
-            groups = (self._paged.groups[index] for index in cycle)
-            units = chain.from_iterable(self._gather_of(group, self._trained, self._later(group)) for group in groups)
+            groups = (self._paged.groups[index] for index in self._traces[True].cycle)
+            units = chain.from_iterable(self._units_of(group, stepped, self._room_for(group)) for group in groups)
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
-    def _gather_of(self, group: PagedGroup, waiting: Container[PagedSubGroup], copies: int) -> Iterator[int]:
+    def _units_of(self, group: PagedGroup, updated: Container[PagedSubGroup], copies: int) -> Iterator[int]:
         """What a gather needs staged, its copies as number `copies`: the updates that it brings come before and after them."""
-        yield from (self._unit(sub) for sub in group.beside if sub in waiting)
-        members = [sub for sub in group.members if sub in waiting]
+        yield from (self._unit(sub) for sub in group.beside if sub in updated)
+        members = [sub for sub in group.members if sub in updated]
         if members or not self._paged.may_go_direct(group):
             yield copies
         yield from map(self._unit, members)

@@ -46,15 +46,22 @@ class Model(nn.Module):
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def made(nvme_path: Path | None, model: nn.Module | None = None, clipping: float = 0.1, **own: Any) -> infinity.Engine:
+def made(
+    nvme_path: Path | None,
+    model: nn.Module | None = None,
+    clipping: float = 0.1,
+    parameters: str = "nvme",
+    **own: Any,
+) -> infinity.Engine:
     place = {"device": "nvme", "nvme_path": str(nvme_path)} if nvme_path else {"device": "none"}
+    held = place if parameters == "nvme" else {"device": parameters}
     config = {
         "bf16": {"enabled": True},
         "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": place,
+            "offload_param": held,
             "offload_optimizer": place,
             "stage3_param_persistence_threshold": 100,
             "sub_group_size": 4096,
@@ -530,9 +537,9 @@ def early(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[list[infi
         engine.close()
 
 
-def written_and_backward(engine: infinity.Engine) -> None:
+def written_and_backward(engine: infinity.Engine, without: int | None = None) -> None:
     """Of a step, when all updates before it are written."""
-    loss = engine(torch.ones(2, 8)).float().square().mean()
+    loss = engine(torch.ones(2, 8), without).float().square().mean()
     if engine.swap is not None:
         engine.swap.stager.settle_all()
     engine.backward(loss)
@@ -623,6 +630,31 @@ def test_state_whose_gradients_wait_on_the_drive_is_read_with_them(nvme_path: Pa
     assert engines[1].swap is not None
     assert engines[1].swap.paged.sub_groups[0].gradient is not None
     assert not read_ahead(engines[1])
+    go_on_as_in_memory(engines)
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("update", ["step", "forward"])
+def test_state_that_no_step_takes_is_not_read(update: str, nvme_path: Path) -> None:
+    with made(nvme_path, update=update) as engine:
+        for _ in range(2):
+            step(engine, without=0)
+        written_and_backward(engine, without=0)
+        ahead = {piece.shard for sub in read_ahead(engine) for piece in sub.layout.pieces}
+        unused = {
+            trained_shard(p).index for n, p in engine.module.named_parameters() if n.startswith("blocks.0.weight")
+        }
+        assert ahead and unused and not ahead & unused
+
+
+def test_where_parameters_stay_in_host_memory_state_is_read_before_the_step_too(nvme_path: Path) -> None:
+    engines = [made(None), made(nvme_path, parameters="cpu", update="step")]
+    for engine in engines:
+        for _ in range(2):
+            step(engine)
+        written_and_backward(engine)
+    assert read_ahead(engines[1])
     go_on_as_in_memory(engines)
     for engine in engines:
         engine.close()
