@@ -22,7 +22,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -95,14 +94,6 @@ class Worker:
         self._process.wait()
         left = Path(self._nvme_path) / f"infinity-durable-bench-{self._process.pid}"
         shutil.rmtree(left, ignore_errors=True)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
@@ -207,10 +198,12 @@ def take_rounds(
     rounds = min(args.redraw or args.rounds, args.rounds - done)
     with contextlib.ExitStack() as stack:
         if drive_first:
-            drive = stack.enter_context(filled_drive(args))
-        workers = [stack.enter_context(Worker(way, order, python)) for way, python in pythons.items()]
+            drive = filled_drive(args, stack)
+        workers = [
+            stack.enter_context(contextlib.closing(Worker(way, order, python))) for way, python in pythons.items()
+        ]
         if not drive_first:
-            drive = stack.enter_context(filled_drive(args))
+            drive = filled_drive(args, stack)
         settings = choose_storage(load_config(drive_config(args))).io  # as the workers' is driven
         before = rates_of(drive, settings)
         for number in range(rounds + WARM_UP_ROUNDS):
@@ -230,14 +223,10 @@ def take_rounds(
     return rows
 
 
-def filled_drive(args: argparse.Namespace) -> DriveTest:
-    """The drive's test file, written once."""
-    drive = DriveTest(args.nvme_path, nbytes=parse_bytes(args.drive_file))
-    try:
-        drive.fill()
-    except BaseException:
-        drive.close()
-        raise
+def filled_drive(args: argparse.Namespace, stack: contextlib.ExitStack) -> DriveTest:
+    """The drive's test file, written once; closed with the stack."""
+    drive = stack.enter_context(DriveTest(args.nvme_path, nbytes=parse_bytes(args.drive_file)))
+    drive.fill()
     return drive
 
 

@@ -615,9 +615,8 @@ class PagedModel:
         for group in self.groups:
             self.forget(group)
         for sub in updates:
-            if sub.gradient is not None or sub.chunk.reads != sub.reads(
-                copy=True
-            ):  # staged with an old one, or without copy
+            of_no_use = sub.gradient is not None or sub.chunk.reads != sub.reads(copy=True)
+            if of_no_use:  # read with an earlier gradient, or without the copy
                 self._stager.drop(sub.chunk)
         self.stepped = tuple(updates)
         self.updates.update(updates)
