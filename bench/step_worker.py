@@ -58,7 +58,10 @@ def infinity_way(order: dict[str, Any]) -> Step:
     torch.manual_seed(0)
     with infinity.init_empty():
         model = GPT(config_for(order["numel"], order["context"]))
-    engine = infinity.initialize(model=model, config=config)[0]
+    try:
+        engine = infinity.initialize(model=model, config=config)[0]
+    except infinity.InfinityError as error:  # a full drive, a pool too small: the traceback would tell no more
+        sys.exit(str(error))
     batch = _batch(order)
 
     def phase() -> float:
