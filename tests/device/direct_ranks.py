@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "parity")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import training  # noqa: E402
 from fake import LateRuntime  # noqa: E402
 from fake_reader import FakeReader  # noqa: E402
+from quiet import come_to_rest  # noqa: E402
 
 from infinity.device import StreamDevice  # noqa: E402
 from infinity.swap import machinery, manager  # noqa: E402
@@ -39,6 +40,7 @@ def main() -> None:
         end_step(swap)
         assert swap.device_ahead is not None
         bounds.append(swap.device_ahead.bytes_max)
+        come_to_rest(swap)
         steps.append((swap.stats().read_bytes, swap.step_bytes()[0]))
 
     manager.SwapManager.end_step = end  # type: ignore[method-assign]

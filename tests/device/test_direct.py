@@ -20,6 +20,7 @@ import torch
 from fake import FakeRuntime, Hazard, LateRuntime
 from fake_reader import FakeReader
 from launch import ranks
+from quiet import come_to_rest
 
 import infinity
 from infinity.device import CpuDevice, StreamDevice, direct, direct_reader_for, streams
@@ -69,6 +70,7 @@ class Machine:
             end_step(swap)
             assert swap.reads_directly and swap.device_ahead is not None
             self.bounds.append(swap.device_ahead.bytes_max)
+            come_to_rest(swap)
             self.steps.append((swap.stats().read_bytes, swap.step_bytes()[0]))
 
         self.steps: list[tuple[int, int]] = []

@@ -4,8 +4,8 @@ ranks too."""
 from __future__ import annotations
 
 import sys
-import time
 from fractions import Fraction
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from infinity.schedule.estimate import STRATEGIES, states_of
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.store.layout import SPACE_ALIGN
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from quiet import come_to_rest
 
 HIDDEN = 128
 BLOCKS = 4
@@ -128,14 +131,6 @@ def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> Non
             states = states_of(numel, 1, everything, Scheme(moments=moments))
             assert after.arena_bytes == states.nvme_bytes
         assert after.pinned_peak_bytes <= after.pinned_bytes
-
-
-def come_to_rest(swap: infinity.SwapManager) -> None:
-    """Wait for what is being written, and for what is read ahead for the next step: it counts in this one, each time."""
-    swap.stager.settle_all()
-    chunks = [unit.chunk for unit in (*swap.paged.groups, *swap.paged.sub_groups) if unit.chunk is not None]
-    while not all(transfer.done for chunk in chunks for transfer in chunk.transfers):
-        time.sleep(0.001)
 
 
 def main() -> int:
