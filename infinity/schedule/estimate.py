@@ -6,6 +6,7 @@ copies leave of them; fp32 moments and fp32 gradients; and copies to gather from
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from infinity.schedule import pinned
@@ -420,8 +421,10 @@ class Pipeline:
     sub_groups_ahead: int
 
 
-def pipeline_of(work: Work, strategy: Strategy, pinned_bytes: int | None = None) -> Pipeline:
-    """The pipeline within `pinned_bytes`, or with a comfortable pool where None."""
+def pipeline_of(
+    work: Work, strategy: Strategy, pinned_bytes: int | None = None, memory_bytes: float = math.inf
+) -> Pipeline:
+    """The pipeline within `pinned_bytes`, or with a comfortable pool where None, on a rank that has `memory_bytes`."""
     if not strategy.uses_nvme:
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
     group_bytes = _largest_group_bytes(work, strategy)
@@ -434,7 +437,11 @@ def pipeline_of(work: Work, strategy: Strategy, pinned_bytes: int | None = None)
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
         numel = max(1, min(numel, room // per_element))
     gather, stepped = pinned.gather_bytes(group_bytes), numel * per_element
-    pool = pinned_bytes or pinned.comfortable_bytes(gather, stepped)
+    pool = pinned_bytes
+    if pool is None:
+        in_backward = strategy.update_of(work.scheme) == "backward"
+        waiting = sum(sorted(work.group_shards)[-2:]) * (COPY_BYTES + per_element) if in_backward else 0
+        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes)
     return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
 
 

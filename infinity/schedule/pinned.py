@@ -14,10 +14,17 @@ waited for. So whoever asks gets it, whatever else there is:
     -                     one S after another          3 S            an optimizer step of its own
 
 A group is leased before the first of its sub-groups, when no other sub-group is in use: no group is asked for beside one.
+
+[Note: What waits for its gradients]
+A group that is updated in the backward has its copies and all of its state in the pool before its gradients are computed, and
+then needs all of it at once. A drive that shall not rest meanwhile needs as much room again, for what it reads for the next
+group and for what it still writes of the one before. With less, it rests while compute goes on, and then compute while it
+reads, by turns; at worst the shorter of the two is lost. This is for speed alone, so it leaves most of the memory to others.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from infinity.units import MIB, align_up
@@ -35,6 +42,9 @@ groups the largest hole holds the next group."""
 
 PIPELINE_DEPTH = 3
 """Sub-groups in memory during the step: one being read, one updated, one written."""
+
+WAITING_SHARE = 1 / 4
+"""Of a rank's memory: what the pool may grow to for state that waits for its gradients."""
 
 SUB_GROUP_NUMEL_DEFAULT = 4 << 20
 """Elements: 56 MiB of state with a 16-bit copy, long past the size where a drive is at its limit."""
@@ -70,12 +80,19 @@ def pipeline_bytes(group_bytes_max: int, sub_group_bytes: int) -> int:
     return GATHERS_IN_USE * align_up(group_bytes_max) + PIPELINE_DEPTH * sub_group_bytes
 
 
-def comfortable_bytes(gather: int, sub_group_bytes: int) -> int:
-    """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight."""
+def comfortable_bytes(gather: int, sub_group_bytes: int, waiting_bytes: int = 0, memory_bytes: float = math.inf) -> int:
+    """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight.
+
+    Where groups are updated in the backward, also `waiting_bytes`, the copies and the state of the two largest of them, as far
+    as the pool stays within WAITING_SHARE of `memory_bytes`: see [Note: What waits for its gradients].
+    """
     group_bytes_max = gather // GROUPS_HELD
     gather_room = gather + GATHERS_IN_USE * group_bytes_max
     pipeline = pipeline_bytes(group_bytes_max, sub_group_bytes) + sub_group_bytes
-    return align_up(max(gather_room, pipeline) + ACCESS_BYTES, MIB)
+    waiting = GATHERS_IN_USE * group_bytes_max + waiting_bytes
+    least = align_up(max(gather_room, pipeline) + ACCESS_BYTES, MIB)
+    roomy = min(align_up(waiting + ACCESS_BYTES, MIB), WAITING_SHARE * memory_bytes)
+    return max(least, int(roomy) // MIB * MIB)
 
 
 def look_ahead_room(pinned_bytes: int, group_bytes_max: int) -> int:

@@ -275,7 +275,7 @@ def _place(
     work: Work, machine: Machine, strategy: Strategy, pinned_bytes: int | None, cache_bytes: int | None
 ) -> tuple[Pipeline, Kept, Memory, list[str]]:
     """What is where, and why that doesn't fit."""
-    pipeline = pipeline_of(work, strategy, pinned_bytes)
+    pipeline = pipeline_of(work, strategy, pinned_bytes, machine.host_bytes / machine.ranks_per_node)
     on_host = machine.device_is_host
     memory = memory_of(work, strategy, pinned_bytes=pipeline.pinned_bytes, device_is_host=on_host)
     if work.durable:

@@ -5,6 +5,8 @@ The sum itself is in infinity/schedule/pinned.py, where the planner finds it too
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 from infinity.errors import BudgetError
@@ -37,6 +39,7 @@ __all__ = [
     "comfortable_bytes",
     "gather_bytes",
     "look_ahead_room",
+    "memory_of_rank",
     "pipeline_bytes",
     "sub_group_numel_for",
     "sub_groups_ahead",
@@ -80,6 +83,12 @@ def check_available(pinned_bytes: int) -> None:
             f"a pinned pool of {format_bytes(pinned_bytes)} is more than the {format_bytes(available)} of memory that are "
             "available: lower pinned_bytes_max (host_bytes_max), or wrap smaller modules where a group asks for that much"
         )
+
+
+def memory_of_rank() -> float:
+    """This rank's share of the memory that the machine has available, as torchrun counts ranks; infinite where unknown."""
+    available = _available_bytes()
+    return math.inf if available is None else available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _available_bytes() -> int | None:

@@ -95,7 +95,10 @@ def plan_model(
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
     gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
     beside = layout.cached_bytes + placing.activation_bytes
-    pinned = pinned_bytes or budget.comfortable_bytes(gather, stepped) + beside
+    pinned = pinned_bytes
+    if pinned is None:
+        waiting = _waiting_bytes(layout, group_bytes) if placing.update == "backward" else 0
+        pinned = budget.comfortable_bytes(gather, stepped, waiting, budget.memory_of_rank()) + beside
     budget.check_available(pinned)
     pipeline = budget.pipeline_bytes(largest_bytes, stepped)
     need = budget.PinnedBudget(
@@ -132,6 +135,12 @@ def _spilled(layout: Layout, placing: Placing) -> dict[int, int]:
     *numels, resident = (sum(sub.numel for sub in members if sub.trained) for members in layout.by_space)
     left = placing.gradient_bytes_max - GRADIENT_BYTES * resident
     return dict.fromkeys(groups_that_spill([itemsize * numel for numel in numels], max(0, left)), itemsize)
+
+
+def _waiting_bytes(layout: Layout, group_bytes: Sequence[int]) -> int:
+    """The copies and the state of the two groups that have most of them: see [Note: What waits for its gradients]."""
+    states = (sum(sub.lease_bytes for sub in members if sub.trained) for members in layout.by_space)
+    return sum(sorted(copies + state for copies, state in zip(group_bytes, states, strict=False))[-2:])
 
 
 def _staged_bytes(layout: Layout, group: int) -> int:

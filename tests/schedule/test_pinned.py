@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.schedule import pinned
+from infinity.units import MIB
 
 PAGE = 4096
 pages = st.integers(1, 1000).map(lambda count: count * PAGE)
@@ -40,3 +41,17 @@ def test_a_comfortable_pool_is_more_than_the_least_and_leaves_room_to_look_ahead
     pool = pinned.comfortable_bytes(gather, sub_group)
     assert pool >= pinned.PinnedBudget(gather, pinned.pipeline_bytes(group, sub_group)).nbytes
     assert pinned.look_ahead_room(pool, group) >= max(5 * group, 4 * sub_group)
+
+
+@given(group=pages, sub_group=pages, waiting=st.integers(0, 10**9), memory=st.integers(0, 10**10))
+def test_what_waits_for_gradients_has_room_as_far_as_memory_goes(
+    group: int, sub_group: int, waiting: int, memory: int
+) -> None:
+    gather = pinned.gather_bytes(group)
+    least, roomy, pool = (
+        pinned.comfortable_bytes(gather, sub_group, *more) for more in ((), (waiting,), (waiting, memory))
+    )
+    assert pinned.look_ahead_room(roomy, group) >= waiting
+    assert least <= pool <= roomy
+    assert pool == least or pool <= memory / 4
+    assert pool == roomy or pool > memory / 4 - MIB

@@ -27,6 +27,7 @@ from infinity.schedule.planner import Machine, busiest, fastest_that_fits, plan_
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.simulator import Interval
 from infinity.schedule.transformer import transformer_of
+from infinity.units import MIB
 
 B = 10**9
 GB = 1e9
@@ -252,6 +253,14 @@ def test_the_pipeline_fits_its_pool(numel: int, ranks: int, strategy: Strategy) 
     updates = pinned.pipeline_bytes(group_bytes, 12 * pipeline.sub_group_numel)
     assert pinned.PinnedBudget(pinned.gather_bytes(group_bytes), updates).nbytes <= pipeline.pinned_bytes
     assert 0 <= pipeline.look_ahead_bytes < pipeline.pinned_bytes
+
+
+def test_what_is_updated_in_the_backward_waits_within_a_quarter_of_the_memory() -> None:
+    work = replace(work_of(B), scheme=Scheme(update="backward"), clipping=False)
+    before, roomy = (pipeline_of(each, ALL_NVME).pinned_bytes for each in (work_of(B), work))
+    assert roomy > 2 * 14 * max(work.group_shards) > before
+    small = replace(NODE, host_bytes=4 * NODE.ranks_per_node * (roomy - MIB))
+    assert plan_step(work, small, ALL_NVME).pipeline.pinned_bytes == roomy - MIB
 
 
 @given(numel=st.integers(10**7, 10**10), pool=st.integers(2 << 30, 64 << 30))

@@ -80,6 +80,21 @@ def test_without_a_budget_the_pool_is_the_comfortable_size() -> None:
     assert pinned_bytes == budget.comfortable_bytes(budget.gather_bytes(largest), layout.sub_group_bytes_max)
 
 
+def test_a_group_updated_in_the_backward_waits_in_the_pool_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    small: dict[str, Any] = {"sub_group_size": 8 * SPACE_ALIGN}
+    monkeypatch.setattr(budget, "_available_bytes", lambda: 10**12)
+    layout, roomy = planned(update="backward", **small)
+    _, least = planned(**small)
+    held = [14 * sum(sub.numel for sub in members) for members in layout.by_space]
+    largest = max(held) // 7
+    assert budget.look_ahead_room(roomy, largest) >= 2 * max(held) > budget.look_ahead_room(least, largest)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(budget, "_available_bytes", lambda: 8 * (roomy - MIB))
+    assert planned(update="backward", **small) == (layout, roomy - MIB)
+    monkeypatch.setattr(budget, "_available_bytes", lambda: 4 * least)
+    assert planned(update="backward", **small) == (layout, least)
+
+
 def test_sub_groups_are_cut_until_the_budget_holds_them() -> None:
     roomy, _ = planned(64 * MIB)
     tight, pinned_bytes = planned(8 * MIB)
