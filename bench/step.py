@@ -111,7 +111,9 @@ def main() -> int:
     parser.add_argument(
         "--ways", default="memory,backward,forward,step", help=f"of {', '.join(WAYS)} (default: %(default)s)"
     )
-    parser.add_argument("--deepspeed-python", help="a Python that has deepspeed, to step its ZeRO-Infinity, too")
+    parser.add_argument(
+        "--deepspeed-python", help="a Python that has deepspeed, to step its ZeRO-Infinity, too (libaio-dev is needed)"
+    )
     parser.add_argument("--batch-size", type=count, default=4)
     parser.add_argument("--context", type=count, default=256)
     parser.add_argument(

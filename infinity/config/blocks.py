@@ -426,8 +426,8 @@ class InfinityConfig(Block):
     pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = Field(
         default="auto",
         description="Pinned host memory of this process, in bytes; every transfer goes through it. auto takes what the model "
-        "needs at full speed; where updates are in the backward, that may be several groups with their state, but no more than "
-        "a quarter of the memory that is available.",
+        "needs at full speed; where updates are in the backward, the state of the two largest groups is part of that, as far "
+        "as the pool stays within a quarter of the memory that is available.",
     )
     host_cache_bytes: Annotated[int, CACHE_BYTES] = Field(
         default=0,
