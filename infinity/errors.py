@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def in_words(error: BaseException) -> str:
+    """What it says, or what it is where it says nothing, as KeyboardInterrupt does."""
+    return str(error) or type(error).__name__
+
+
 class InfinityError(Exception):
     """Base of all errors raised on purpose by infinity."""
 

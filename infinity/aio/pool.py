@@ -6,6 +6,7 @@ Owns the slab and its free ranges. Used by the training thread only; the I/O thr
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
@@ -66,6 +67,16 @@ class FreeRanges:
             self._starts.insert(index, offset)
             self._lengths.insert(index, nbytes)
         self.free_bytes += nbytes
+
+    def reset(self, taken: Iterable[tuple[int, int]]) -> None:
+        """From now on these ranges (offset, length) are taken, and nothing else, whatever was."""
+        self._starts, self._lengths, at = [], [], 0
+        for offset, length in [*sorted(taken), (self.nbytes, 0)]:
+            if offset > at:
+                self._starts.append(at)
+                self._lengths.append(offset - at)
+            at = offset + length
+        self.free_bytes = sum(self._lengths)
 
 
 class Lease:
@@ -154,6 +165,11 @@ class PinnedPool:
         self.peak_bytes = max(self.peak_bytes, self.leased_bytes)
         return Lease(self, offset, size)
 
+    def reclaim(self, keep: Iterable[Lease]) -> None:
+        """Take back every lease but these, whoever has them: for when an exception may have lost some. Nothing may be moving
+        into or out of the others, and nobody may use them, or give them back."""
+        self._ranges.reset((lease.offset, lease.nbytes) for lease in keep)
+
     def lease(self, nbytes: int) -> Lease:
         """As `try_lease`; raises BudgetError where it would return None."""
         lease = self.try_lease(nbytes)
@@ -194,6 +210,10 @@ class PoolPart:
         size = align_up(max(nbytes, 1))
         offset = self._ranges.take(size)
         return None if offset is None else Lease(self, self.lease.offset + offset, size)
+
+    def reclaim(self, keep: Iterable[Lease]) -> None:
+        """As `PinnedPool.reclaim`."""
+        self._ranges.reset((lease.offset - self.lease.offset, lease.nbytes) for lease in keep)
 
     def _return(self, lease: Lease) -> None:
         self._ranges.put(lease.offset - self.lease.offset, lease.nbytes)

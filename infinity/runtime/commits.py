@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import Config
-from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError
+from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
 from infinity.runtime.rest import decode, encode
 from infinity.store import DurableRun
 from infinity.store.commit import SUM_BYTES, Commit, Record, bits
@@ -108,7 +108,7 @@ class Commits:
             if commit is None or isinstance(error, InfinityError):
                 self._leave_one_record(self._run.sequence)
             else:
-                self._swap.paged.seal(f"the commit of step {pending.step} ({error or type(error).__name__})")
+                self._swap.paged.health.seal(f"the commit of step {pending.step} ({in_words(error)})")
             raise
         return commit
 
@@ -118,7 +118,7 @@ class Commits:
             self._run.leave_one(sequence)
         except OSError as error:  # what is written next could be what a record speaks of
             why = f"removing an old record from {self._run.folders[0].path} ({error.strerror})"
-            self._swap.paged.seal(why)
+            self._swap.paged.health.seal(why)
             raise StoreError(error.errno or 0, f"{why} failed: nothing is written any more, start again") from None
 
     def _write(self, pending: _Pending) -> Commit:
@@ -127,7 +127,7 @@ class Commits:
         try:
             self._swap.flush()
         except OSError as error:  # a second flush may report success for what the first has lost
-            paged.seal(f"the flush of step {pending.step} ({error})")
+            paged.health.seal(f"the flush of step {pending.step} ({error})")
             raise
         counts, ties = packed_ties(self._swap)
         commit = self._run.next_commit(
@@ -148,7 +148,9 @@ class Commits:
         return commit
 
     def _note_way_back(self, step: int) -> None:
-        self._swap.paged.way_back = f"start again with resume=True to go on from step {step}, which is committed, or "
+        self._swap.paged.health.way_back = (
+            f"start again with resume=True to go on from step {step}, which is committed, or "
+        )
 
 
 def open_run(config: Config, *, resume: bool) -> DurableRun | None:

@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.config import Config
-from infinity.errors import CheckpointError, ConfigError, InfinityError
+from infinity.errors import CheckpointError, ConfigError, InfinityError, in_words
 from infinity.runtime import checkpoint, checkpoint_arena
 from infinity.runtime.checkpoint_folder import find
 from infinity.runtime.commits import Commits
@@ -39,11 +38,15 @@ from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.activations import Activations
 from infinity.swap.fsdp2 import reshard
+from infinity.swap.health import Health, ModelHealth
 from infinity.swap.names import buffer_names, parameter_names
+from infinity.swap.taken_gradient import TakenGradient
 from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
+
+_FORWARD, _BACKWARD, _STEP = "a forward", "a backward", "a step"
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,14 @@ class Engine:
         self.wall_clock = WallClock() if config.wall_clock_breakdown else None
         self.flops_profile = make_flops_profile(module, config, self.shard_numel)
         self._loss_scale = make_loss_scale(config.fp16)
+        self.health = swap.paged.health if swap is not None else ModelHealth()
+        """Whether the values are those of one step, and may be used."""
+        self._under_way: str | None = None
+        """The pass that is going on, or that never ended."""
+        self._partial: str | None = None
+        """What ended a backward half-way, so that the gradients are of a part of the model, until they are dropped."""
+        self._micro_steps_before = 0
+        """`micro_steps` when the last step ended."""
         self._on_close = on_close
         self._boundary: bool | None = None
         self._grad_norm: float | torch.Tensor | None = None
@@ -132,6 +143,54 @@ class Engine:
             raise AttributeError(name)
         return getattr(self.module, name)
 
+    @contextlib.contextmanager
+    def _passing(self, what: str) -> Iterator[None]:
+        """Around a pass: whatever exception ends it, what it leaves is right, or refuses to be used: see `_abandon`."""
+        outer, self._under_way = self._under_way, what
+        try:
+            if what == _FORWARD:
+                self.health.check_whole()
+            else:
+                self.health.check_not_torn()
+            yield
+        except BaseException as error:
+            self._abandon(what, error)
+            self._under_way = outer
+            raise
+        self._under_way = outer
+
+    def _settle(self) -> None:
+        """No backward and no step is going on: one that never ended was ended by an exception that came twice. (In a forward a
+        loop may well step, which calls the model itself.)"""
+        if self._under_way in (_BACKWARD, _STEP):
+            self._abandon(self._under_way, None)
+            self._under_way = None
+
+    def _abandon(self, what: str, error: BaseException | None) -> None:
+        """Make anew all that a pass leaves which ended half-way: what is gathered, staged and on its way.
+
+        Gradients stay; but of those that it was to make, or to take, it has made a part. They have to be dropped. Where some
+        were applied already, the values are torn.
+        """
+        why = f"{what} ({in_words(error) if error is not None else 'interrupted'})"
+        reshard(self.module)
+        if self.swap is not None:
+            self.swap.recover()
+        self.health.settle()
+        if what == _FORWARD or (what == _STEP and isinstance(error, (InfinityError, OSError))):
+            return
+        if self.health.state is Health.AHEAD:
+            self.health.tear(why)
+        else:
+            self._partial = self._partial or why
+
+    def _check_gradients_whole(self) -> None:
+        if self._partial is not None:
+            raise InfinityError(
+                f"the gradients of this step are those of a part of the model, since this failed: {self._partial}; call "
+                "zero_grad() to drop them, and begin the step anew with its first micro-batch"
+            )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. With gradients, what it saves for the backward goes where the config keeps activations."""
         with self.forward_pass():
@@ -143,7 +202,7 @@ class Engine:
         saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.activations is not None and torch.is_grad_enabled():
             saving = self.activations.saving()
-        with timing(self, "fwd"), saving:
+        with self._passing(_FORWARD), timing(self, "fwd"), saving:
             yield
 
     @timed("bwd")
@@ -158,14 +217,21 @@ class Engine:
         if loss.numel() != 1:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
         self._check_none_unfrozen()
+        self._settle()
+        self._check_gradients_whole()
         if self._commits is not None and self._updates_in_backward():
             self._commits.make()
         if self.live is not None:
             self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         scaled = divided.float() * self.cur_scale if self.config.fp16.enabled else divided
-        scaled.backward(retain_graph=retain_graph)
-        self.micro_steps += 1
+        with self._passing(_BACKWARD):
+            if isinstance(self.optimizer, PagedOptimizer):
+                self.optimizer.hide_taken()
+            scaled.backward(retain_graph=retain_graph)
+            self.micro_steps += 1
+            if isinstance(self.optimizer, PagedOptimizer):
+                self.optimizer.show_taken()
         return divided
 
     @timed("step")
@@ -178,13 +244,34 @@ class Engine:
         """
         if not self.is_gradient_accumulation_boundary():
             return
+        self._settle()
+        self.health.check_not_torn()
+        self._check_gradients_whole()
+        if isinstance(self.optimizer, PagedOptimizer):
+            self.optimizer.hide_taken()
         if self._commits is not None:
             self._commits.make()
         if self._saving is not None and self._saving.finish_if_copied():
             self._saving = None
-        reshard(self.module)  # what an evaluation left gathered would be stale after the step, and hides the gradients
-        with measured(self.timeline, "gradients", "norm of the gradients"):
-            factor = self._gradient_factor()
+        with self._passing(_STEP):
+            reshard(
+                self.module
+            )  # what an evaluation left gathered would be stale after the step, and hides the gradients
+            with measured(self.timeline, "gradients", "norm of the gradients"):
+                factor = self._gradient_factor()
+            if isinstance(self.optimizer, PagedOptimizer) and factor is not None:
+                assert isinstance(factor, float)
+                self.optimizer.prepare(factor)
+            with self.health.change("an optimizer step"):
+                self._change_values(factor)
+        if self.activations is not None:
+            self.activations.end_step()
+        if self._commits is not None:
+            self._commits.note(self.global_steps, self._outside())
+        self._note_step()
+
+    def _change_values(self, factor: float | torch.Tensor | None) -> None:
+        """All that a step changes, with the gradients multiplied by `factor` (None: nothing is updated)."""
         self._applied = factor is not None
         if factor is not None:
             self._step_optimizer(factor)
@@ -192,14 +279,10 @@ class Engine:
                 self.lr_scheduler.step()
         elif isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.skip()
-        self.zero_grad()
+        self._drop_gradients()
         self.global_steps += 1
         self._boundary = None
-        if self.activations is not None:
-            self.activations.end_step()
-        if self._commits is not None:
-            self._commits.note(self.global_steps, self._outside())
-        self._note_step()
+        self._micro_steps_before = self.micro_steps
 
     def commit(self, client_state: dict[str, Any] | None = None) -> None:
         """Commit now, with all that was done since the last step, instead of when the next step begins. A collective.
@@ -210,8 +293,8 @@ class Engine:
         if self._commits is None:
             raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
         with together():
-            self._check_whole()
             self._check_between_steps()
+            self._check_whole()
         if client_state is not None:
             self.client_state = client_state
         self._commits.note(self.global_steps, self._outside())
@@ -244,11 +327,18 @@ class Engine:
         return self.module.state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; `step` does so by itself.
+        """Forget the gradients; `step` does so by itself. The step begins anew with its first micro-batch.
 
-        Raises InfinityError where the backward applied them already (`infinity.update`).
+        Raises InfinityError where the backward applied them already (`infinity.update`), or tore the values.
         """
+        self._settle()
+        self.health.check_not_torn()
         self._check_not_applied()
+        self._partial = self._partial or "zero_grad"
+        self._drop_gradients(set_to_none)
+        self.micro_steps, self._boundary, self._partial = self._micro_steps_before, None, None
+
+    def _drop_gradients(self, set_to_none: bool = True) -> None:
         type(self.module).zero_grad(self.module, set_to_none)
         self.optimizer.zero_grad(set_to_none)  # the module shows others while a group is gathered
 
@@ -257,7 +347,8 @@ class Engine:
         """Memory of this rank, in bytes, that holds reduced gradients now: in `.grad`, or where they wait for their update."""
         shown = (p.grad for group in self.optimizer.param_groups for p in group["params"])
         kept = self.swap.gradients.held_bytes if self.swap is not None else 0
-        return kept + sum(_local_of(grad).nbytes for grad in shown if grad is not None)
+        own = (_local_of(grad) for grad in shown if grad is not None)
+        return kept + sum(grad.nbytes for grad in own if not isinstance(grad, TakenGradient))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` will step: the last micro-batch of a step has had its backward pass."""
@@ -425,8 +516,8 @@ class Engine:
         form = self._checked_format(format or self.config.infinity.checkpoint_format)
         self.finish_checkpoint()
         with together():
-            self._check_whole()
             self._check_between_steps()
+            self._check_whole()
         self._make_optimizer_state()
         if self._commits is not None:
             self._commits.make()
@@ -489,6 +580,7 @@ class Engine:
         else:
             rest = checkpoint.load(path, self.module, self.optimizer, verified=verify)
         self._set_rest(rest, schedule=load_lr_scheduler_states)
+        self.health.mend()
         if self._commits is not None:
             self.commit(rest["client_state"])
         return str(path), rest["client_state"]
@@ -593,6 +685,7 @@ class Engine:
         if self.config.fp16.enabled:
             self._tell_optimizer(overflow=False)
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
+        self._micro_steps_before = self.micro_steps
         if schedule and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
         if "rng" in rest:
@@ -681,26 +774,23 @@ class Engine:
 
     def _discard_step(self) -> None:
         """Forget what the passes since the last step left, even one that an error ended."""
-        if (
-            isinstance(self.module, FSDPModule) and self.module._get_fsdp_state()._is_root
-        ):  # known from the first pass on
-            getattr(self.module, "reset_iter_state", lambda: None)()  # of torch 2.13 on
+        self._settle()
+        reshard(self.module)
         if isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.discard()
-        self.zero_grad()
+        self._drop_gradients()
+        self._partial = None
 
     def _check_not_applied(self) -> None:
-        if self._applied_in_backward():
+        if self.health.state is Health.AHEAD:
             raise InfinityError(
                 "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
                 'or set infinity.update to "forward"'
             )
 
-    def _applied_in_backward(self) -> bool:
-        """Whether the backward since the last step applied gradients, so that the values are in the middle of a step."""
-        return isinstance(self.optimizer, PagedOptimizer) and self.optimizer.applied
-
     def _check_between_steps(self) -> None:
+        self._settle()
+        self.health.check_not_torn()
         taken = isinstance(self.optimizer, PagedOptimizer) and bool(self.optimizer.norms)
         if taken or any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             raise CheckpointError(
@@ -709,8 +799,10 @@ class Engine:
             )
 
     def _check_whole(self) -> None:
+        self._settle()
         if self.swap is not None:
-            self.swap.paged.check_whole()
+            self.swap.paged.check_whole()  # and not closed
+        self.health.check_whole()
 
     def _make_optimizer_state(self) -> None:
         """State for every parameter, as a first step would make it, without a step: a checkpoint holds all of it."""

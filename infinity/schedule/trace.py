@@ -59,6 +59,11 @@ class Trace:
         """Something else came in between: this cycle may differ for that reason, and the next one from this."""
         self._excused = 2
 
+    def restart(self) -> None:
+        """An exception ended this cycle: it begins anew, and may differ for that reason, and the next one from it."""
+        self._recorded, self._used, self._place, self._surprised = [], set(), 0, False
+        self.interrupt()
+
     def end_cycle(self) -> bool:
         """The cycle is over (an optimizer step; the end of an evaluation pass). An empty one changes nothing.
 

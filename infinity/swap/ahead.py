@@ -34,6 +34,10 @@ class DeviceAhead:
         """How often the copies of a group, or those of it that stay in host memory, were not on their way yet when they were
         asked for."""
 
+    def recover(self) -> None:
+        """Nothing is on its way any more."""
+        self._started = []
+
     def ask(self, shard: PagedShard) -> None:
         """A shard is about to be handed over."""
         incoming = shard.group.incoming if shard.resident is None else shard.group.residents.incoming

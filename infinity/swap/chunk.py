@@ -94,3 +94,10 @@ class Chunk:
         """The one door of the state."""
         assert state in _ALLOWED[self.state], f"{self.name}: {self.state.value} -> {state.value}"
         self.state = state
+
+    def put_to_rest(self) -> None:
+        """It holds no memory any more; nothing is in flight for it."""
+        if self.state is not ChunkState.RESTING:
+            self.move_to(ChunkState.RESTING)
+        self.lease, self.transfers, self.landing = None, [], None
+        self.unverified, self.sums = False, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +14,88 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.swap.names import clean_name, parameter_names
 
 
 def reshard(model: nn.Module) -> None:
-    """Free whatever is gathered, so that the model's parameters are the sharded masters, under their names."""
+    """Free whatever is gathered, so that the model's parameters are the sharded masters, under their names.
+
+    To be called where no pass is going on: one that FSDP2 holds for unfinished was ended by an exception, and is abandoned,
+    with what it had summed of unsharded gradients: see [Note: A pass that never ended].
+    """
+    abandon_unfinished_pass(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def abandon_unfinished_pass(model: nn.Module) -> bool:
+    """Where no pass of this root is going on: bring FSDP2's own state to where a pass begins, if an exception left it
+    elsewhere. Whether it had. Raises InfinityError where this torch can't.
+
+    [Note: A pass that never ended]
+    FSDP2 keeps what a pass has come to in its states and groups, and an exception leaves it there: a group that was running
+    stays gathered, whatever `reshard` is told; the next forward takes itself for a part of the one before, hooks no gradient of
+    what is gathered already, and the step after it leaves these parameters as they were, without a word. What autograd had
+    summed of a group's unsharded gradients would be added to those of the next backward. `reset_iter_state` mends all but the
+    last, and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
+    """
+    assert isinstance(model, FSDPModule)
+    if not _is_in_pass(model):
+        return False
+    if not hasattr(model, "reset_iter_state"):
+        raise InfinityError(
+            f"torch {torch.__version__} can't go on after a pass that an exception ended: start again, with torch 2.13 or later"
+        )
+    parameters = [parameter for group in _all_groups(model) for parameter in group.fsdp_params]
+    reduced = [parameter.sharded_param.grad for parameter in parameters]
+    model.reset_iter_state()
+    for parameter, grad in zip(parameters, reduced, strict=True):
+        parameter.sharded_param.grad = grad
+        if "unsharded_accumulated_grad" in vars(parameter):  # a property over the next one from torch 2.15 on
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    return True
+
+
+def is_at_rest(model: nn.Module) -> bool:
+    """Whether no pass of this root is going on, and nothing of it is gathered."""
+    assert isinstance(model, FSDPModule)
+    return not _is_in_pass(model) and all(group.is_sharded for group in _all_groups(model))
+
+
+def _is_in_pass(model: FSDPModule) -> bool:
+    shared = model._get_fsdp_state()._state_ctx
+    if shared.iter_forward_root is not None or shared.post_backward_final_callback_queued:
+        return True
+    return any(each._training_state.name != "IDLE" for each in (*shared.all_states, *_all_groups(model)))
+
+
+def _all_groups(model: FSDPModule) -> list[Any]:
+    """Of a root; none before its first forward."""
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in _groups_of(state)]
+
+
+def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Around each `state_dict` of a group's module: FSDP2 releases what is gathered for it, which may be in use on the thread
+    that trains."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.__dict__["state_dict"] = functools.partial(_guarded_state_dict, weakref.ref(module), entered)
+
+
+def _guarded_state_dict(
+    module: weakref.ref[nn.Module],
+    entered: Callable[[], contextlib.AbstractContextManager[None]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    alive = module()
+    assert alive is not None
+    with entered():
+        return type(alive).state_dict(alive, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -182,7 +257,10 @@ def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
+    return _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
     return [group for group in groups if group is not None]
 

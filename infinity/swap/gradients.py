@@ -176,4 +176,4 @@ def _gradient_chunk(sub: PagedSubGroup, paged: PagedModel) -> Chunk:
     assert sub.gradient is not None
     nbytes = sub.layout.gradient_bytes
     span = (Span(sub.gradient.offset, 0, nbytes),)
-    return Chunk(f"gradient of {sub.chunk.name}", nbytes, span, span, on_lost=paged.tear)
+    return Chunk(f"gradient of {sub.chunk.name}", nbytes, span, span, on_lost=paged.health.tear)

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,9 +46,12 @@ from infinity.swap.chunk import ChunkState
 from infinity.swap.fsdp2 import (
     GroupOutline,
     ShardedGroup,
+    abandon_unfinished_pass,
     gathered_dtype,
+    guard_state_dict,
     in_backward,
     install,
+    is_at_rest,
     outlined_groups,
     sharded_groups,
 )
@@ -152,6 +157,13 @@ class SwapManager:
         self._device: Device = CpuDevice()
         self._ahead: DeviceAhead | None = None
         """What comes next on its way to the device, where that has memory of its own."""
+        self._lock = threading.RLock()
+        """Held in whatever another floor sets off here: see `entered`."""
+        self._model: weakref.ref[nn.Module] | None = None
+        self._thread = threading.get_ident()
+        """The training thread: where the last pass began."""
+        self._in_use = self._broken = False
+        """Whether somebody is in here now, or an exception ended what he did."""
         self._copying: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
         self._alone = True
@@ -317,6 +329,8 @@ class SwapManager:
                 )
             self._ahead = DeviceAhead(paged, self._policy, self._look_ahead, bytes_max=largest)
         install(model, replacements)
+        self._model = weakref.ref(model)
+        guard_state_dict(model, partial(_entered, weakref.ref(self)))
         if update == "backward":
             for number, group in enumerate(groups):
                 cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
@@ -391,17 +405,77 @@ class SwapManager:
         """What moves the chunks. Which are staged when, this manager decides; for a look at what is in flight."""
         return self._open().stager
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Around whatever the paged tensors and the optimizer set off here, which anybody may end with an exception.
+
+        What it leaves is made anew by the next who enters. Raises InfinityError on another thread than the training one while a
+        pass is going on: see [Note: Other threads].
+        """
+        with self._lock:
+            if self._in_use:
+                yield
+                return
+            self._check_thread()
+            if self._broken:
+                self.recover()
+            self._in_use = True
+            try:
+                yield
+            except BaseException:
+                self._broken = True
+                self._in_use = False
+                raise
+            self._in_use = False
+
+    def recover(self) -> None:
+        """Where no pass is going on: make anew all that one leaves which an exception ended, at whatever line.
+
+        What was staged, gathered or on its way is dropped, what was being written is waited for, and a change of values that
+        never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients stay as they are.
+        """
+        machinery, paged = self._machinery, self._paged
+        if machinery is not None and paged is not None:
+            kept = [*self._tensors.leases, *paged.leases]
+            if self._activation_part is not None:
+                kept.append(self._activation_part.lease)
+            machinery.stager.recover(kept)
+            paged.recover()
+            self._staging.recover()
+            if self._ahead is not None:
+                self._ahead.recover()
+            self._copying = None
+        self._in_use = self._broken = False
+
+    def _check_thread(self) -> None:
+        """[Note: Other threads]
+        A look at a weight or a state_dict moves bytes through the same pool and the same groups as the training thread, and
+        makes FSDP2 release what is gathered, which that thread may be computing with. So another thread is let in where nothing
+        is gathered, between steps, one at a time, and what begins meanwhile waits. (Autograd has threads of its own, for
+        devices; what they do is the training thread's.)
+        """
+        if threading.get_ident() == self._thread or in_backward():
+            return
+        model = self._model() if self._model is not None else None
+        if model is not None and not is_at_rest(model):
+            raise InfinityError(
+                "another thread trains the model, whose parameters rest on NVMe, and it is in the middle of a step: look at "
+                "them (state_dict, a weight, a forward) on that thread, or on this one between steps"
+            )
+
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
         timeline = self.timeline
-        if timeline is None:
-            return self._gather(shard, training=training, dtype=dtype)
-        with timeline.gathering(shard.group.name):
+        with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
             return self._gather(shard, training=training, dtype=dtype)
 
     def _gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         model = shard.model
-        model.check_whole()
+        if in_backward():
+            model.check_not_torn()
+        else:
+            model.check_whole()
+            self._thread = threading.get_ident()
         if dtype != model.copy_dtype:
             raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
         if not shard.filled:
@@ -434,6 +508,10 @@ class SwapManager:
 
     def gathered(self, shard: PagedShard) -> None:
         """For the paged tensor: FSDP2 has gathered the shard. The group's lease goes back with its last one, or earlier."""
+        with self.entered():
+            self._gathered(shard)
+
+    def _gathered(self, shard: PagedShard) -> None:
         group = shard.group
         if self.timeline is not None:
             self.timeline.gathered(group.name, at_once=self._alone)
@@ -489,7 +567,8 @@ class SwapManager:
             machinery.pool.nbytes - layout.cached_bytes - (self._activation_part.nbytes if self._activation_part else 0)
         )
         ahead = budget.sub_groups_ahead(room, layout.sub_group_bytes_max)
-        finish_updates(self.paged, machinery.stager, ahead)
+        with self.entered():
+            finish_updates(self.paged, machinery.stager, ahead)
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """For the optimizer, in a backward: whether the gradients of a group, once all are there, are all that come."""
@@ -499,6 +578,12 @@ class SwapManager:
         self, group: PagedGroup, updates: Mapping[PagedSubGroup, Callable[[Lease | None], None]]
     ) -> None:
         """For the optimizer: update members of a group now; see [Note: Updates in the backward] in paged_model.py."""
+        with self.entered():
+            self._update_in_backward(group, updates)
+
+    def _update_in_backward(
+        self, group: PagedGroup, updates: Mapping[PagedSubGroup, Callable[[Lease | None], None]]
+    ) -> None:
         policy, left = self._staging, iter(updates)
         self._give_back_copied()  # FSDP2 may have asked for it anew, taking it for the next one; it drops what it fetched so
         policy.begin_update(group)
@@ -696,8 +781,18 @@ class SwapManager:
         return self._device
 
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not in_backward():
+        if in_backward():
+            return
+        with self._lock:
+            self._check_thread()
+            self._thread = threading.get_ident()
+            if abandon_unfinished_pass(module) or self._pass_goes_on or self._in_use or self._broken:
+                self.recover()
             self._staging.begin_pass(trains=module.training and torch.is_grad_enabled())
+
+    @property
+    def _pass_goes_on(self) -> bool:
+        return self._policy is not None and self._policy.in_pass
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -735,3 +830,9 @@ class SwapManager:
     def _start_ahead(self, *, update: bool = True) -> None:
         if self._ahead is not None:
             self._ahead.start(asked_for=self._copying, update=update)
+
+
+def _entered(swap: weakref.ref[SwapManager]) -> contextlib.AbstractContextManager[None]:
+    """Into what pages a model; one that has outlived it is nobody's."""
+    alive = swap()
+    return alive.entered() if alive is not None else contextlib.nullcontext()

@@ -42,6 +42,7 @@ infinity/store/copying.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -49,7 +50,7 @@ import torch
 
 from infinity.aio import Lease
 from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
-from infinity.errors import InfinityError, IntegrityError
+from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.store.commit import SUM_BYTES
@@ -57,6 +58,7 @@ from infinity.store.copying import Copying, Source
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.direct import DirectReads
+from infinity.swap.health import ModelHealth
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import measured
 from infinity.units import PAGE_BYTES, align_up
@@ -211,13 +213,11 @@ class PagedShard:
     def write(self, which: Field, start: int, values: torch.Tensor) -> None:
         """Set elements [start, start + values.numel()) of the master or a moment (1-D). The master's copies follow it.
 
-        Raises IoError where a transfer failed; the values are torn then.
+        Raises IoError where a transfer failed. The values are torn then: some ranges may be new, or the copy alone.
         """
-        try:
+        self.model.health.check_not_ahead()
+        with self.model.health.change(f"setting {self.name}"):
             self._set(which, start, values)
-        except OSError as error:  # some ranges may be new, or the copy alone
-            self.model.tear(f"setting {self.name} ({error})")
-            raise
 
     def _set(self, which: Field, start: int, values: torch.Tensor) -> None:
         if which is not Field.MASTER:
@@ -399,15 +399,14 @@ class PagedModel:
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self.stepped: tuple[PagedSubGroup, ...] = ()
         """What it updates, done or not, in its order."""
+        self.health = ModelHealth(on_ill=self._forget_updates)
         self._open_stager: Stager | None = stager
         self._direct = direct
-        self._torn: str | None = None
         self._copying: Copying | None = None
         self._copied_halves: list[int] = []
-        self._sealed: str | None = None
         self._arena = arena
-        self.way_back = ""
-        """In words, what else than loading makes torn values whole again."""
+        self._unfinished: tuple[PagedSubGroup, torch.Tensor] | None = None
+        """The sub-group that is being updated, of which nothing is written yet, and the ties that it had before."""
         assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
         self.sub_groups = self._reserve(arena, what, halves=2 if durable else 1)
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
@@ -435,26 +434,11 @@ class PagedModel:
             }
             group.beside = list(found.values())
 
-    def tear(self, why: str) -> None:
-        """From now on the values are not those of one step: some were updated and some were not, or a write was lost.
-
-        No update is left: what is set anew is not to be updated.
-        """
-        self._torn = self._torn or why
+    def _forget_updates(self) -> None:
+        """The values are not whole any more: what is set anew is not to be updated."""
         self.updates.clear()
         for group in self.groups:
             self.expect(group)
-
-    def seal(self, why: str) -> None:
-        """From now on nothing is written, whatever comes: it is not known which half a record speaks of."""
-        self._sealed = self._sealed or why
-        self.updates.clear()
-        for group in self.groups:
-            self.expect(group)
-
-    def mend(self) -> None:
-        """All values were set anew."""
-        self._torn = None
 
     def close(self) -> None:
         """Let go of all that holds memory. The values can't be used any more; idempotent."""
@@ -488,22 +472,14 @@ class PagedModel:
         return self._open_stager
 
     def check_whole(self) -> None:
-        """Raise InfinityError when the values are torn (naming the failure; they may still be set, not used), or gone."""
+        """Raise InfinityError when the values are not those of one step, or gone: see `ModelHealth`."""
         _ = self._stager
-        self._check_not_sealed()
-        if self._torn is not None:
-            raise InfinityError(
-                f"the parameters and their optimizer state are torn, part of them old and part new, since this failed: "
-                f"{self._torn}; {self.way_back}load a checkpoint (or a state dict of the model, then one of the optimizer) "
-                "before going on"
-            )
+        self.health.check_whole()
 
-    def _check_not_sealed(self) -> None:
-        if self._sealed is not None:
-            raise InfinityError(
-                f"nothing is written any more since this failed: {self._sealed}; start again with resume=True to go on from "
-                "the last committed step"
-            )
+    def check_not_torn(self) -> None:
+        """Raise InfinityError when no pass may go on: the values are torn, or gone."""
+        _ = self._stager
+        self.health.check_not_torn()
 
     def gathered_view(self, shard: PagedShard) -> torch.Tensor:
         """The shard's copy (1-D, padded) on the device. The group's chunk must be in use, where there is one."""
@@ -676,7 +652,7 @@ class PagedModel:
         """
         assert self._in_backward and not self.updates.keys() & updates.keys()
         chunk = group.completes
-        try:
+        with self.health.change("an update in the backward"):
             if group.cached is not None:
                 self.forget(group)  # its copies change where they lie
             copies = self._stager.acquire(chunk) if chunk is not None else None
@@ -689,9 +665,6 @@ class PagedModel:
                     self._stager.release(chunk, keep=False)
                 self.forget(group)  # its copies are old
                 self.expect(group)
-        except BaseException as error:
-            self.tear(f"an update in the backward ({error or type(error).__name__})")
-            raise
 
     def _update_beside(self, sub: PagedSubGroup, update: Update, copies: Lease | None) -> None:
         """Update one whose copy is in its group's lease, or held."""
@@ -729,33 +702,67 @@ class PagedModel:
     def run_update(self, sub: PagedSubGroup, *, into: Lease | None = None) -> None:
         """Read what a sub-group waits to have updated, update it and write it; its new copy also goes `into` its group's lease.
 
-        Raises IoError when the read failed: it still waits then, and nothing is lost. After any other failure the values are
-        torn.
+        Raises IoError when the read failed. Whatever ends it before the write has begun, the sub-group still waits and
+        nothing is lost: what was read is dropped, and read again. Where a part of it stays in memory, which changes in
+        place, the values are torn instead.
         """
         if sub.held:
             self._let_be_copied(sub, sub.current)
         lease = self._stager.acquire(sub.chunk) if sub.moves else None
         timeline = self._stager.timeline
-        update = self.updates[sub]
         try:
-            del self.updates[sub]
-            with measured(timeline, "update", sub.chunk.name):
-                update(lease)
-            if into is not None:
-                with measured(timeline, "copy", sub.chunk.name):
-                    _hand_over(sub, lease, into)
-        except IntegrityError:  # found on the way, in bytes that were read; nothing but these has changed
-            self.updates[sub] = update
-            self._stager.release(sub.chunk, keep=False)
-            self._stager.drop(sub.chunk)  # also where the device is at it: what is left there is half updated
-            raise
-        except BaseException as error:
-            if lease is not None:
+            with self.health.change("an optimizer step") if sub.held else self._undone(sub):
+                with measured(timeline, "update", sub.chunk.name):
+                    self.updates[sub](lease)
+                if into is not None:
+                    with measured(timeline, "copy", sub.chunk.name):
+                        _hand_over(sub, lease, into)
+                with self.health.change("an optimizer step"):
+                    self._unfinished = None
+                    del self.updates[sub]
+                    if lease is not None:
+                        self._write_back(sub)
+        except BaseException:
+            if sub.chunk.state is ChunkState.IN_USE:
                 self._stager.release(sub.chunk, keep=False)
-            self.tear(f"an optimizer step ({error or type(error).__name__})")
+                self._stager.drop(sub.chunk)  # also where the device is at it: what is left there is half updated
             raise
-        if lease is not None:
-            self._write_back(sub)
+
+    @contextlib.contextmanager
+    def _undone(self, sub: PagedSubGroup) -> Iterator[None]:
+        """Around an update of what is in a lease: until its write begins, an exception leaves the sub-group as it was."""
+        self._unfinished = (sub, sub.ties)
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        if self._unfinished is not None:
+            sub, ties = self._unfinished
+            sub.ties = ties
+            self._unfinished = None
+
+    @property
+    def leases(self) -> list[Lease]:
+        """What it holds of the pinned pool until `close`."""
+        return [self._cache] if self._cache is not None else []
+
+    def recover(self) -> None:
+        """Make anew what a pass that never ended has left: nothing is gathered or on its way. All chunks rest already."""
+        self.health.settle()
+        self._undo()
+        for group in self.groups:
+            group.gathering.clear()
+            group.incoming = None
+            if group.landing is not None:
+                group.landing.wait()
+                group.landing = None
+            group.residents.forget()
+            self.expect(group)
+        for sub in self.sub_groups:
+            self._point(sub)
 
     def _write_back(self, sub: PagedSubGroup) -> None:
         """Start writing the sub-group's lease to the half that may be written to, where its values are from now on.
@@ -766,7 +773,7 @@ class PagedModel:
         if not sub.layout.nbytes:
             self._stager.release(sub.chunk, keep=False)
             return
-        self._check_not_sealed()
+        self.health.check_not_sealed()
         half = sub.written_half
         self._let_be_copied(sub, half)
         sub.chunk.writes = _whole(sub, half)
@@ -782,7 +789,7 @@ class PagedModel:
 
     def _leave_committed(self, sub: PagedSubGroup) -> None:
         """Before a range of a sub-group is written: where its values are committed, copy them to the other half."""
-        self._check_not_sealed()
+        self.health.check_not_sealed()
         if sub.current != sub.committed:
             return
         half = sub.written_half
@@ -893,7 +900,7 @@ class PagedModel:
         ]
 
     def _sub_group(self, layout: SubGroup, halves: tuple[Extent, ...], gradient: Extent | None) -> PagedSubGroup:
-        chunk = Chunk(f"sub-group {layout.index}", layout.lease_bytes, (), (), on_lost=self.tear)
+        chunk = Chunk(f"sub-group {layout.index}", layout.lease_bytes, (), (), on_lost=self.health.tear)
         sub = PagedSubGroup(layout, halves, chunk, {}, self.copy_dtype, gradient)
         chunk.writes = _whole(sub, 0)
         chunk.reads = sub.reads(copy=True)
@@ -968,7 +975,7 @@ class PagedModel:
             whole = Span(first, 0, last - first)
             reads = _edges(whole, offset, offset + nbytes) if write else (whole,)
             name = f"{which.value} of {shard.name}"
-            chunk = Chunk(name, whole.nbytes, reads, (whole,), after=(sub.chunk,), on_lost=self.tear)
+            chunk = Chunk(name, whole.nbytes, reads, (whole,), after=(sub.chunk,), on_lost=self.health.tear)
             lease = self._stager.acquire(chunk)
             try:
                 move(lease.view(dtype, offset - first, count), at)

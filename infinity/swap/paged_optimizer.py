@@ -23,10 +23,12 @@ from infinity.aio import Lease
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
+from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, Update
 from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.taken_gradient import TakenGradient, refusal
 
 
 class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -57,6 +59,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 trained_shard(parameter)
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         """Norms (0-D) of the gradients that were taken in the backward since the last step."""
+        self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
+        """What `.grad` shows of a gradient that was taken."""
+        self._shown: list[nn.Parameter] = []
+        """Those whose `.grad` shows it now."""
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
         self._used: dict[nn.Parameter, Any] = {}
         """With what was updated in the backward since the last step."""
@@ -69,11 +75,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else _move_out
                     parameter.register_post_accumulate_grad_hook(came)
 
-    @property
-    def applied(self) -> bool:
-        """Whether the backward since the last step applied gradients."""
-        return bool(self._used)
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
@@ -85,31 +86,44 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         Raises IoError when a transfer failed; what is stored is torn then, and no step, read or gather is possible before
         state is loaded.
         """
-        self._swap.paged.check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_used(grad_scale)
-        self._swap.finish_updates()
-        self.take_gradients()
-        stepping = self._stepping(grad_scale)
-        updates = {}
-        for sub in self._swap.paged.sub_groups:
-            own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
-            if own:
-                updates[sub] = partial(self._update, sub, own, self._swap.gradients.claim(sub))
-        self._swap.paged.defer(updates)
-        for each in stepping.values():
-            self._note_step_of(each)
-        if self._swap.update_at != "step":
-            for each in stepping.values():
-                each.parameter.grad = None  # whoever changed it would change the update
-        else:
-            self._finish_updates()
-        self._end_backward()
-        self._swap.end_step()
+        self.prepare(grad_scale)
+        with self._swap.paged.health.change("an optimizer step"):
+            self.apply(grad_scale)
         return loss
+
+    @torch.no_grad()
+    def prepare(self, grad_scale: float = 1.0) -> None:
+        """All of a step that may fail and leave everything as it was: checks, and updates that the last step left."""
+        with self._swap.entered():
+            self._swap.paged.check_not_torn()
+            self._check_used(grad_scale)
+            self._swap.finish_updates()
+            self.take_gradients()
+
+    @torch.no_grad()
+    def apply(self, grad_scale: float = 1.0) -> None:
+        """The rest of a step that was prepared, inside a change of the model's health."""
+        with self._swap.entered():
+            stepping = self._stepping(grad_scale)
+            updates = {}
+            for sub in self._swap.paged.sub_groups:
+                own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
+                if own:
+                    updates[sub] = partial(self._update, sub, own, self._swap.gradients.claim(sub))
+            self._swap.paged.defer(updates)
+            for each in stepping.values():
+                self._note_step_of(each)
+            if self._swap.update_at != "step":
+                for each in stepping.values():
+                    each.parameter.grad = None  # whoever changed it would change the update
+            else:
+                self._swap.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
+            self._end_backward()
+            self._swap.end_step()
 
     def skip(self) -> None:
         """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
@@ -117,10 +131,35 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._swap.end_step()
 
     def discard(self) -> None:
-        """Forget the gradients, and that some were applied in the backward, because all values are set anew."""
+        """Forget the gradients, because all values are set anew; until they are, a step that the backward began is torn."""
+        health = self._swap.paged.health
+        if health.state is Health.AHEAD:
+            health.tear("a step that was not taken to its end")
         self._end_backward()
         self._swap.discard_step()
         self.zero_grad()
+
+    def show_taken(self) -> None:
+        """After a backward: `.grad` of what it took refuses to be used. Until `hide_taken`, before the next, or the step."""
+        for parameter in self.norms:
+            if parameter.grad is None:
+                if parameter not in self._stand_ins:
+                    self._stand_ins[parameter] = TakenGradient.of(parameter, trained_shard(parameter).name)
+                self._shown.append(parameter)
+                parameter.grad = self._stand_ins[parameter]
+
+    def hide_taken(self) -> None:
+        """Raises InfinityError where somebody set `.grad` of what was taken, which would have no effect."""
+        for parameter in self._shown:
+            if parameter.grad is not self._stand_ins[parameter]:
+                raise refusal(trained_shard(parameter).name)
+        self._forget_shown()
+
+    def _forget_shown(self) -> None:
+        shown, self._shown = self._shown, []
+        for parameter in shown:
+            if parameter.grad is self._stand_ins[parameter]:
+                parameter.grad = None
 
     def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
@@ -131,17 +170,22 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
+        self._forget_shown()
         super().zero_grad(set_to_none)
-        if not self.applied:
+        if self._swap.paged.health.state is not Health.AHEAD:
             self._end_backward()
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
         """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken."""
+        with self._swap.entered():
+            self._note_gradient(parameter)
+
+    def _note_gradient(self, parameter: nn.Parameter) -> None:
         group = trained_shard(parameter).group
         in_backward = self._swap.update_at == "backward"
         if parameter in self._used:
-            self._swap.paged.tear(f"an update in the backward (more than one gradient for {group.name})")
+            self._swap.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
             raise InfinityError(
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
                 '(update= of SwapManager.page) to "forward" for a model that is used more than once per step'
@@ -173,6 +217,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _apply(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
+        self._swap.paged.health.go_ahead()
         stepping = self._stepping(1.0, set(self._arrived.pop(group)))
         updates: dict[PagedSubGroup, Update] = {}
         for sub in group.members:
@@ -197,8 +242,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._swap.update_in_backward(*self._coming.pop(0))
 
     def _check_used(self, grad_scale: float) -> None:
-        """Raise InfinityError where the backward applied gradients in another way than this step would."""
-        now = {p: self._settings(group) for group in self.param_groups for p in group["params"]} if self._used else {}
+        """Raise InfinityError where the backward applied gradients in another way than this step would, ConfigError where the
+        settings of a group can't be paged."""
+        settings = [self._settings(group) for group in self.param_groups]
+        pairs = zip(self.param_groups, settings, strict=True) if self._used else ()
+        now = {p: used for group, used in pairs for p in group["params"]}
         if self._used and (grad_scale != 1.0 or any(now[p] != used for p, used in self._used.items())):
             raise InfinityError(
                 "the gradients were applied in the backward already, with other settings than those of this step: set the "
@@ -211,13 +259,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._coming.clear()
         self._arrived.clear()
         self._used.clear()
-
-    def _finish_updates(self) -> None:
-        try:
-            self._swap.finish_updates()
-        except BaseException as error:  # whoever repeats the step would repeat a part of it
-            self._swap.paged.tear(f"an optimizer step ({error or type(error).__name__})")
-            raise
+        self._swap.paged.health.arrive()
 
     def init_state(self) -> None:
         """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""
@@ -245,13 +287,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around setting all parameters and their state in place: they are torn until the end of the block, and whole after."""
-        paged = self._swap.paged
-        paged.tear("loading a checkpoint")
+        health = self._swap.paged.health
+        health.tear("loading a checkpoint")
         yield
-        paged.mend()
+        health.mend()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
+        self._swap.paged.health.check_not_ahead()
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
             moments = {name: loaded[name] for name in self.moments if loaded.get(name) is not None}
@@ -263,7 +306,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._end_backward()  # what a torn step had applied, and had not
         self._swap.discard_step()
-        self._swap.paged.mend()
+        self._swap.paged.health.mend()
 
     def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""

@@ -20,6 +20,7 @@ shard is copied into the place where it already is. Any other use of a twin befo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -47,6 +48,9 @@ _FACTORIES = {
 
 class Gatherer(Protocol):
     """Who stages groups: the swap manager."""
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """The shard's copy on the device (padded shape), its group staged and in use."""
@@ -97,7 +101,8 @@ class PagedTensor(torch.Tensor):
         if self.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         start, count = self._extent()
-        flat = self._shard.read(self._field, start, count)
+        with self._gatherer.entered():
+            flat = self._shard.read(self._field, start, count)
         return flat.as_strided(self.shape, self.stride(), self._offset - start).to(self.device)
 
     def store(self, values: torch.Tensor) -> None:
@@ -106,12 +111,13 @@ class PagedTensor(torch.Tensor):
         if self.numel() == 0:
             return
         start, count = self._extent()
-        if self.is_contiguous():
-            flat = values.detach().to("cpu", torch.float32).reshape(-1)
-        else:
-            flat = self._shard.read(self._field, start, count)
-            flat.as_strided(self.shape, self.stride(), self._offset - start).copy_(values)
-        self._shard.write(self._field, start, flat)
+        with self._gatherer.entered():
+            if self.is_contiguous():
+                flat = values.detach().to("cpu", torch.float32).reshape(-1)
+            else:
+                flat = self._shard.read(self._field, start, count)
+                flat.as_strided(self.shape, self.stride(), self._offset - start).copy_(values)
+            self._shard.write(self._field, start, flat)
 
     # What FSDP2 calls: see "tensor subclass all-gather extensions" in torch/distributed/fsdp/_fully_shard.
 

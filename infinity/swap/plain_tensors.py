@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.aio import Lease
 from infinity.errors import BudgetError, InfinityError
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.machinery import Machinery
@@ -34,6 +35,12 @@ class PlainTensors:
     def __init__(self, machinery: Callable[[], Machinery]) -> None:
         self._machinery = machinery
         self.by_name: dict[str, PlainTensor] = {}
+
+    @property
+    def leases(self) -> list[Lease]:
+        """Of those that somebody uses."""
+        chunks = (entry.chunk for entry in self.by_name.values())
+        return [chunk.lease for chunk in chunks if chunk.state is ChunkState.IN_USE and chunk.lease is not None]
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
         """See `SwapManager.register`."""

@@ -93,6 +93,18 @@ class StagingPolicy:
         self._end_evaluation()
         self._pass_trains = None
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward of the whole model has begun and not ended."""
+        return self._pass_trains is not None
+
+    def recover(self) -> None:
+        """An exception ended what was going on."""
+        self._pass_trains, self._phase = None, True
+        self._forwards.clear()
+        for trace in self._traces.values():
+            trace.restart()
+
     def count_forward(self, group: int) -> None:
         """A group was called in training."""
         self._forwards[group] += 1

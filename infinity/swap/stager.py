@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority, Request
 from infinity.device import Device, Landing
@@ -35,6 +35,8 @@ class Stager:
         self._pool = pool
         self._arena = arena
         self.device = device
+        self._leased: dict[Chunk, None] = {}
+        """All chunks that hold a lease, or were about to when an exception came."""
         self._staged: list[Chunk] = []  # READING or STAGED, oldest first
         self._arriving: list[Chunk] = []
         self._writing: list[Chunk] = []
@@ -158,9 +160,11 @@ class Stager:
         """A lease for a chunk whose old bytes are not needed: as `acquire`, without the read."""
         self.settle(chunk)
         self.drop(chunk)
-        chunk.lease = self.make_room(chunk.lease_bytes, chunk.name)
+        lease = self.make_room(chunk.lease_bytes, chunk.name)
+        self._leased[chunk] = None
+        chunk.lease = lease
         chunk.move_to(ChunkState.IN_USE)
-        return chunk.lease
+        return lease
 
     def release(self, chunk: Chunk, *, keep: bool, landing: Landing | None = None) -> None:
         """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed.
@@ -285,6 +289,36 @@ class Stager:
                 )
         return lease
 
+    def recover(self, keep: Iterable[Lease]) -> None:
+        """Bring every chunk to rest, but for those with a lease in `keep`, at whatever line an exception ended this stager.
+
+        What was read is dropped, and what is to be written is on the drive after this, or lost (`on_lost`). Every lease of the
+        pool goes back but `keep`. Waits for all transfers of the engine; raises no IoError.
+        """
+        kept = [*keep]
+        self._engine.drain()
+        for chunk in [*self._leased]:
+            if any(chunk.lease is lease for lease in kept):
+                continue
+            if chunk.state is ChunkState.ARRIVING:
+                with contextlib.suppress(OSError):  # is told by `on_lost`
+                    self._write_arriving(chunk)
+            if chunk.state is ChunkState.WRITING:
+                try:
+                    self._engine.wait(chunk.transfers)
+                except OSError as error:
+                    self._forget_sums(chunk)
+                    if chunk.on_lost is not None:
+                        chunk.on_lost(str(error))
+            if chunk.landing is not None:
+                chunk.landing.wait()
+            chunk.put_to_rest()
+            del self._leased[chunk]
+        for chunks in (self._staged, self._arriving, self._writing, self._landing):
+            chunks[:] = [chunk for chunk in chunks if chunk.state is not ChunkState.RESTING]
+        self.wanted = ()
+        self._pool.reclaim(kept)
+
     def _distance(self, chunk: Chunk) -> int:
         """How far away the next use is: the place in `wanted`, or beyond its end."""
         return self.wanted.index(chunk) if chunk in self.wanted else len(self.wanted)
@@ -292,6 +326,7 @@ class Stager:
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> None:
         if self.timeline is not None:
             self.timeline.starting(chunk.name, len(chunk.reads))
+        self._leased[chunk] = None
         try:
             transfers = self._engine.start(
                 self._requests("read", chunk, lease, priority), sums_by_caller=chunk.verified_by_user
@@ -350,13 +385,16 @@ class Stager:
     def _lose(self, chunk: Chunk, error: BaseException) -> None:
         """Nobody knows which of its bytes were written."""
         try:
-            if chunk.sums is not None:
-                (span,) = chunk.writes
-                self._arena.set_checksums(span.offset, bytes(len(chunk.sums)))
+            self._forget_sums(chunk)
         finally:
             self._rest(chunk)
             if chunk.on_lost is not None:
                 chunk.on_lost(str(error))
+
+    def _forget_sums(self, chunk: Chunk) -> None:
+        if chunk.sums is not None:
+            (span,) = chunk.writes
+            self._arena.set_checksums(span.offset, bytes(len(chunk.sums)))
 
     def _wait(self, operation: str, chunk: Chunk, why: str) -> None:
         try:
@@ -393,10 +431,9 @@ class Stager:
         """The lease goes back and the chunk rests. No transfer of it is in flight any more."""
         lease = chunk.lease
         assert lease is not None
-        chunk.lease, chunk.transfers, chunk.landing = None, [], None
-        chunk.unverified, chunk.sums = False, None
-        chunk.move_to(ChunkState.RESTING)
+        chunk.put_to_rest()
         lease.give_back()
+        del self._leased[chunk]
 
 
 def _is_idle(chunk: Chunk) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity.swap.gradients import Gradients
 from infinity.swap.stager import Stager
+from infinity.swap.taken_gradient import TakenGradient
 
 BLOCKS = 4
 WIDTH = 64
@@ -85,6 +86,11 @@ def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
     return {name: p.detach().full_tensor() + 0 for name, p in engine.module.named_parameters()}
 
 
+def is_taken(grad: Any) -> bool:
+    """Whether `.grad` refuses to be used."""
+    return isinstance(grad._local_tensor, TakenGradient)
+
+
 def assert_same(engines: list[infinity.Engine]) -> None:
     expected, got = (weights(engine) for engine in engines)
     for name, value in expected.items():
@@ -104,7 +110,7 @@ def test_they_wait_in_sixteen_bits_and_not_in_grad(both: list[infinity.Engine]) 
     nvme = both[1]
     assert nvme.swap is not None
     backward(nvme)
-    assert all(p.grad is None for group in nvme.optimizer.param_groups for p in group["params"])
+    assert all(is_taken(p.grad) for group in nvme.optimizer.param_groups for p in group["params"])
     subs = nvme.swap.paged.sub_groups
     spilled = sum(sub.layout.gradient_bytes for sub in subs)
     assert gradients(nvme).held_bytes == 2 * sum(sub.layout.numel for sub in subs) - spilled
@@ -125,7 +131,8 @@ def test_what_stays_in_grad_keeps_no_more_than_itself(update: str, nvme_path: Pa
     """FSDP2 hands gradients over as views into those of the whole group, which would all live as long as the smallest."""
     with made(nvme_path, clipping=0.0, update=update, persistence=100) as engine:
         backward(engine)
-        left = [p.grad for group in engine.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        shown = [p.grad for group in engine.optimizer.param_groups for p in group["params"]]
+        left = [grad for grad in shown if not is_taken(grad)]
         assert left  # biases, of resident parameters
         behind = {grad._local_tensor.untyped_storage().data_ptr(): grad._local_tensor for grad in left}
         memory = sum(each.untyped_storage().nbytes() for each in behind.values())

@@ -6,6 +6,7 @@ FSDP2 sharded over one rank.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import subprocess
@@ -40,6 +41,9 @@ Operation = Callable[[torch.Tensor], Any]
 
 class Nobody:
     """Stages no groups: no gather happens here."""
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError(f"a gather of {shard.name}")
@@ -511,6 +515,7 @@ def test_saved_tensor_is_loaded_without_the_library(bench: Bench) -> None:
 
 RISKY = """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 import numpy as np
 import torch
@@ -531,7 +536,10 @@ model = PagedModel(
     group_names=["root"], shapes=[(size, size)], copy_dtype=torch.bfloat16,
     stager=Stager(engine, pool, arena, CpuDevice()), arena=arena, what="the test",
 )
-paged = PagedTensor.over(model.shards[0], Field.MASTER, None, torch.device("cpu"))
+class Nobody:
+    entered = staticmethod(nullcontext)
+
+paged = PagedTensor.over(model.shards[0], Field.MASTER, Nobody(), torch.device("cpu"))
 paged.copy_(torch.arange(10.0))
 ways = {
     "from_dlpack": lambda: torch.from_dlpack(paged),

@@ -1,0 +1,72 @@
+"""Floor 4. What `.grad` shows of a gradient that was taken in the backward: its shape, and an error for whoever would use it.
+
+A gradient that waits for its update elsewhere, or was applied already, is not in `.grad`. None there would let
+`clip_grad_norm_`, or any other change, pass without effect, and the numbers would be others than in memory without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.errors import InfinityError
+
+_VIEWS = {torch.ops.aten.view, torch.ops.aten.detach, torch.ops.aten.alias}
+
+
+class TakenGradient(torch.Tensor):
+    """Stands for a gradient (fp32, of the shard's shape) that was taken; holds no elements, and refuses any look at them."""
+
+    _name: str
+
+    @staticmethod
+    def of(parameter: nn.Parameter, name: str) -> DTensor:
+        """For `.grad` of a paged parameter."""
+        data = parameter.data
+        assert isinstance(data, DTensor)
+        local = data._local_tensor
+        stand_in = DTensor.from_local(
+            _made(local.shape, local.stride(), local.device, name),
+            data.device_mesh,
+            data.placements,
+            run_check=False,
+            shape=data.shape,
+            stride=data.stride(),
+        )
+        found: DTensor = stand_in.detach()  # type: ignore[assignment]
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TakenGradient({self._name}, size={tuple(self.shape)})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        base = next((each for each in args if isinstance(each, TakenGradient)), None)
+        if base is not None and func.overloadpacket in _VIEWS:
+            return _made(base.shape, base.stride(), base.device, base._name)
+        raise refusal(base._name if base is not None else "")
+
+
+def refusal(name: str) -> InfinityError:
+    """What whoever looks at a taken gradient, or changes it, is told."""
+    return InfinityError(
+        f"the gradient{f' of {name}' if name else ''} is used or changed, and the backward has taken it out of .grad already: "
+        "for clipping set gradient_clipping in the config; for anything else of your own set infinity.keep_grad to true, and "
+        "gradients stay in .grad until the step"
+    )
+
+
+def _made(shape: torch.Size, stride: tuple[int, ...], device: torch.device, name: str) -> TakenGradient:
+    base = torch.empty_strided(shape, stride, dtype=torch.float32, device=device)
+    base.untyped_storage().resize_(0)
+    made: TakenGradient = torch.Tensor._make_subclass(TakenGradient, base)
+    made._name = name
+    return made

@@ -1,0 +1,331 @@
+"""An exception is caught and the program goes on: as if the failed pass had never been, or refused in words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import infinity
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+STEPS = 5
+PLACES = {
+    "memory": {"place": "memory"},
+    "step": {"update": "step"},
+    "forward": {"update": "forward"},
+    "forward, accumulated": {"update": "forward", "accumulation": 2},
+    "backward": {"update": "backward"},
+    "backward, durable": {"update": "backward", "durability": "step"},
+    "forward, durable": {"update": "forward", "durability": "step"},
+}
+
+
+class OutOfMemory(Exception):
+    """What a caught pass ends with."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out.float().square().mean()
+
+
+def make(
+    folder: Path, *, place: str = "nvme", update: str = "auto", accumulation: int = 1, resume: bool = False, **own: Any
+) -> infinity.Engine:
+    offload = {"device": "nvme", "nvme_path": str(folder)} if place == "nvme" else {"device": "none"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+            "stage3_param_persistence_threshold": 100,
+            "sub_group_size": 4096,
+        },
+        "infinity": {"pinned_bytes_max": "16MiB", "update": update, "wrap": ["Sequential"], **own},
+    }
+    engine, *_ = infinity.initialize(model=Model(), config=config, resume=resume)
+    return engine
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(2, 16, generator=torch.Generator().manual_seed(number))
+
+
+def step(engine: infinity.Engine) -> list[float]:
+    losses = []
+    for number in range(engine.gradient_accumulation_steps()):
+        loss = engine(batch(10 * engine.global_steps + number))
+        engine.backward(loss)
+        losses.append(loss.item())
+    engine.step()
+    return losses
+
+
+def weights(engine: infinity.Engine) -> list[torch.Tensor]:
+    return [parameter.full_tensor() + 0 for parameter in engine.parameters()]  # type: ignore[attr-defined]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@contextmanager
+def failing(module: nn.Module, *, backward: bool = False) -> Iterator[None]:
+    """In the block, the module's forward (or its backward) fails."""
+
+    def fail(*args: Any) -> None:
+        raise OutOfMemory
+
+    def fail_later(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = module.register_forward_hook(fail_later if backward else fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("way", PLACES)
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_failed_forward_is_as_if_it_had_never_been(way: str, at: int, nvme_path: Path) -> None:
+    with make(nvme_path / "right", **PLACES[way]) as engine:
+        expected = [step(engine) for _ in range(STEPS)]
+        right = weights(engine)
+    with make(nvme_path / "caught", **PLACES[way]) as engine:
+        found = []
+        for number in range(STEPS):
+            if number in (0, 2):
+                with failing(engine.module.blocks[at]), pytest.raises(OutOfMemory):  # type: ignore[index, union-attr]
+                    engine(batch(99))
+            found.append(step(engine))
+        assert found == expected
+        assert same(weights(engine), right)
+
+
+@pytest.mark.parametrize("way", [way for way in PLACES if "backward" not in way])
+def test_a_failed_backward_is_dropped_with_its_gradients(way: str, nvme_path: Path) -> None:
+    with make(nvme_path / "right", **PLACES[way]) as engine:
+        expected = [step(engine) for _ in range(STEPS)]
+        right = weights(engine)
+    with make(nvme_path / "caught", **PLACES[way]) as engine:
+        found = []
+        for number in range(STEPS):
+            if number in (0, 2):
+                for _ in range(engine.gradient_accumulation_steps() - 1):
+                    engine.backward(engine(batch(98)))
+                with failing(engine.module.blocks[1], backward=True):  # type: ignore[index, union-attr]
+                    loss = engine(batch(99))
+                    with pytest.raises(OutOfMemory):
+                        engine.backward(loss)
+                engine.set_gradient_accumulation_boundary(True)
+                for use in (lambda: engine.backward(engine(batch(97))), engine.step):
+                    with pytest.raises(infinity.InfinityError, match=r"part of the model.*OutOfMemory.*zero_grad"):
+                        use()
+                engine.zero_grad()
+            found.append(step(engine))
+        assert found == expected
+        assert same(weights(engine), right)
+
+
+def test_a_backward_that_updated_a_part_is_torn_and_resumed(nvme_path: Path) -> None:
+    with make(nvme_path / "right", update="backward") as engine:
+        expected = [step(engine) for _ in range(STEPS)]
+    engine = make(nvme_path / "torn", update="backward", durability="step")
+    found = [step(engine) for _ in range(2)]
+    with failing(engine.module.blocks[1], backward=True):  # type: ignore[index, union-attr]
+        loss = engine(batch(99))
+        with pytest.raises(OutOfMemory):
+            engine.backward(loss)
+    for use in (engine.zero_grad, engine.step, engine.commit, lambda: engine(batch(0))):
+        with pytest.raises(infinity.InfinityError, match=r"torn.*a backward \(OutOfMemory\).*resume=True"):
+            use()
+    engine.close()
+    with make(nvme_path / "torn", update="backward", durability="step", resume=True) as engine:
+        assert found + [step(engine) for _ in range(STEPS - 2)] == expected
+
+
+@pytest.mark.parametrize("way", [way for way in PLACES if "backward" not in way])
+def test_a_failed_evaluation_between_backward_and_step_changes_nothing(way: str, nvme_path: Path) -> None:
+    with make(nvme_path / "right", **PLACES[way]) as engine:
+        for _ in range(3):
+            step(engine)
+        norm, right = engine.get_global_grad_norm(), weights(engine)
+    with make(nvme_path / "caught", **PLACES[way]) as engine:
+        for number in range(3):
+            for micro in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(batch(10 * number + micro)))
+            engine.eval()
+            with torch.no_grad(), failing(engine.module.blocks[1]), pytest.raises(OutOfMemory):  # type: ignore[index, union-attr]
+                engine.module(batch(99))
+            engine.train()
+            engine.step()
+        assert engine.get_global_grad_norm() == norm
+        assert same(weights(engine), right)
+
+
+@pytest.mark.parametrize("what", ["commit", "arena", "dcp"])
+def test_what_is_kept_after_a_caught_exception_can_be_gone_on_from(what: str, nvme_path: Path, tmp_path: Path) -> None:
+    own = {"durability": "step"} if what == "commit" else {}
+    with make(nvme_path / "run", **own) as engine:
+        found = [step(engine) for _ in range(2)]
+        with failing(engine.module.blocks[1]), pytest.raises(OutOfMemory):  # type: ignore[index, union-attr]
+            engine(batch(99))
+        if what == "commit":
+            engine.commit()
+        else:
+            engine.save_checkpoint(tmp_path, format=what)
+    with make(nvme_path / "run", resume=what == "commit", **own) as engine:
+        if what != "commit":
+            engine.load_checkpoint(tmp_path)
+        found += [step(engine) for _ in range(2)]
+    with make(nvme_path / "right") as engine:
+        assert found == [step(engine) for _ in range(4)]
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_a_loop_of_ones_own_goes_on_too(update: Any, nvme_path: Path) -> None:
+    """Without `reset_iter_state`, which it may not know."""
+
+    def losses(fails: bool) -> list[float]:
+        model = Model()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+            swap.page(model, sub_group_size=4096, resident_numel_below=100, update=update)
+            optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=0.01)
+            found = []
+            for number in range(STEPS):
+                if fails and number in (0, 2):
+                    with failing(model.blocks[1]), pytest.raises(OutOfMemory):
+                        model(batch(99))
+                loss = model(batch(number))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    assert losses(True) == losses(False)
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_a_gradient_changed_by_hand_takes_effect_or_is_refused(update: str, nvme_path: Path) -> None:
+    changes: dict[str, Callable[[infinity.Engine], object]] = {
+        "clipped": lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1e-3),
+        "scaled": lambda engine: [p.grad.mul_(0.5) for p in engine.parameters() if p.grad is not None],
+        "dropped": lambda engine: setattr(next(iter(engine.module.blocks.parameters())), "grad", None),  # type: ignore[union-attr]
+    }
+    for name, change in changes.items():
+        with make(nvme_path, update=update) as engine:
+            engine.backward(engine(batch(0)))
+
+            def change_and_step(change: Any = change, engine: infinity.Engine = engine) -> None:
+                change(engine)
+                engine.step()
+
+            with pytest.raises(infinity.InfinityError, match=r"gradient_clipping.*infinity\.keep_grad"):
+                change_and_step()
+        losses = []
+        for place in ("memory", "nvme"):
+            keeping = {} if place == "memory" else {"keep_grad": True, "update": "step"}
+            with make(nvme_path, place=place, **keeping) as engine:
+                engine.backward(engine(batch(0)))
+                change(engine)
+                engine.step()
+                losses.append(step(engine))
+        assert losses[0] == losses[1], name
+
+
+def test_between_a_backward_that_updates_and_its_step_nobody_looks(nvme_path: Path) -> None:
+    with make(nvme_path, update="backward") as engine:
+        step(engine)
+        engine.backward(engine(batch(10)))
+        weight = next(engine.module.blocks.parameters())  # type: ignore[union-attr]
+        looks: list[Callable[[], object]] = [
+            lambda: engine.module.eval()(batch(2)),
+            lambda: weight.detach().zero_(),  # type: ignore[attr-defined]
+            lambda: weight.full_tensor() + 0,  # type: ignore[attr-defined]
+            lambda: engine(batch(2)),
+        ]
+        for look in looks:
+            with torch.no_grad(), pytest.raises(infinity.InfinityError, match=r"call step\(\) first.*infinity\.update"):
+                look()
+        engine.train()
+        engine.step()
+        step(engine)
+        found = weights(engine)
+    with make(nvme_path, place="memory") as engine:
+        for _ in range(3):
+            step(engine)
+        assert same(found, weights(engine))
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+def test_another_thread_is_served_or_refused_in_words(update: str, nvme_path: Path) -> None:
+    with make(nvme_path / "right", update=update) as engine:
+        expected = [step(engine) for _ in range(4)]
+    outcomes: set[str] = set()
+    with make(nvme_path / "looked at", update=update) as engine:
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.is_set():
+                try:
+                    for tensor in engine.module.state_dict().values():
+                        assert bool(torch.isfinite(tensor.full_tensor() + 0).all())
+                    outcomes.add("served")
+                except infinity.InfinityError as error:
+                    outcomes.add(str(error)[:30])
+
+        def begin(*args: Any) -> None:  # in the middle of a pass, another thread is surely refused
+            looker = threading.Thread(target=look_once)
+            looker.start()
+            looker.join()
+
+        refused = []
+
+        def look_once() -> None:
+            try:
+                engine.module.state_dict()
+            except infinity.InfinityError as error:
+                refused.append(error)
+
+        found = [step(engine)]
+        handle = engine.module.blocks[2].register_forward_hook(begin)  # type: ignore[index, union-attr]
+        found.append(step(engine))
+        handle.remove()
+        assert refused
+        thread = threading.Thread(target=look)
+        thread.start()
+        found += [step(engine) for _ in range(2)]
+        ended.set()
+        thread.join()
+    assert found == expected
+    assert outcomes
