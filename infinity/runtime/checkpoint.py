@@ -8,10 +8,8 @@ name and renamed when it is whole; `DIR/latest` names it last. DCP reshards on l
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -29,29 +26,24 @@ from infinity.errors import CheckpointError
 from infinity.runtime.checkpoint_folder import (
     check_same_model,
     check_space,
-    complete,
     damaged,
+    draft_of,
     in_our_words,
-    make_place,
     manifest_of,
-    partial_of,
     verify,
 )
 from infinity.runtime.materialize import named_full_tensors
+from infinity.runtime.model_files import ModelFiles
 from infinity.runtime.rest import RANDOM_STATES, decode, encode
 from infinity.runtime.stored import Planner, Reader, Writer, cause_of
-from infinity.store.files import open_regular, sync, write_durably
+from infinity.store.files import open_regular, write_durably
 from infinity.store.manifest import StoredFile, others
 from infinity.swap import PagedOptimizer
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
-from infinity.units import GIB
 
 log = logging.getLogger("infinity")
-
-SAFETENSORS_BYTES_MAX = 2 * GIB
-"""Bytes per file of a 16-bit model: also what saving holds in memory at once."""
 
 
 def save(
@@ -70,39 +62,36 @@ def save(
     Raises CheckpointError on all ranks when `rest` of one can't be stored, or the folder can't be written or lacks the space.
     An earlier checkpoint stays then.
     """
-    root = Path(directory)
-    partial = partial_of(root, tag)
-    writer = dist.get_rank() == 0
+    draft, writer = draft_of(directory, tag), dist.get_rank() == 0
     with together():
         blob = encode(rest)
         if writer:
-            make_place(root, tag)
+            draft.make()
     try:
         state = _state_of(model, optimizer)
         with together():
             if writer:
-                check_space(root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
-        files = Writer(partial)
-        failure = _write(state, files)
+                check_space(draft.root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
+        files = Writer(draft.folder)
+        failure = _write(state, files, draft.what)
         own = f"rank{dist.get_rank()}.pt"
         with together():
             if failure is not None:
                 raise failure
-            with in_our_words(f"writing the checkpoint {root / tag}"):
-                write_durably(partial / own, blob)
+            with in_our_words(draft.what):
+                write_durably(draft.folder / own, blob)
         written = {**files.written, own: StoredFile(len(blob), sha256(blob).hexdigest())}
         everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everything, written)
         with together():
             if writer:
-                manifest = manifest_of(
-                    model, rest["global_steps"], {k: v for each in everything for k, v in each.items()}
-                )
-                complete(root, tag, manifest, keep)
-    except BaseException:
-        if writer:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+                together_written = {name: file for each in everything for name, file in each.items()}
+                draft.write_manifest(manifest_of(model, rest["global_steps"], together_written, tag))
+        with together():
+            if writer:
+                draft.complete(keep)
+    finally:
+        draft.discard()
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, verified: bool = True) -> dict[str, Any]:
@@ -134,21 +123,21 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, veri
 def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
     """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective.
 
+    An older model there stays whole until this one is; what others wrote is not removed.
     Raises CheckpointError on all ranks when the folder can't be written or lacks the space.
     """
     root = Path(directory)
     reshard(model)
     buffers = buffer_names(model, persistent=True)
-    parts = _Parts(root) if dist.get_rank() == 0 else None
+    parts: ModelFiles | None = None
     what = f"writing the model to {root}"
-    with together():
-        if parts is not None:
-            with in_our_words(what):
-                root.mkdir(parents=True, exist_ok=True)
-            nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
-            check_space(root, nbytes + sum(b.numel() * b.itemsize for b in buffers), "the model")
     failure: Exception | None = None
     try:
+        with together(), in_our_words(what):
+            if dist.get_rank() == 0:
+                parts = ModelFiles(root)
+                nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
+                check_space(root, nbytes + sum(b.numel() * b.itemsize for b in buffers), "the model")
         for name, tensor in named_full_tensors(model, dtype):
             if parts is not None and failure is None:  # after a failure the others still need this rank to gather
                 try:
@@ -167,73 +156,18 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
             parts.clean_up()
 
 
-class _Parts:
-    """Tensors that gather in memory and go to a file when they reach SAFETENSORS_BYTES_MAX; named when all are there."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._files: list[list[str]] = []
-        self._part: dict[str, torch.Tensor] = {}
-        self._part_bytes = 0
-        self._total_bytes = 0
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        nbytes = tensor.numel() * tensor.itemsize
-        if self._part and self._part_bytes + nbytes > SAFETENSORS_BYTES_MAX:
-            self._flush()
-        self._part[name] = tensor.contiguous()
-        self._part_bytes += nbytes
-        self._total_bytes += nbytes
-
-    def finish(self) -> None:
-        self._flush()
-        for stale in [*self._root.glob("model*.safetensors"), *self._root.glob("model.safetensors.index.json")]:
-            stale.unlink()
-        if len(self._files) == 1:
-            self._path(0).rename(self._root / "model.safetensors")
-        else:
-            weight_map = {}
-            for number, names in enumerate(self._files):
-                file = f"model-{number + 1:05d}-of-{len(self._files):05d}.safetensors"
-                self._path(number).rename(self._root / file)
-                weight_map.update(dict.fromkeys(names, file))
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            text = json.dumps(index, indent=2) + "\n"
-            path = self._root / "model.safetensors.index.json"
-            path.write_text(text)
-            sync(path)
-        sync(self._root)
-
-    def clean_up(self) -> None:
-        """Remove what has not got its name."""
-        for number in range(len(self._files) + 1):
-            self._path(number).unlink(missing_ok=True)
-
-    def _flush(self) -> None:
-        path = self._path(len(self._files))
-        save_file(self._part, path, metadata={"format": "pt"})
-        sync(path)
-        self._files.append(list(self._part))
-        self._part.clear()
-        self._part_bytes = 0
-
-    def _path(self, number: int) -> Path:
-        return self._root / f".part{number}.safetensors"
-
-
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _write(state: dict[str, Any], files: Writer) -> CheckpointError | None:
+def _write(state: dict[str, Any], files: Writer, what: str) -> CheckpointError | None:
     """Write masters and moments. A collective, so the failure is returned."""
-    where = Path(files.path).parent
     try:
         dcp.save(state, storage_writer=files)
     except OSError as error:
-        return CheckpointError(f"writing a checkpoint to {where} failed: {error}")
+        return CheckpointError(f"{what} failed: {error}")
     except dcp.CheckpointException as error:
-        return CheckpointError(f"writing a checkpoint to {where} failed: {cause_of(error)}")
+        return CheckpointError(f"{what} failed: {cause_of(error)}")
     return None
 
 

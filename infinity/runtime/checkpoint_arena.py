@@ -17,8 +17,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,13 +30,12 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError
 from infinity.runtime.checkpoint_folder import (
+    Draft,
     check_same_model,
     check_space,
-    complete,
+    draft_of,
     in_our_words,
-    make_place,
     manifest_of,
-    partial_of,
     verify,
 )
 from infinity.runtime.commits import packed_ties
@@ -64,11 +61,9 @@ _PIECE_NUMEL = 1 << 20
 class Saving:
     """A checkpoint on its way: see [Note: When an arena checkpoint is there]. Made, finished and cancelled by all ranks."""
 
-    def __init__(
-        self, root: Path, tag: str, manifest: Manifest, own: StoredFile, copying: Copying | None, keep: int
-    ) -> None:
-        self.what = f"writing the checkpoint {root / tag}"
-        self._root, self._tag, self._keep = root, tag, keep
+    def __init__(self, draft: Draft, manifest: Manifest, own: StoredFile, copying: Copying | None, keep: int) -> None:
+        self.what = draft.what
+        self._draft, self._keep = draft, keep
         self._manifest = manifest
         self._own = own
         """The record."""
@@ -104,15 +99,21 @@ class Saving:
             with together():
                 if dist.get_rank() == 0:
                     found = {name: file for each in everything for name, file in each.items()}
-                    complete(self._root, self._tag, replace(self._manifest, files=found), self._keep)
+                    self._draft.write_manifest(replace(self._manifest, files=found))
+            with together():
+                if dist.get_rank() == 0:
+                    self._draft.complete(self._keep)
         except BaseException:
-            self.cancel()
-            if dist.get_rank() == 0:
-                shutil.rmtree(partial_of(self._root, self._tag), ignore_errors=True)
+            self._stop()
+            self._draft.discard()
             raise
 
     def cancel(self) -> None:
         """Stop copying. What is there of it goes with the next save."""
+        self._stop()
+        self._draft.release()
+
+    def _stop(self) -> None:
         self._ended = True
         if self._copying is not None:
             self._copying.cancel()
@@ -150,36 +151,33 @@ def start(
     Raises CheckpointError on all ranks when `outside` of one can't be stored, or the folder can't be written or lacks space.
     An earlier checkpoint stays then.
     """
-    root, rank = Path(directory), dist.get_rank()
+    rank, draft = dist.get_rank(), draft_of(directory, tag)
     with together():
         blob = encode(outside)
         snapshot = Snapshot(swap.place)
         if rank == 0:
-            make_place(root, tag)
+            draft.make()
     copying: Copying | None = None
     try:
-        identity = _agree_on_identity()
-        with together(), in_our_words(f"writing the checkpoint {root / tag}"):
+        with together(), in_our_words(draft.what):
             if rank == 0:
                 check_space(
-                    root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"
+                    draft.root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"
                 )
             swap.settle()
-            content = _record_of(swap, snapshot, identity, outside["global_steps"], blob).to_bytes()
-            folder = partial_of(root, tag)
-            write_record = partial(write_durably, folder / record_name(rank), content)
+            content = _record_of(swap, snapshot, draft.identity, outside["global_steps"], blob).to_bytes()
+            write_record = partial(write_durably, draft.folder / record_name(rank), content)
             if rank < swap.place.shards:
-                copying = swap.start_copying(folder / arena_name(rank), write_record)
+                copying = swap.start_copying(draft.folder / arena_name(rank), write_record)
             else:  # another rank has just the same
                 write_record()
-        manifest = manifest_of(model, outside["global_steps"], {}, "arena")
+        manifest = manifest_of(model, outside["global_steps"], {}, tag, "arena")
         own = StoredFile(len(content), hashlib.sha256(content).hexdigest())
-        return Saving(root, tag, manifest, own, copying, keep)
+        return Saving(draft, manifest, own, copying, keep)
     except BaseException:
         if copying is not None:
             copying.cancel()
-        if rank == 0:
-            shutil.rmtree(partial_of(root, tag), ignore_errors=True)
+        draft.discard()
         raise
 
 
@@ -218,13 +216,6 @@ def _all_agree(own: bool) -> bool:
     everywhere = [own] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     return all(everywhere)
-
-
-def _agree_on_identity() -> str:
-    """Rank 0's lot: by it the files of one save are known to belong together."""
-    everywhere = [""] * dist.get_world_size()
-    dist.all_gather_object(everywhere, secrets.token_hex(8))
-    return everywhere[0]
 
 
 def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, outside: bytes) -> Record:

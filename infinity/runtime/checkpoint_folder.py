@@ -6,9 +6,12 @@ Knows names and files, nothing of what is in them. What is written here one rank
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -30,9 +33,12 @@ from infinity.store.manifest import (
     find_checkpoint,
     is_checkpoint,
     load_manifest,
+    missing,
     others,
     read_latest,
+    remove_named,
 )
+from infinity.store.work_folder import WorkFolder, abandoned, work_path
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
 from infinity.units import format_bytes
@@ -40,26 +46,97 @@ from infinity.units import format_bytes
 log = logging.getLogger("infinity")
 
 
-def make_place(root: Path, tag: str) -> Path:
-    """An empty folder to write into, `root/.TAG.partial`; what earlier saves left when they were killed goes first."""
-    partial = partial_of(root, tag)
-    with in_our_words(f"writing a checkpoint to {root}"):
-        root.mkdir(parents=True, exist_ok=True)
-        recover(root)
-        for left in [*root.glob(".*.partial"), *root.glob(".*.old")]:
-            if is_own_folder(left):
-                shutil.rmtree(left, ignore_errors=True)
-        _note(root).unlink(missing_ok=True)
-        partial.mkdir(mode=0o700)
-    return partial
+class Draft:
+    """A checkpoint until it has its name, `root/tag`. All ranks have one and write to its folder, which the first of them makes
+    and completes or discards. See [Note: What a save may remove] in infinity/store/work_folder.py.
+
+    root, tag: what it will be called. folder: where its files go. beside: what is about it, and no part of it.
+    """
+
+    def __init__(self, root: Path, tag: str, identity: str) -> None:
+        self.root, self.tag, self.identity = root, tag, identity
+        self.beside = work_path(root, identity)
+        self.folder = self.beside / "new"
+        self._work: WorkFolder | None = None
+
+    @property
+    def what(self) -> str:
+        """What is being done, in words."""
+        return f"writing the checkpoint {self.root / self.tag}"
+
+    def make(self) -> None:
+        """Make the folder, after what killed saves left is cleared. Raises CheckpointError, also where something else bears a
+        name that will be needed."""
+        with in_our_words(f"writing a checkpoint to {self.root}"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            clear_abandoned(self.root)
+            _check_name(self.root / self.tag)
+            _check_latest(self.root / LATEST)
+            self._work = WorkFolder.make(self.root, self.identity, self.tag)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """The last of its files. Raises CheckpointError where another isn't there as it was written: the ranks see different
+        folders, or the file system lost it."""
+        for name, why in missing(self.folder, manifest):
+            raise CheckpointError(
+                f"{self.what} failed (of what the ranks wrote, {name} is {why}): save to a folder that all ranks share"
+            )
+        with in_our_words(self.what):
+            write_durably(self.folder / FILE_NAME, manifest.to_json())
+
+    def complete(self, keep: int) -> None:
+        """It is written, and was found to be what loading takes: give it its name, and remove the oldest beyond `keep`."""
+        assert self._work is not None
+        with in_our_words(self.what):
+            self._publish(self._work)
+        _clear(self.root, self._work)
+        _rotate(self.root, self.tag, keep)
+
+    def discard(self) -> None:
+        """Remove what there is of it, if it has not its name. Idempotent; nothing to do on ranks that did not make it."""
+        if self._work is not None and self._work.held:
+            _clear(self.root, self._work)
+
+    def release(self) -> None:
+        """Leave what there is of it to the next save. Idempotent."""
+        if self._work is not None:
+            self._work.release()
+
+    def _publish(self, work: WorkFolder) -> None:
+        """Give what was written its name. A whole checkpoint bears it, or was set aside where `find` finds it, all the time."""
+        final, note = self.root / self.tag, work.path / LATEST
+        sync(work.new)
+        write_durably(note, self.tag.encode())
+        while True:
+            if final.exists():
+                _check_name(final)
+                work.set_aside(final)
+            try:
+                work.new.rename(final)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another save was just faster
+                    raise
+        sync(self.root)
+        _rename_latest(note, self.root)
 
 
-def complete(root: Path, tag: str, manifest: Manifest, keep: int) -> None:
-    """The files of a checkpoint are written: write its manifest, give it its name, and remove the oldest beyond `keep`."""
-    with in_our_words(f"writing the checkpoint {root / tag}"):
-        write_durably(partial_of(root, tag) / FILE_NAME, manifest.to_json())
-        _publish(root, tag)
-    _rotate(root, tag, keep)
+def _rename_latest(note: Path, root: Path) -> None:
+    note.rename(root / LATEST)
+    sync(root)
+
+
+def clear_abandoned(root: Path) -> None:
+    """Remove what killed saves left in a folder: see [Note: What a save may remove] in infinity/store/work_folder.py."""
+    for work in abandoned(root):
+        _clear(root, work)
+
+
+def draft_of(directory: str | os.PathLike[str], tag: str) -> Draft:
+    """A draft that all ranks know. A collective."""
+    everywhere = [""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, secrets.token_hex(8))
+    return Draft(Path(directory), tag, everywhere[0])
 
 
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
@@ -67,7 +144,7 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
     root = Path(directory)
     with together():
         if dist.get_rank() == 0:
-            recover(root)
+            _recover(root)
     with together():
         return find_checkpoint(root, tag or read_latest(root))
 
@@ -113,50 +190,83 @@ def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Ma
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
 
 
-def recover(root: Path) -> None:
-    """Give a checkpoint its name back that was set aside by a save which was killed before the new one had that name."""
-    for old in root.glob(".*.old"):
-        final = root / old.name[1 : -len(".old")]
-        if old.is_dir() and not final.exists():
-            with in_our_words(f"recovering {final} from {old}"):
-                old.rename(final)
+def _recover(root: Path) -> None:
+    """Give checkpoints their names back that were set aside by a save which was killed before the new one had that name."""
+    for work in abandoned(root):
+        _put_back(root, work)
 
 
-def _publish(root: Path, tag: str) -> None:
-    """Give what was written its name. A whole checkpoint stands under one of the names all the time."""
-    final, partial, old = root / tag, partial_of(root, tag), _old(root, tag)
-    sync(partial)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    sync(root)
-    note = _note(root)
-    write_durably(note, tag.encode())
-    note.rename(root / LATEST)
-    sync(root)
-    shutil.rmtree(old, ignore_errors=True)
+def _put_back(root: Path, work: WorkFolder) -> None:
+    final = root / work.about.target
+    for replaced in reversed(work.replaced):
+        if not os.path.lexists(final):
+            with in_our_words(f"recovering {final} from {replaced}"):
+                replaced.rename(final)
+
+
+def _clear(root: Path, work: WorkFolder) -> None:
+    """Remove a work folder. What it set aside comes back where its name is free; else its files go, and what others have put
+    beside them goes on into the checkpoint that has the name now."""
+    _put_back(root, work)
+    for replaced in work.replaced:
+        with contextlib.suppress(OSError, CheckpointError):
+            manifest = load_manifest(replaced)
+            if manifest is not None:
+                remove_named(replaced, manifest)
+            for foreign in replaced.iterdir() if replaced.exists() else ():
+                kept = root / work.about.target / foreign.name
+                if not os.path.lexists(kept):
+                    foreign.rename(kept)
+            if replaced.exists():
+                replaced.rmdir()
+    for replaced in work.replaced:
+        log.warning(
+            "%s holds what was in %s and is not ours to remove: move it away", replaced, root / work.about.target
+        )
+    work.remove()
+
+
+def _check_name(final: Path) -> None:
+    """Raise CheckpointError unless a checkpoint may be written there: nothing is, or one of ours that it takes the place of."""
+    if not os.path.lexists(final) or (is_own_folder(final) and not any(final.iterdir())):
+        return
+    why = "no manifest says that save_checkpoint wrote it"
+    try:
+        if is_own_folder(final) and load_manifest(final) is not None:
+            return
+    except CheckpointError as error:
+        why = str(error).partition(": load")[0]
+    raise CheckpointError(f"{final} is there already, and {why}: move it away, or choose another tag")
+
+
+def _check_latest(latest: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(latest.lstat().st_mode):
+            raise CheckpointError(
+                f"{latest} is no file, and a file of that name says which checkpoint is the latest: move it away, or choose "
+                "another folder"
+            )
 
 
 def _rotate(root: Path, tag: str, keep: int) -> None:
-    """Remove the oldest checkpoints that save wrote, down to `keep`; `tag` stays. What goes loses its name first."""
+    """Remove the oldest checkpoints that save wrote, down to `keep`; `tag` stays, and so does what was renamed or copied."""
     found = []
     for folder in root.iterdir() if keep else ():
         if is_own_folder(folder) and not folder.name.startswith(".") and folder.name != tag:
             with contextlib.suppress(CheckpointError):
                 manifest = load_manifest(folder)
-                if manifest is not None:
-                    found.append((manifest.saved, manifest.global_steps, folder))
-    for _, _, folder in sorted(found, reverse=True)[keep - 1 :]:
+                if manifest is not None and manifest.tag in ("", folder.name):
+                    found.append((manifest.saved, manifest.global_steps, folder, manifest))
+    found.sort(key=lambda each: each[:3], reverse=True)
+    for _, _, folder, manifest in found[keep - 1 :]:
         try:
-            gone = folder.rename(partial_of(root, folder.name))
+            remove_named(folder, manifest)
         except OSError as error:
             log.warning("checkpoint %s should go, as %d are kept, and can't be removed: %s", folder, keep, error)
-        else:
-            shutil.rmtree(gone, ignore_errors=True)
 
 
 def manifest_of(
-    model: nn.Module, global_steps: int, files: dict[str, StoredFile], state_format: StateFormat = "dcp"
+    model: nn.Module, global_steps: int, files: dict[str, StoredFile], tag: str, state_format: StateFormat = "dcp"
 ) -> Manifest:
     """What the manifest of a checkpoint of `model` says."""
     return Manifest(
@@ -167,6 +277,7 @@ def manifest_of(
         files=files,
         aliases={alias: names[0] for names in parameter_names(model).values() for alias in names[1:]},
         buffers=[name for names in buffer_names(model, persistent=True).values() for name in names],
+        tag=tag,
     )
 
 
@@ -191,20 +302,6 @@ def in_our_words(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} failed ({error}): free space there, or choose another folder") from None
 
 
-def partial_of(root: Path, tag: str) -> Path:
-    """Where a checkpoint is while it is written."""
-    return root / f".{tag}.partial"
-
-
 def free_bytes(root: Path) -> int:
     usage = shutil.disk_usage(root)
     return usage.free if usage.total else sys.maxsize  # some file systems don't count
-
-
-def _old(root: Path, tag: str) -> Path:
-    return root / f".{tag}.old"
-
-
-def _note(root: Path) -> Path:
-    """What becomes `latest`."""
-    return root / f".{LATEST}.partial"

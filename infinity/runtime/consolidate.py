@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -281,8 +282,9 @@ def _consolidate(
     parts = _plan(model, dtype, max_shard_bytes)
     total = sum(part.nbytes for part in parts)
     made = not root.exists()
-    temporary = [root / f".part{number}-{os.getpid()}.safetensors" for number in range(len(parts))]
-    index = root / f".index-{os.getpid()}.json"
+    identity = secrets.token_hex(8)  # another process may have the same number, on another machine
+    temporary = [root / f".part{number}-{identity}.safetensors" for number in range(len(parts))]
+    index = root / f".index-{identity}.json"
     try:
         _make_output(root, total)
         tell = progress(total)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ class _Values:
 def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress]) -> Path:
     state, values = _state_of(stored)
     total = sum(each.nbytes for each in values.values())
-    partial = final.parent / f".{final.name}.export-{os.getpid()}"
+    partial = final.parent / f".infinity-export-{secrets.token_hex(8)}"
     with _in_our_words(final):
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
             raise CheckpointError(f"{final} is there already: remove it, or name another folder")

@@ -5,9 +5,11 @@ It is read as what it is, a file that anybody may have written: checked field by
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,6 +56,7 @@ class Manifest:
         state_format: of masters and moments.
         aliases: further names of tied parameters, each with the name under which the values are meant.
         buffers: names of what is no parameter.
+        tag: the name of its folder; a folder of another name is a copy, or was renamed. "" where it isn't noted.
         files: by name, all of the checkpoint but this one.
     """
 
@@ -66,6 +69,7 @@ class Manifest:
     state_format: StateFormat = "dcp"
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
+    tag: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -160,6 +164,33 @@ def damage(
     for name in sorted(manifest.files) if names is None else names:
         if why := _wrong(checkpoint / name, manifest.files[name], progress):
             yield name, why
+
+
+def missing(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it) for every file that isn't there with its length: `damage` without reading any."""
+    for name, stored in sorted(manifest.files.items()):
+        try:
+            found = (checkpoint / name).lstat()
+        except FileNotFoundError:
+            yield name, "missing"
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            yield name, "no file"
+        elif found.st_size != stored.nbytes:
+            yield name, f"{found.st_size} bytes instead of {stored.nbytes}"
+
+
+def remove_named(checkpoint: Path, manifest: Manifest) -> None:
+    """Remove the files that a checkpoint's manifest names, the manifest, and the folder where nothing else is in it.
+
+    What tells that it is a checkpoint goes first, the manifest last: half removed, it is none, and can be removed again.
+    Raises OSError.
+    """
+    first = [name for name in (".metadata", FIRST_RECORD) if name in manifest.files]
+    for name in [*first, *sorted(manifest.files.keys() - {*first}), FILE_NAME]:
+        (checkpoint / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        checkpoint.rmdir()
 
 
 def _wrong(path: Path, stored: StoredFile, progress: Callable[[int], None]) -> str:

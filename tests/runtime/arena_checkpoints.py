@@ -107,7 +107,7 @@ INSTANTS = {
     "record": (checkpoint_arena, "write_durably"),
     "manifest": (checkpoint_folder, "write_durably"),
     "name": (checkpoint_folder, "sync"),
-    "latest": (checkpoint_folder, "_note"),
+    "latest": (checkpoint_folder, "_rename_latest"),
 }
 """Before what a save is killed."""
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import pickle
 import stat
+import subprocess
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
-from infinity.runtime import checkpoint, checkpoint_folder, materialize
+from infinity.runtime import checkpoint, checkpoint_folder, materialize, model_files
+from infinity.runtime.checkpoint_folder import Draft, draft_of, find
+from infinity.runtime.model_files import ModelFiles
+from infinity.store import work_folder
+from infinity.store.files import write_durably
+from infinity.store.manifest import Manifest, StoredFile
 from infinity.swap import PagedTensor
 
 
@@ -286,28 +294,165 @@ def test_no_room_for_a_checkpoint_is_told_before_it_is_written(
     assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest", "model"]
 
 
-def test_a_save_that_was_killed_between_the_renames_is_recovered(nvme_path: Path, tmp_path: Path) -> None:
-    with engine_for(nvme_path) as engine:
-        engine.save_checkpoint(tmp_path, tag="best")
-        losses = steps(engine, 0, 2)
-        for load in (True, False):  # as found by a load, and by a save of another tag
-            (tmp_path / "best").rename(tmp_path / ".best.old")
-            (tmp_path / ".best.partial").mkdir(exist_ok=True)
-            if not load:
-                engine.save_checkpoint(tmp_path, tag="other")
-                assert sorted(f.name for f in tmp_path.iterdir()) == ["best", "latest", "other"]
-            engine.load_checkpoint(tmp_path, tag=None if load else "best")
-            assert steps(engine, 0, 2) == losses
+class Killed(BaseException):
+    """Ends what would be ended by a signal: nothing is cleared up on the way, as nothing below the tests catches it."""
 
 
-def test_what_killed_saves_left_is_swept(nvme_path: Path, tmp_path: Path) -> None:
-    with engine_for(nvme_path) as engine:
-        engine.save_checkpoint(tmp_path, tag="one")
-        for left in (".two.partial", ".one.old"):
-            (tmp_path / left).mkdir()
-            (tmp_path / left / "file").touch()
-        engine.save_checkpoint(tmp_path, tag="three")
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["latest", "one", "three"]
+def kill_at(module: Any, name: str, monkeypatch: pytest.MonkeyPatch, ready: Draft) -> None:
+    """Complete a checkpoint as a process does that is killed where it comes to this function."""
+
+    def killed(*arguments: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, killed)
+        with pytest.raises(Killed):
+            ready.complete(0)
+    ready.release()  # as the death of the process that made it does
+
+
+def some_files(draft: Draft) -> Draft:
+    """What a save of no model writes, with a file for each rank of two."""
+    draft.make()
+    files = {}
+    for name in (".metadata", "rank0.pt", "rank1.pt"):
+        write_durably(draft.folder / name, name.encode())
+        files[name] = StoredFile(len(name), hashlib.sha256(name.encode()).hexdigest())
+    made = Manifest(saved="2026-11-22", global_steps=3, ranks=2, files=files, tag=draft.tag)
+    draft.write_manifest(made)
+    return draft
+
+
+def saved(root: Path, tag: str, *, keep: int = 0) -> None:
+    some_files(draft_of(root, tag)).complete(keep)
+
+
+def contents(root: Path) -> dict[str, bytes | None]:
+    return {str(each.relative_to(root)): each.read_bytes() if each.is_file() else None for each in root.rglob("*")}
+
+
+def test_a_save_touches_nothing_that_is_not_its_own(tmp_path: Path) -> None:
+    """Whatever other people's files are called, even as older versions and killed saves called theirs."""
+    for name in (".venv.old", ".notes.old", ".data.partial", ".latest.partial", ".one.partial", "dataset"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    theirs = tmp_path / f"{work_folder.PREFIX}0123456789abcdef"  # not written by us, whatever it is called
+    theirs.mkdir()
+    (theirs / "about.json").write_text(json.dumps({"target": "one", "host": "here", "pid": 1}))
+    (tmp_path / ".notes.partial").write_text("a file")
+    before = contents(tmp_path)
+    saved(tmp_path, "one")
+    (tmp_path / "one").rename(tmp_path / "best")  # by hand: it is the user's to remove
+    subprocess.run(["cp", "-r", tmp_path / "best", tmp_path / "copy"], check=True)
+    before |= {k: v for k, v in contents(tmp_path).items() if k.startswith(("best", "copy"))}
+    for tag in ("two", "three", "two", "four"):
+        saved(tmp_path, tag, keep=1)
+    find(tmp_path, None)
+    after = contents(tmp_path)
+    assert {name: after.get(name) for name in before} == before
+    assert {each.name for each in tmp_path.iterdir() if each.name not in before} == {"four", "latest"}
+
+
+def test_what_others_put_into_a_checkpoint_stays_when_it_goes_or_is_replaced(tmp_path: Path) -> None:
+    saved(tmp_path, "one")
+    saved(tmp_path, "two")
+    for tag in ("one", "two"):
+        (tmp_path / tag / "notes.txt").write_text(tag)
+    saved(tmp_path, "two", keep=1)
+    assert contents(tmp_path / "one") == {"notes.txt": b"one"}
+    assert contents(tmp_path / "two").keys() == {".metadata", "rank0.pt", "rank1.pt", "manifest.json", "notes.txt"}
+    assert (tmp_path / "two" / "notes.txt").read_text() == "two"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "one", "two"]
+
+
+@pytest.mark.parametrize("name", ["one", "latest"])
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "stock checkpoint"])
+def test_a_name_that_something_else_bears_is_told_before_anything_is_written(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "root" / name
+    place.parent.mkdir()
+    if kind == "file":
+        place.write_text("older")
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.mkdir()
+        (place / (".metadata" if kind == "stock checkpoint" else "data")).touch()
+    before = contents(tmp_path)
+    if (name, kind) == ("latest", "file"):
+        saved(tmp_path / "root", "one")
+        return
+    with pytest.raises(infinity.CheckpointError, match=f"{name} is (there already|no file).*move it away"):
+        saved(tmp_path / "root", "one")
+    assert contents(tmp_path) == before
+
+
+def test_two_jobs_save_to_one_folder(tmp_path: Path) -> None:
+    """Whatever one does, what the other is writing stays; who completes last has the name."""
+    theirs = some_files(draft_of(tmp_path, "one"))
+    saved(tmp_path, "one", keep=1)
+    find(tmp_path, None)
+    assert theirs.folder.is_dir()
+    other = some_files(draft_of(tmp_path, "one"))
+    theirs.complete(1)
+    other.discard()
+    assert contents(tmp_path).keys() == {"latest", "one", *(f"one/{name}" for name in contents(tmp_path / "one"))}
+
+
+@pytest.mark.parametrize("instant", ["_check_name", "_rename_latest", "_clear", "remove_named"])
+def test_a_save_that_is_killed_at_its_end_leaves_a_whole_checkpoint(
+    instant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the older of that name is set aside, when the new one has it, and while the older is removed."""
+    saved(tmp_path, "best")
+    before = contents(tmp_path / "best")
+    ready = some_files(draft_of(tmp_path, "best"))
+    kill_at(checkpoint_folder, instant, monkeypatch, ready)
+    assert find(tmp_path, "best") == tmp_path / "best"
+    assert contents(tmp_path / "best") == before
+    saved(tmp_path, "other")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["best", "latest", "other"]
+    assert contents(tmp_path / "best") == before
+
+
+def test_what_a_killed_save_set_aside_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, "best")
+    before = contents(tmp_path / "best")
+    ready = some_files(draft_of(tmp_path, "best"))
+    kill_at(work_folder, "sync", monkeypatch, ready)
+    assert not (tmp_path / "best").exists()
+    assert find(tmp_path, None) == tmp_path / "best"
+    assert contents(tmp_path / "best") == before
+
+
+def test_what_another_machine_left_stays_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all file systems show a lock to other machines."""
+    monkeypatch.setattr(work_folder.socket, "gethostname", lambda: "elsewhere")
+    left = some_files(draft_of(tmp_path, "one"))
+    left.release()
+    monkeypatch.undo()
+    saved(tmp_path, "two")
+    assert left.folder.is_dir()
+    now = time.time()
+    monkeypatch.setattr(work_folder.time, "time", lambda: now + 25 * 3600)
+    saved(tmp_path, "two")
+    assert not left.beside.exists()
+
+
+def test_ranks_that_see_different_folders_make_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, "one")
+    draft = draft_of(tmp_path, "two")
+    draft.make()
+    files = {name: StoredFile(3, "0" * 64) for name in ("rank0.pt", "rank1.pt")}
+    write_durably(draft.folder / "rank0.pt", b"abc")
+    with pytest.raises(
+        infinity.CheckpointError, match=r"rank1\.pt is missing\): save to a folder that all ranks share"
+    ):
+        draft.write_manifest(Manifest(saved="", global_steps=0, ranks=2, files=files))
+    draft.discard()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "one"]
 
 
 def test_a_checkpoint_is_on_the_drive_before_it_has_its_name(
@@ -325,14 +470,15 @@ def test_a_checkpoint_is_on_the_drive_before_it_has_its_name(
     with engine_for(nvme_path) as engine:
         monkeypatch.setattr(os, "fsync", watch)
         engine.save_checkpoint(tmp_path, tag="one")
+    (work,) = {line.split("/")[0] for line in synced if line.startswith(".infinity")}
     assert synced == [
-        ".one.partial/.metadata.tmp beside ['.one.partial']",
-        ".one.partial/rank0.pt beside ['.one.partial']",
-        ".one.partial/manifest.json beside ['.one.partial']",
-        ".one.partial beside ['.one.partial']",
-        ". beside ['one']",
-        ".latest.partial beside ['.latest.partial', 'one']",
-        ". beside ['latest', 'one']",
+        f"{work}/new/.metadata.tmp beside ['{work}']",
+        f"{work}/new/rank0.pt beside ['{work}']",
+        f"{work}/new/manifest.json beside ['{work}']",
+        f"{work}/new beside ['{work}']",
+        f"{work}/latest beside ['{work}']",
+        f". beside ['{work}', 'one']",
+        f". beside ['{work}', 'latest', 'one']",
     ]
 
 
@@ -479,7 +625,7 @@ def test_an_empty_parameter_group_is_saved_and_loaded(nvme_path: Path, tmp_path:
 def test_a_16_bit_model_that_cannot_be_written_leaves_nothing(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = checkpoint.save_file
+    saved = model_files.save_file
     written: list[Path] = []
 
     def full(tensors: Any, path: Path, **options: Any) -> None:
@@ -488,8 +634,8 @@ def test_a_16_bit_model_that_cannot_be_written_leaves_nothing(
         saved(tensors, path, **options)
         written.append(path)
 
-    monkeypatch.setattr(checkpoint, "SAFETENSORS_BYTES_MAX", 3000)
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(model_files, "SAFETENSORS_BYTES_MAX", 3000)
+    monkeypatch.setattr(model_files, "save_file", full)
     with engine_for(nvme_path) as engine:
         with pytest.raises(infinity.CheckpointError, match=r"No space left on device.*free space there"):
             engine.save_16bit_model(tmp_path)
@@ -500,7 +646,7 @@ def test_a_16_bit_model_that_cannot_be_written_leaves_nothing(
 def test_a_16_bit_model_is_the_masters_rounded(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "SAFETENSORS_BYTES_MAX", 3000)  # several files and an index
+    monkeypatch.setattr(model_files, "SAFETENSORS_BYTES_MAX", 3000)  # several files and an index
     with engine_for(nvme_path) as engine:
         steps(engine, 0, 2)
         engine.save_16bit_model(tmp_path)
@@ -515,6 +661,107 @@ def test_a_16_bit_model_is_the_masters_rounded(
     with engine_for(nvme_path, weights=tmp_path, seed=9) as engine:  # and back again
         for name, p in engine.module.named_parameters():
             assert torch.equal(p.full_tensor() + 0, stored[name].float())
+
+
+def write_model(root: Path, value: float) -> None:
+    parts = ModelFiles(root)
+    try:
+        for number in range(3):
+            parts.add(f"w{number}", torch.full((4,), value))
+        parts.finish()
+        parts.clean_up()
+    finally:
+        parts._work.release()  # as the death of a process does
+
+
+def read_model(root: Path, entry: str) -> set[float]:
+    """By a reader that looks for `entry` first, as others look for the other."""
+    names = ["model.safetensors", "model.safetensors.index.json"]
+    (there, *_) = [name for name in sorted(names, key=lambda name: name != entry) if (root / name).exists()]
+    files = {there}
+    if there.endswith(".json"):
+        files = set(json.loads((root / there).read_text())["weight_map"].values())
+    tensors = {k: v for file in files for k, v in load_file(root / file).items()}
+    assert tensors.keys() == {"w0", "w1", "w2"}
+    return {float(v) for tensor in tensors.values() for v in tensor}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1), (3, 3)])
+def test_a_16_bit_model_takes_the_place_of_the_older_one_only(
+    before: int, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before whatever change of a name, a whole model is there; what others wrote stays."""
+    others = {
+        "model_ema.safetensors": b"theirs",
+        "model-00001-of-00009.safetensors": b"theirs",
+        "modelling.safetensors": b"",
+    }
+    for attempt in range(30):
+        root = tmp_path / str(attempt)
+        root.mkdir()
+        for name, content in others.items():
+            (root / name).write_bytes(content)
+        monkeypatch.setattr(model_files, "SAFETENSORS_BYTES_MAX", 100 if before == 1 else 16)
+        write_model(root, 1.0)
+        assert read_model(root, "model.safetensors") == {1.0}
+        monkeypatch.setattr(model_files, "SAFETENSORS_BYTES_MAX", 100 if after == 1 else 16)
+        ended = write_killed(root, attempt, monkeypatch)
+        for entry in ("model.safetensors", "model.safetensors.index.json"):
+            assert read_model(root, entry) <= {1.0, 2.0}
+            assert len(read_model(root, entry)) == 1
+            assert read_model(root, entry) == {2.0} or not ended
+        assert {name: (root / name).read_bytes() for name in others} == others
+        if ended:
+            break
+        write_model(root, 2.0)
+        assert read_model(root, "model.safetensors") == read_model(root, "model.safetensors.index.json") == {2.0}
+    assert ended
+    assert attempt >= after
+    ours = {"model.safetensors"} if after == 1 else {"model.safetensors.index.json"}
+    rest = {each.name for each in root.iterdir()} - others.keys() - ours
+    assert len(rest) == (0 if after == 1 else 3)
+
+
+def write_killed(root: Path, changes: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Write a model as a process does that is killed after so many changes of names in `root`; whether it ended before."""
+    left = [changes]
+
+    def counted(change: Any) -> Any:
+        def call(path: Path, *arguments: Any, **keywords: Any) -> Any:
+            if path.parent == root or any(isinstance(each, Path) and each.parent == root for each in arguments):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+            return change(path, *arguments, **keywords)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("rename", "unlink"):
+            patched.setattr(Path, name, counted(getattr(Path, name)))
+        try:
+            write_model(root, 2.0)
+        except Killed:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_model_of_others_is_moved_aside(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_files, "SAFETENSORS_BYTES_MAX", 100 if count == 1 else 16)
+    save_file({"theirs": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"theirs": "model-00001-of-00003.safetensors"}}'
+    )
+    (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"theirs")
+    before = sorted(contents(tmp_path).values(), key=repr)
+    write_model(tmp_path, 2.0)
+    assert caplog.text.count("was not written by save_16bit_model") == 2
+    for entry in ("model.safetensors", "model.safetensors.index.json"):
+        assert read_model(tmp_path, entry) == {2.0}
+    assert set(before) <= set(contents(tmp_path).values())
 
 
 def test_weights_fill_a_model_built_without_memory(nvme_path: Path, tmp_path: Path) -> None:
