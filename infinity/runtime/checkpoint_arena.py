@@ -6,17 +6,23 @@ thread of every rank calls what is here; a thread of its own copies (infinity/st
 [Note: When an arena checkpoint is there]
 `start` returns when the copying has begun. A checkpoint gets its name when all ranks have copied, which no rank can know by
 itself; so it gets it at a point that all ranks come to: in the first `step` that finds all of them done, or in `finish`, which
-waits (the next save or load, `finish_checkpoint` and `close` call that). Until then there is only the folder with its partial
-name, and `latest` names the checkpoint before, whatever happens. What fails is told in the log by the next step, and raised by
-`finish`.
+waits (the next save or load, `finish_checkpoint` and `close` call that). Until then there is only the hidden folder, and
+`latest` names the checkpoint before, whatever happens. What fails is told in the log by the next step, and raised by `finish`.
+
+Where the program ends without that, or an error is being handled, the ranks may be elsewhere, or gone, and so may the process
+group be. Then each ends alone (`finish_alone`, also as an exit function): what a rank has copied it says in a file beside the
+checkpoint, written by the thread that copied; the first waits for these files, so long and no longer, and names the
+checkpoint or says that there is none. Only what ends a process at once (SIGKILL, os._exit) loses it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -43,7 +50,7 @@ from infinity.runtime.rest import encode
 from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, record_name
 from infinity.store.commit import Commit, Record, bits
 from infinity.store.copying import Copying
-from infinity.store.files import write_durably
+from infinity.store.files import read_small, write_durably
 from infinity.store.layout import MOMENTS, Field, SubGroup
 from infinity.store.manifest import Manifest, StoredFile
 from infinity.store.snapshot import Snapshot, rows_of
@@ -51,25 +58,38 @@ from infinity.swap import PagedOptimizer, SwapManager
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
+from infinity.units import MIB
 
 log = logging.getLogger("infinity")
 
 _PIECE_NUMEL = 1 << 20
 """Elements that are put together at once where a checkpoint lies otherwise than the model."""
 
+ALONE_SECONDS_MIN = 60.0
+"""How long a first rank that ends alone waits for what the others have copied, at the least."""
+
+_FILES = TypeAdapter(dict[str, StoredFile])
+
 
 class Saving:
-    """A checkpoint on its way: see [Note: When an arena checkpoint is there]. Made, finished and cancelled by all ranks."""
+    """A checkpoint on its way: see [Note: When an arena checkpoint is there]. Made, finished and cancelled by all ranks.
 
-    def __init__(self, draft: Draft, manifest: Manifest, own: StoredFile, copying: Copying | None, keep: int) -> None:
+    record: this rank's, which is written when the arena is copied; where there is no `copying`, it is written already.
+    """
+
+    def __init__(
+        self, draft: Draft, manifest: Manifest, record: StoredFile, copying: Copying | None, keep: int
+    ) -> None:
         self.what = draft.what
         self._draft, self._keep = draft, keep
         self._manifest = manifest
-        self._own = own
-        """The record."""
+        self._record = record
         self._copying = copying
+        self._rank = dist.get_rank()  # there may be no process group at the end
+        self._pid = os.getpid()
         self._failure: Exception | None = None
         self._ended = self._told = False
+        atexit.register(self._at_exit)
 
     def finish_if_copied(self) -> bool:
         """Give the checkpoint its name if all ranks have copied; whether it has. A collective. What fails `finish` raises."""
@@ -90,7 +110,7 @@ class Saving:
             raise self._failure
         if self._ended:
             return
-        self._ended = True
+        self._end()
         try:
             with together(), in_our_words(self.what):
                 files = self._files()
@@ -108,15 +128,64 @@ class Saving:
             self._draft.discard()
             raise
 
+    def finish_alone(self) -> None:
+        """As `finish`, of one rank whose others may be elsewhere; how it ended is told in the log. No collective.
+
+        The first waits for the others as long again as its own copying took, a minute at least.
+        """
+        if self._ended:
+            return
+        self._end()
+        try:
+            files = self._files()
+            if self._rank == 0:
+                files |= self._told_by_others()
+                self._draft.write_manifest(replace(self._manifest, files=files))
+                self._draft.complete(self._keep)
+                log.info("%s is done: the training had ended without waiting for it", self.what)
+        except Exception as error:
+            reason = str(error).removeprefix(f"{self.what} failed ")
+            log.error("%s failed, and the training has ended (%s): the checkpoint before it stays", self.what, reason)
+            with contextlib.suppress(OSError):
+                _tell(self._draft, self._rank, {})
+            self._draft.discard()
+        except BaseException:
+            self._stop()
+            self._draft.discard()
+            raise
+
     def cancel(self) -> None:
         """Stop copying. What is there of it goes with the next save."""
         self._stop()
         self._draft.release()
 
-    def _stop(self) -> None:
+    def _end(self) -> None:
         self._ended = True
+        atexit.unregister(self._at_exit)
+
+    def _stop(self) -> None:
+        self._end()
         if self._copying is not None:
             self._copying.cancel()
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:  # not in a forked child
+            self.finish_alone()
+
+    def _told_by_others(self) -> dict[str, StoredFile]:
+        """The files of all other ranks, once they have told. Raises CheckpointError where one doesn't, or has failed."""
+        own_seconds = self._copying.seconds if self._copying is not None else 0.0
+        deadline = time.monotonic() + max(ALONE_SECONDS_MIN, own_seconds)
+        found: dict[str, StoredFile] = {}
+        for rank in range(1, self._manifest.ranks):
+            while (files := _told_by(self._draft, rank)) is None:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"rank {rank} has not copied its part, or is gone")
+                time.sleep(0.1)
+            if not files:
+                raise CheckpointError(f"rank {rank} could not copy its part: see its log")
+            found |= files
+        return found
 
     def _is_copied(self) -> bool:
         copying = self._copying
@@ -126,10 +195,9 @@ class Saving:
         return copying is None or (copying.ended and copying.error is None)
 
     def _files(self) -> dict[str, StoredFile]:
-        rank = dist.get_rank()
-        files = {record_name(rank): self._own}
+        files = {record_name(self._rank): self._record}
         if self._copying is not None:
-            files[arena_name(rank)] = self._copying.join()
+            files[arena_name(self._rank)] = self._copying.join()
         return files
 
 
@@ -166,14 +234,14 @@ def start(
                 )
             swap.settle()
             content = _record_of(swap, snapshot, draft.identity, outside["global_steps"], blob).to_bytes()
-            write_record = partial(write_durably, draft.folder / record_name(rank), content)
+            record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
+            write_rest = partial(_write_rest, draft, rank, content, {record_name(rank): record})
             if rank < swap.place.shards:
-                copying = swap.start_copying(draft.folder / arena_name(rank), write_record)
+                copying = swap.start_copying(draft.folder / arena_name(rank), write_rest)
             else:  # another rank has just the same
-                write_record()
+                write_rest(None)
         manifest = manifest_of(model, outside["global_steps"], {}, tag, "arena")
-        own = StoredFile(len(content), hashlib.sha256(content).hexdigest())
-        return Saving(draft, manifest, own, copying, keep)
+        return Saving(draft, manifest, record, copying, keep)
     except BaseException:
         if copying is not None:
             copying.cancel()
@@ -208,6 +276,31 @@ def load(
             else:
                 _put_together(stored, model, optimizer)
     return outside
+
+
+def _write_rest(draft: Draft, rank: int, record: bytes, files: dict[str, StoredFile], arena: StoredFile | None) -> None:
+    """The arena is copied, if the rank stores one: write its record, and tell the first rank what there is."""
+    write_durably(draft.folder / record_name(rank), record)
+    _tell(draft, rank, files | ({} if arena is None else {arena_name(rank): arena}))
+
+
+def _tell(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
+    """Say beside the checkpoint which files of a rank are whole; none: it could not write them. Raises OSError."""
+    path = draft.beside / f"rank{rank}.json"
+    written = path.with_suffix(".partial")
+    write_durably(written, _FILES.dump_json(files))
+    written.rename(path)
+
+
+def _told_by(draft: Draft, rank: int) -> dict[str, StoredFile] | None:
+    """What `_tell` said for a rank, None where it hasn't yet."""
+    try:
+        files = _FILES.validate_json(read_small(draft.beside / f"rank{rank}.json", MIB), strict=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"what rank {rank} tells can't be read ({error})") from None
+    return files if files.keys() <= {record_name(rank), arena_name(rank)} else {}
 
 
 def _all_agree(own: bool) -> bool:

@@ -625,7 +625,7 @@ class Engine:
         """Wait for what is in flight and give memory and drive space back; commit the last step of a durable run. Idempotent.
 
         A collective then, and where a checkpoint is on its way; but while an error is being handled nothing is committed, and
-        that checkpoint is given up, as the other ranks may be elsewhere.
+        that checkpoint is finished without the other ranks, which may be elsewhere: the log tells whether it could be.
         """
         if self._closed:
             return
@@ -638,9 +638,11 @@ class Engine:
                 if self.flops_profile is not None:
                     self.flops_profile.tell_unused(self.global_steps)
         finally:
-            if self._saving is not None:
-                self._saving.cancel()
-            self._close()
+            try:
+                if self._saving is not None:
+                    self._saving.finish_alone()
+            finally:
+                self._close()
 
     def _close(self) -> None:
         try:

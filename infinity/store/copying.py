@@ -1,6 +1,7 @@
 """Floor 2. One rank's state on its way out of the arena into a file, beside the training that goes on.
 
-A thread of its own copies, two small buffers at a time; the training thread starts it, asks it for gates, and joins it.
+A thread of its own copies, two small buffers at a time; the training thread starts it, asks it for gates, and joins it. It
+goes on where the program ends meanwhile, until the last of Python's exit functions has run.
 
 [Note: A copy of what goes on changing]
 What is copied is the state at one instant. So before anything changes the bytes of a sub-group, in the arena or in host memory,
@@ -26,11 +27,13 @@ import mmap
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 from infinity.aio import File, page_checksums
 from infinity.errors import IntegrityError
@@ -67,13 +70,18 @@ class _Expected:
 
 
 class Copying:
-    """Copies `sections`, one for each sub-group, into the new file `path`; then runs `finish` on the same thread.
+    """Copies `sections`, one for each sub-group, into the new file `path`; then runs `finish` with it on the same thread.
 
-    cloned: whether the arena's bytes are shared with it instead of copied. Raises OSError where nothing can be started.
+    cloned: whether the arena's bytes are shared with it instead of copied. seconds: what it took, once it has ended.
+    Raises OSError where nothing can be started.
     """
 
     def __init__(
-        self, arena: Arena, sections: Sequence[Sequence[Source]], path: Path, finish: Callable[[], None] = lambda: None
+        self,
+        arena: Arena,
+        sections: Sequence[Sequence[Source]],
+        path: Path,
+        finish: Callable[[StoredFile], None] = lambda written: None,
     ) -> None:
         self._sections = sections
         self._path = path
@@ -82,6 +90,8 @@ class Copying:
         self._copied: set[int] = set()
         self._urgent: int | None = None
         self._ended = self._cancelled = False
+        self._began = time.monotonic()
+        self.seconds = 0.0
         self._error: BaseException | None = None
         self._digest = hashlib.sha256()
         self._nbytes = 0
@@ -97,6 +107,7 @@ class Copying:
             self._file = File(str(path))
             undo.callback(self._file.close)
             self.cloned = self._clone()
+            self._pump = undo.enter_context(_Pump())  # now: a program that ends starts no thread
             self._closing = undo.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
         self._thread.start()
@@ -127,24 +138,29 @@ class Copying:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return StoredFile(self._nbytes, self._digest.hexdigest())
+        return self._written
 
     def cancel(self) -> None:
         """Stop, and wait for that. What was written stays where it is."""
         self._cancelled = True
         self._thread.join()
 
+    @property
+    def _written(self) -> StoredFile:
+        return StoredFile(self._nbytes, self._digest.hexdigest())
+
     # The thread.
 
     def _run(self) -> None:
         try:
-            with self._closing, _Pump() as pump:
-                self._copy_all(pump)
+            with self._closing:
+                self._copy_all(self._pump)
                 self._file.sync()
-                self._finish()
+                self._finish(self._written)
         except BaseException as error:  # raised again by whoever joins
             self._error = error
         finally:
+            self.seconds = time.monotonic() - self._began
             with self._changed:
                 self._ended = True
                 self._sections, self._expected = (), []
@@ -273,7 +289,10 @@ class _Pump:
     def __init__(self) -> None:
         self._maps = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(_BUFFERS)]  # aligned to pages, for direct transfers
         self._busy: list[Future[None] | None] = [None] * _BUFFERS
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="copying")
+        # Not a pool of concurrent.futures, which takes nothing more on once the program ends.
+        self._waiting: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, name="copying", daemon=True)
+        self._writer.start()
 
     def run(
         self,
@@ -293,7 +312,9 @@ class _Pump:
             self._await(slot)
             piece = memoryview(self._maps[slot])[: min(_BUFFER_BYTES, end - at)]
             fetch(piece, at)
-            self._busy[slot] = self._writer.submit(_put, piece, at, hashed, into)
+            busy: Future[None] = Future()
+            self._busy[slot] = busy
+            self._waiting.put((busy, partial(_put, piece, at, hashed, into)))
         for slot in range(_BUFFERS):
             self._await(slot)
 
@@ -306,7 +327,18 @@ class _Pump:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._writer.shutdown()
+        self._waiting.put(None)
+        self._writer.join()
+
+    def _write_all(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            done, write = waiting
+            try:
+                write()
+            except BaseException as error:  # raised again by whoever waits for it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
 
 def _put(piece: memoryview, at: int, hashed: Callable[[memoryview], None], into: File | None) -> None:

@@ -40,6 +40,7 @@ from infinity.schedule.timeline import TraceSummary
 from infinity.store import DurableRun, Field, Layout, Place
 from infinity.store.commit import describe, differences
 from infinity.store.copying import Copying
+from infinity.store.manifest import StoredFile
 from infinity.swap import budget
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
@@ -374,9 +375,9 @@ class SwapManager:
         self.stager.settle_all()
         self.paged.check_whole()
 
-    def start_copying(self, path: Path, finish: Callable[[], None]) -> Copying:
-        """Begin to copy the model's state as it is now into the new file `path`, while training goes on; then run `finish` on
-        the thread that copied. To be ended, by `join` or `cancel`, before the next one begins and before `close`.
+    def start_copying(self, path: Path, finish: Callable[[StoredFile], None]) -> Copying:
+        """Begin to copy the model's state as it is now into the new file `path`, while training goes on; then run `finish` with
+        it on the thread that copied. To be ended, by `join` or `cancel`, before the next one begins and before `close`.
 
         No update may wait, and all must be written: see `settle`. Raises IoError, OSError.
         """

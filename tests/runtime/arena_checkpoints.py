@@ -1,13 +1,16 @@
-"""Arena checkpoints of several ranks, and of a process that is killed: `arena_checkpoints.py SCENE NVME CHECKPOINTS [INSTANT]`.
+"""Arena checkpoints of several ranks, and of a process that is killed, or just ends:
+`arena_checkpoints.py SCENE NVME CHECKPOINTS [INSTANT]`.
 
 Used by the tests beside it, under torchrun or by itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +105,31 @@ def go_on(engine: infinity.Engine) -> Outcome:
     return losses, weights(engine)
 
 
+def left(nvme: Path, folder: Path) -> None:
+    """The program ends right after the save, as argv[4] says, and nothing is copied before its exit functions run."""
+    may = threading.Event()
+    copy_source = copying.Copying._copy_source
+
+    def hold_up(own: copying.Copying, *arguments: Any) -> None:
+        may.wait(60)
+        copy_source(own, *arguments)
+
+    engine = make(nvme, CASE)
+    step(engine)
+    engine.save_checkpoint(folder, tag="good")
+    engine.finish_checkpoint()
+    step(engine)
+    copying.Copying._copy_source = hold_up  # type: ignore[method-assign]
+    assert engine.save_checkpoint(folder, tag="next", client_state={"rank": dist.get_rank()})
+    engine.global_steps += 1  # what comes after the save
+    atexit.register(may.set)
+    if sys.argv[4] == "one is gone" and dist.get_rank() == 1:
+        os._exit(0)
+    if sys.argv[4] == "error":
+        raise ZeroDivisionError
+    dist.destroy_process_group()
+
+
 INSTANTS = {
     "piece": (copying, "_put"),
     "record": (checkpoint_arena, "write_durably"),
@@ -132,6 +160,8 @@ def killed(nvme: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if "ALONE_SECONDS" in os.environ and sys.argv[4] == "one is gone":
+        checkpoint_arena.ALONE_SECONDS_MIN = float(os.environ["ALONE_SECONDS"])
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     globals()[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import durable_training
+import launch
 import pytest
 import torch
 import torch.distributed as dist
@@ -262,21 +263,68 @@ def test_what_changed_on_the_drive_does_not_come_into_a_checkpoint(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_in_the_training_gives_it_up(nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["end", "error"])
+def test_a_program_that_ends_without_closing_leaves_what_it_saved(how: str, nvme_path: Path, tmp_path: Path) -> None:
+    done = launch.program(SCRIPT, "left", str(nvme_path), str(tmp_path), how)
+    assert (done.returncode != 0) == (how == "error"), done.stderr
+    assert names(tmp_path) == ["good", "latest", "next"], done.stderr
+    assert ckpt.main(["verify", str(tmp_path)]) == 0
+    with make(nvme_path, Case()) as engine:
+        _, state = engine.load_checkpoint(tmp_path)
+        assert (engine.global_steps, state) == (2, {"rank": 0})
+
+
+@pytest.mark.parametrize("how", ["end", "one is gone"])
+def test_ranks_that_end_without_closing_leave_what_they_saved_or_say_so(
+    how: str, forked_ranks: Callable[..., Any], nvme_path: Path, tmp_path: Path
+) -> None:
+    done = forked_ranks(SCRIPT, "left", str(nvme_path), str(tmp_path), how, environment={"ALONE_SECONDS": "0"})
+    if how == "end":
+        assert names(tmp_path) == ["good", "latest", "next"], done.stdout
+    else:
+        assert "next failed, and the training has ended (rank 1 has not copied its part, or is gone)" in done.stdout
+        assert names(tmp_path) == ["good", "latest"]
+    assert (tmp_path / "latest").read_text() == ("next" if how == "end" else "good")
+    assert ckpt.main(["verify", str(tmp_path)]) == 0
+
+
+def test_an_error_in_the_training_does_not_give_it_up(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = Slow(monkeypatch)
+    expected = []
 
     def fail() -> None:
         with make(nvme_path, Case()) as engine:
             engine.save_checkpoint(tmp_path, tag="one")
+            expected.append(weights(engine))
             slow.go()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert names(tmp_path) == [WORK]
+    assert names(tmp_path) == ["latest", "one"]
     with make(nvme_path, Case()) as engine:
-        engine.save_checkpoint(tmp_path, tag="two")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "two"]
+        train(engine, 1)
+        engine.load_checkpoint(tmp_path)
+        assert not differences(([], expected[0]), ([], weights(engine)))
+
+
+def test_an_interrupt_while_it_is_finished_gives_it_up(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+
+    def interrupted(own: Any) -> None:
+        slow.go()
+        raise KeyboardInterrupt
+
+    engine = make(nvme_path, Case())
+    engine.save_checkpoint(tmp_path, tag="one")
+    monkeypatch.setattr(copying.Copying, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(
