@@ -23,6 +23,7 @@ import signal
 import statistics
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -191,9 +192,7 @@ def check_writable(args: argparse.Namespace) -> None:
     try:
         if args.save:
             args.save.mkdir(parents=True, exist_ok=True)
-            probe = args.save / f".probe-{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            tempfile.TemporaryFile(dir=args.save).close()
         for file in filter(None, (args.json, args.trace)):
             fresh = not file.exists()
             file.open("a").close()

@@ -44,7 +44,7 @@ from typing import Any
 from infinity.aio import File, IoEngine
 from infinity.errors import CheckpointError, IoError, StoreError
 from infinity.store.commit import RECORD_BYTES_MAX, Commit, Record, parse_record
-from infinity.store.files import is_own_folder, read_small, sync, write_durably
+from infinity.store.files import is_own_folder, read_small, remove_file, sync, write_durably
 from infinity.store.placement import file_bytes
 from infinity.store.run_folder import Folder, make_writable
 from infinity.units import MIB, format_bytes
@@ -108,7 +108,7 @@ class DurableFolder(Folder):
         """Remove this rank's files, the lock aside."""
         for each in [*self.path.glob(f"{self._own}.*"), *self.path.glob(f".{self._own}.*")]:
             if each.name != f"{self._own}.lock":
-                each.unlink()
+                remove_file(each)
         sync(self.path)
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class DurableRun:
         folder = self.folders[0]
         final = self._slot(record.commit.sequence)
         partial = folder.path / f".{final.name}.partial"
-        partial.unlink(missing_ok=True)
+        remove_file(partial)
         content = record.to_bytes()
         if len(content) > RECORD_BYTES_MAX:  # nobody would read it
             raise OSError(errno.EFBIG, f"its record has more than {format_bytes(RECORD_BYTES_MAX)}")
@@ -217,7 +217,7 @@ class DurableRun:
         of. Raises OSError."""
         gone = [self._slot(sequence + 1), *self.folders[0].path.glob(f".{self._slot(sequence).stem}.*.partial")]
         for path in gone:
-            path.unlink(missing_ok=True)
+            remove_file(path)
         sync(self.folders[0].path)
         self.sequence = sequence
 

@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from infinity.errors import StoreError
 from infinity.units import format_bytes
 
 
@@ -39,12 +40,33 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_small(path: str | os.PathLike[str], nbytes_max: int) -> bytes:
-    """All bytes of a file that should be small. Raises OSError, also where it has more than `nbytes_max` bytes."""
+    """All bytes of a file that should be small, in as much memory. Raises OSError, also where it has more than `nbytes_max`
+    bytes, or more than memory holds."""
     with open_regular(path) as file:
-        content = file.read(nbytes_max + 1)
-    if len(content) > nbytes_max:
-        raise OSError(errno.EFBIG, f"{os.fspath(path)} has more than {format_bytes(nbytes_max)}")
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > nbytes_max:
+            raise OSError(errno.EFBIG, f"{os.fspath(path)} has more than {format_bytes(nbytes_max)}")
+        try:
+            content = file.read(nbytes)
+        except MemoryError:
+            raise OSError(
+                errno.ENOMEM, f"{os.fspath(path)} has {format_bytes(nbytes)}, for which there is no memory"
+            ) from None
+        if len(content) < nbytes or file.read(1):
+            raise OSError(errno.EIO, f"{os.fspath(path)} was changed while it was read")
     return content
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file of ours, if it is there. Raises OSError, in words where a folder is in its place."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EPERM) or not stat.S_ISDIR(path.lstat().st_mode):
+            raise
+        raise StoreError(
+            errno.EISDIR, f"{path} is a folder where a file of infinity's belongs: move it away, and start again"
+        ) from None
 
 
 def write_durably(path: str | os.PathLike[str], content: bytes) -> None:

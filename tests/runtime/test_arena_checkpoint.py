@@ -383,6 +383,21 @@ def test_the_commands_know_it(
     assert all(torch.equal(state[name], masters[name]) for name in masters)
 
 
+def test_they_are_read_in_the_memory_that_they_take(saved: tuple[Path, Any]) -> None:
+    """Where no more can be promised, as under a limit of address space."""
+    limited = """
+import resource, sys
+from pathlib import Path
+from infinity.cli import ckpt
+from infinity.runtime import consolidate
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30),) * 2)
+sys.exit(ckpt.main(["info", sys.argv[1]]))
+"""
+    done = launch.code(limited, str(saved[0]))
+    assert done.returncode == 0, done.stderr
+
+
 def flip(file: Path, at: int) -> None:
     content = bytearray(file.read_bytes())
     content[at] ^= 1

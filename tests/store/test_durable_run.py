@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import launch
 import pytest
 from test_commit import place
 
@@ -28,6 +29,20 @@ if sys.argv[2:] == ["fork"] and os.fork() == 0:
     time.sleep(60)
 print("ready", flush=True)
 sys.stdin.read()
+"""
+
+
+LIMITED = """
+import resource
+from pathlib import Path
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30),) * 2)
+"""
+RESUME = """
+import sys
+from infinity.store import DurableRun
+run = DurableRun([sys.argv[1]], "run", 0)
+print(*(record.commit.step for record in run.found.values()), run.damaged)
 """
 
 
@@ -190,6 +205,38 @@ def test_what_a_killed_write_left_is_no_record_and_goes(run: DurableRun, tmp_pat
     assert not again.damaged
     again.go_on(first, LAUNCH)
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("name", [".rank0.commit-0.partial", "rank0.commit-0"])
+def test_a_folder_where_a_record_belongs_is_told_in_words(name: str, run: DurableRun, tmp_path: Path) -> None:
+    first = commit(run, 1)
+    make_arena(run)
+    folder = tmp_path / "infinity-durable-run" / name
+    folder.mkdir()
+    with pytest.raises(StoreError, match=rf"{name} is a folder where a file of infinity's belongs: move it away"):
+        run.leave_one(first)
+    run.close()
+    again = open_run(tmp_path)
+    with pytest.raises(StoreError, match="is a folder where"):
+        again.go_on(first, LAUNCH)
+    again.close()
+    with pytest.raises(StoreError, match="is a folder where"):
+        again.start_anew(LAUNCH)
+    assert folder.is_dir()
+
+
+def test_records_are_read_in_the_memory_that_they_take(run: DurableRun, tmp_path: Path) -> None:
+    """Where no more can be promised, as on small machines and under a limit of address space; one that is larger than that is
+    told in words."""
+    commit(run, 1)
+    make_arena(run)
+    run.close()
+    done = launch.code(LIMITED + RESUME, str(tmp_path))
+    assert done.stdout == "1 []\n", done.stderr
+    with (tmp_path / "infinity-durable-run" / "rank0.commit-1").open("r+b") as record:
+        record.truncate(8 << 30)
+    done = launch.code(LIMITED + RESUME, str(tmp_path))
+    assert "rank0.commit-1 has 8.00 GiB, for which there is no memory" in done.stdout, done.stderr
 
 
 def test_starting_anew_takes_away_only_this_ranks_files(run: DurableRun, tmp_path: Path) -> None:
