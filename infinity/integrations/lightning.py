@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import json
+import logging
+import pickle
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,6 +37,10 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
 from infinity.runtime.materialize import init_empty
+from infinity.store.files import open_regular, sync, write_durably
+from infinity.swap.together import together
+
+log = logging.getLogger("infinity")
 
 _METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _ENGINE = "_infinity_engine"  # attribute of a module
@@ -54,6 +62,7 @@ class InfinityStrategy(ModelParallelStrategy):
         block_size, queue_depth, single_submit, overlap_events, thread_count: of the block `aio`; likewise.
         config: the whole config instead, as a dict or a path to JSON; nothing of the above is looked at.
         weights: safetensors (file or folder) that fill the model, each rank reading only its rows.
+        trust_checkpoints: load also those that hold more than plain values and tensors, which runs code that is in them.
 
     The Trainer's `accumulate_grad_batches`, `gradient_clip_val` and `precision` ("32", "bf16-mixed", "16-mixed" and their
     "true" kin, which mean the same here) go into the config. One optimizer, Adam or AdamW, and automatic optimization.
@@ -84,10 +93,12 @@ class InfinityStrategy(ModelParallelStrategy):
         config: str | Path | Mapping[str, Any] | None = None,
         *,
         weights: str | Path | None = None,
+        trust_checkpoints: bool = False,
         **model_parallel: Any,
     ) -> None:
         super().__init__(**model_parallel)
         self.engine: Engine | None = None
+        self._trust_checkpoints = trust_checkpoints
         self._weights = weights
         self._precision_name = "32-true"
         if config is not None:
@@ -265,19 +276,25 @@ class InfinityStrategy(ModelParallelStrategy):
         folder = Path(self.broadcast(filepath))
         self.engine.save_checkpoint(folder, tag=_TAG)
         self.engine.finish_checkpoint()  # ModelCheckpoint removes older ones next
-        if self.is_global_zero:
-            rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-            torch.save(rest, folder / _REST)
-        self.barrier()
+        with together():
+            if self.is_global_zero:
+                rest = {
+                    key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+                }
+                _save_rest(rest, folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what `save_checkpoint` wrote, at any number of ranks. A collective. Raises CheckpointError."""
+        """Load what `save_checkpoint` wrote, at any number of ranks. A collective. Raises CheckpointError.
+
+        `weights_only`: what the Trainer was told, which not all of its versions hand on; where it is None, the strategy's
+        `trust_checkpoints` says whether code that is in the checkpoint may run.
+        """
         assert self.engine is not None
         folder = Path(self.broadcast(checkpoint_path))
-        if not (folder / _REST).is_file():
-            raise CheckpointError(f"{folder} is no checkpoint of InfinityStrategy: {_REST} is missing in it")
+        with together():
+            trusted = self._trust_checkpoints if weights_only is None else not weights_only
+            rest = _load_rest(folder, weights_only=not trusted)
         self.engine.load_checkpoint(folder, tag=_TAG)
-        rest: dict[str, Any] = torch.load(folder / _REST, map_location="cpu", weights_only=bool(weights_only))
         return {**rest, "state_dict": {}}
 
     @classmethod
@@ -295,6 +312,61 @@ class InfinityStrategy(ModelParallelStrategy):
             ("infinity_stage_3_offload_nvme", "stage 3, all on NVMe", {"stage": 3, **both, **on_nvme}),
         ):
             strategy_registry.register(name, cls, description=f"infinity, {what}", **settings)
+
+
+def _save_rest(rest: dict[str, Any], folder: Path) -> None:
+    """Write what Lightning keeps, in one rename. Says so where it can't be loaded without running code."""
+    content = io.BytesIO()
+    torch.save(rest, content)
+    content.seek(0)
+    try:
+        torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        log.warning(
+            "%s holds other things than plain values (%s), such as objects in hyperparameters or in a callback's state: "
+            "loading it takes InfinityStrategy(trust_checkpoints=True), which runs code that is in it",
+            folder / _REST,
+            _reason(error),
+        )
+    written = folder / f".{_REST}.{secrets.token_hex(8)}"
+    try:
+        write_durably(written, content.getvalue())
+        written.replace(folder / _REST)
+        sync(folder)
+    except OSError as error:
+        raise CheckpointError(f"writing {folder / _REST} failed ({error.strerror}): free space there") from None
+    finally:
+        written.unlink(missing_ok=True)
+
+
+def _load_rest(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    try:
+        with open_regular(folder / _REST) as file:
+            rest = torch.load(file, map_location="cpu", weights_only=weights_only)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no checkpoint of InfinityStrategy: {_REST} is missing in it") from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{folder / _REST} is damaged, or holds other things than plain values ({_reason(error)}): if you trust whoever "
+            "wrote it, pass trust_checkpoints=True to InfinityStrategy, which runs code that is in it"
+        ) from None
+    except Exception as error:  # whatever torch.load makes of arbitrary bytes
+        raise CheckpointError(f"{folder / _REST} is damaged ({_reason(error)}): load another checkpoint") from None
+    if not isinstance(rest, dict):
+        raise CheckpointError(f"{folder / _REST} is damaged (it holds something else): load another checkpoint")
+    return rest
+
+
+def _reason(error: Exception) -> str:
+    """The one line of torch's explanation that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    names = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return (
+        (names or lines or [type(error).__name__])[0]
+        .split(". ")[0]
+        .removeprefix("WeightsUnpickler error: ")
+        .rstrip(".")
+    )
 
 
 @dataclass(frozen=True)

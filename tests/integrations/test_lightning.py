@@ -14,6 +14,7 @@ from typing import Any
 
 import launch
 import pytest
+import torch
 
 pytest.importorskip("lightning", reason="Lightning is not installed: tools/test_integration.sh lightning")
 
@@ -180,6 +181,57 @@ def test_old_checkpoints_are_removed_and_a_foreign_one_is_refused(nvme_path: Pat
     (tmp_path / "copy" / "lightning.pt").unlink()
     with pytest.raises(CheckpointError, match="no checkpoint of InfinityStrategy"):
         trainer.test(model, loader(3), ckpt_path=tmp_path / "copy", verbose=False)
+    strategy.close()
+
+
+class Spiteful:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+class _WithState(Net):
+    """Keeps in its checkpoint what it is given."""
+
+    kept: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = self.kept
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["kept"]
+
+
+def test_no_code_of_a_checkpoint_is_run_unless_asked_for(
+    nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, strategy = _WithState(), on_nvme(nvme_path)
+    trainer = make_trainer(strategy, tmp_path, limit_train_batches=4, enable_checkpointing=False)
+    trainer.fit(model, loader(1))
+    for name, kept in (("plain", {"seen": 3}), ("spiteful", Spiteful(tmp_path / "ran"))):
+        model.kept = kept
+        trainer.save_checkpoint(tmp_path / name)
+        assert ("trust_checkpoints=True" in caplog.text) == (name == "spiteful")
+    model.kept = None
+    trainer.validate(model, loader(2), ckpt_path=tmp_path / "plain", verbose=False)
+    assert model.kept == {"seen": 3}
+    before = {name: p.full_tensor() + 0 for name, p in model.named_parameters()}
+    with pytest.raises(
+        CheckpointError, match=r"lightning\.pt .*mkdir.*if you trust whoever wrote it, pass trust_checkpoints"
+    ):
+        trainer.validate(model, loader(2), ckpt_path=tmp_path / "spiteful", verbose=False)
+    assert not (tmp_path / "ran").exists()
+    assert all(torch.equal(p.full_tensor() + 0, before[name]) for name, p in model.named_parameters())
+    (tmp_path / "plain" / "lightning.pt").write_bytes(b"\x93no/ise")
+    with pytest.raises(CheckpointError, match=r"lightning\.pt is damaged"):
+        trainer.validate(model, loader(2), ckpt_path=tmp_path / "plain", verbose=False)
+    trusting = make_trainer(on_nvme(nvme_path, trust_checkpoints=True), tmp_path)
+    trusting.validate(model, loader(2), ckpt_path=tmp_path / "spiteful", verbose=False)
+    assert (tmp_path / "ran").exists()  # as asked
     strategy.close()
 
 
