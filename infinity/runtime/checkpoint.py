@@ -24,12 +24,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from infinity.errors import CheckpointError
 from infinity.runtime.checkpoint_folder import (
+    check_complete,
     check_same_model,
     check_space,
     damaged,
     draft_of,
     in_our_words,
     manifest_of,
+    refusing,
     verify,
 )
 from infinity.runtime.materialize import named_full_tensors
@@ -59,16 +61,18 @@ def save(
 
     `keep`: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
 
-    Raises CheckpointError on all ranks when `rest` of one can't be stored, or the folder can't be written or lacks the space.
-    An earlier checkpoint stays then.
+    Raises CheckpointError on all ranks when `rest` of one can't be stored, no training could go on from the state, or the
+    folder can't be written or lacks the space. An earlier checkpoint stays then, until the new one was read back.
     """
     draft, writer = draft_of(directory, tag), dist.get_rank() == 0
+    state = _state_of(model, optimizer)
     with together():
         blob = encode(rest)
+        with refusing(draft.what):
+            _check_complete(state, optimizer)
         if writer:
             draft.make()
     try:
-        state = _state_of(model, optimizer)
         with together():
             if writer:
                 check_space(draft.root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
@@ -87,6 +91,10 @@ def save(
             if writer:
                 together_written = {name: file for each in everything for name, file in each.items()}
                 draft.write_manifest(manifest_of(model, rest["global_steps"], together_written, tag))
+        with together(), draft.proving():
+            verify(draft.folder, {".metadata", own}, everything=False)
+            _rest_of(draft.folder)
+            _check_fits(draft.folder, state)
         with together():
             if writer:
                 draft.complete(keep)
@@ -178,6 +186,16 @@ def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
     except dcp.CheckpointException as error:
         return damaged(path, cause_of(error))
     return None
+
+
+def _check_complete(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise CheckpointError unless all that the optimizer keeps is in the state, which is to be saved."""
+    kept = {name: own.keys() for name, own in state["optimizer"]["state"].items() if own}
+    stepped = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
+    check_complete(kept.keys(), {name for name, own in kept.items() if "step" in own}, stepped & state["model"].keys())
+    lacking = sum(bool(own) for own in optimizer.state.values()) - len(kept)
+    if lacking:
+        raise CheckpointError(f"{lacking} parameters of the optimizer aren't seen in the model: go on from another")
 
 
 def _check_fits(path: Path, state: dict[str, Any]) -> None:

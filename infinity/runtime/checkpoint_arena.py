@@ -43,11 +43,12 @@ from infinity.runtime.checkpoint_folder import (
     draft_of,
     in_our_words,
     manifest_of,
+    refusing,
     verify,
 )
 from infinity.runtime.commits import packed_ties
 from infinity.runtime.rest import encode
-from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, record_name
+from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, check_record, prove, record_name
 from infinity.store.commit import Commit, Record, bits
 from infinity.store.copying import Copying
 from infinity.store.files import read_small, write_durably
@@ -120,6 +121,8 @@ class Saving:
                 if dist.get_rank() == 0:
                     found = {name: file for each in everything for name, file in each.items()}
                     self._draft.write_manifest(replace(self._manifest, files=found))
+            with together(), self._draft.proving():
+                prove(self._draft.folder, [self._rank])
             with together():
                 if dist.get_rank() == 0:
                     self._draft.complete(self._keep)
@@ -141,6 +144,8 @@ class Saving:
             if self._rank == 0:
                 files |= self._told_by_others()
                 self._draft.write_manifest(replace(self._manifest, files=files))
+                with self._draft.proving():
+                    prove(self._draft.folder, range(self._manifest.ranks))
                 self._draft.complete(self._keep)
                 log.info("%s is done: the training had ended without waiting for it", self.what)
         except Exception as error:
@@ -216,13 +221,17 @@ def start(
         outside: what lies outside of the arena, as a commit holds it; this rank's own.
         keep: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
 
-    Raises CheckpointError on all ranks when `outside` of one can't be stored, or the folder can't be written or lacks space.
-    An earlier checkpoint stays then.
+    Raises CheckpointError on all ranks when `outside` of one can't be stored, no training could go on from the state, or the
+    folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
     """
     rank, draft = dist.get_rank(), draft_of(directory, tag)
-    with together():
+    with together(), in_our_words(draft.what):
         blob = encode(outside)
         snapshot = Snapshot(swap.place)
+        swap.settle()
+        made = _record_of(swap, snapshot, draft.identity, outside["global_steps"], blob)
+        with refusing(draft.what):
+            check_record(made, outside)
         if rank == 0:
             draft.make()
     copying: Copying | None = None
@@ -232,8 +241,7 @@ def start(
                 check_space(
                     draft.root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"
                 )
-            swap.settle()
-            content = _record_of(swap, snapshot, draft.identity, outside["global_steps"], blob).to_bytes()
+            content = made.to_bytes()
             record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
             write_rest = partial(_write_rest, draft, rank, content, {record_name(rank): record})
             if rank < swap.place.shards:
@@ -343,6 +351,10 @@ def _check_fits(
             if key != "step":
                 ours[f"optimizer.state.{names[0]}.{key}"] = tuple(parameter.shape)
     check_same_model(stored.path, ours, theirs)
+    try:
+        check_record(stored.rank(0).record, outside)
+    except CheckpointError as error:
+        raise CheckpointError(f"what {stored.path} holds of {error}") from None
     if len(outside["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{stored.path} was saved with {len(outside['param_groups'])} parameter groups, and the optimizer has "

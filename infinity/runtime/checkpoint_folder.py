@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -84,8 +84,20 @@ class Draft:
         with in_our_words(self.what):
             write_durably(self.folder / FILE_NAME, manifest.to_json())
 
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """Around reading back what loading would read, before anything older goes. Raises CheckpointError where it can't be."""
+        try:
+            yield
+        except CheckpointError as error:
+            reason = str(error).replace(f"{self.folder}{os.sep}", "").rpartition(": ")[0] or error
+            raise CheckpointError(
+                f"{self.what} failed (what was written could not be loaded: {reason}): the checkpoint before it stays; see to "
+                "the health of the drive, or save elsewhere"
+            ) from None
+
     def complete(self, keep: int) -> None:
-        """It is written, and was found to be what loading takes: give it its name, and remove the oldest beyond `keep`."""
+        """It is written, and what loading takes (`proving`): give it its name, and remove the oldest beyond `keep`."""
         assert self._work is not None
         with in_our_words(self.what):
             self._publish(self._work)
@@ -188,6 +200,36 @@ def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Ma
             if names:
                 parts.append(f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
+
+
+def check_complete(moments: Collection[str], steps: Collection[str], stepped: Collection[str]) -> None:
+    """Raise CheckpointError unless training can go on from a checkpoint with these parameters' moments and numbers of steps, by
+    name. Asked before the first byte is written, and before anything is loaded.
+
+    stepped: the parameters that the optimizer steps, as far as they are in the checkpoint. Some optimizers count no steps.
+    """
+    for names, lacks in (
+        ({*moments} - {*stepped}, "no place in the optimizer"),
+        ({*moments} - {*steps}, "no number of steps"),
+    ):
+        if names and (steps or lacks != "no number of steps"):
+            more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{min(names)}{more} has moments and {lacks}, so training can't go on from it as it was: use another "
+                "checkpoint, or its weights alone"
+            )
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Around `check_complete` of what is to be saved, which nothing has been written of: its CheckpointError says so."""
+    try:
+        yield
+    except CheckpointError as error:
+        reason = str(error).rpartition(": ")[0]
+        raise CheckpointError(
+            f"{what} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
+        ) from None
 
 
 def _recover(root: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +17,7 @@ import torch
 
 from infinity.errors import CheckpointError
 from infinity.optim.kernel import join
+from infinity.runtime.checkpoint_folder import check_complete
 from infinity.runtime.commits import outside_of, ties_of
 from infinity.runtime.rest import RANDOM_STATES
 from infinity.store.commit import RECORD_BYTES_MAX, Place, Record, StoredParameter, differences, parse_record
@@ -250,6 +251,21 @@ class StoredArena:
         """Close its files."""
         for state in self._ranks.values():
             state.close()
+
+
+def check_record(record: Record, outside: dict[str, Any]) -> None:
+    """Raise CheckpointError unless training can go on from what a record holds: see `check_complete`."""
+    stepped = zip(record.place.parameters, record.commit.stepped, strict=True)
+    moments = {each.name for each, bit in stepped if bit == "1"}
+    names = outside.get("group_names")  # which earlier versions did not note
+    check_complete(moments, outside["steps"], moments if names is None else {name for own in names for name in own})
+
+
+def prove(path: Path, ranks: Iterable[int]) -> None:
+    """Read back what loading an arena checkpoint parses of these ranks. Raises CheckpointError where it can't be loaded."""
+    with StoredArena(path) as stored:
+        for rank in ranks:
+            check_record(stored.rank(rank % stored.shards).record, stored.outside(rank))
 
 
 def _are_tensors(named: object) -> bool:

@@ -31,7 +31,8 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity.cli import ckpt
-from infinity.runtime import checkpoint_folder
+from infinity.runtime import checkpoint_arena, checkpoint_folder, stored_arena
+from infinity.runtime.checkpoint_folder import Draft
 from infinity.store import copying
 from infinity.store.commit import parse_record
 from infinity.store.manifest import StoredFile, load_manifest
@@ -538,9 +539,7 @@ def test_any_number_of_ranks_goes_on_from_what_two_saved(
         assert done.stdout.count("equal") == ranks, done.stdout
 
 
-def test_moments_without_a_number_of_steps_are_refused(
-    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def without_a_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     outside = infinity.Engine._outside
 
     def without_one(engine: infinity.Engine) -> dict[str, Any]:
@@ -548,12 +547,73 @@ def test_moments_without_a_number_of_steps_are_refused(
         found["steps"].pop(next(iter(found["steps"])))
         return found
 
+    monkeypatch.setattr(infinity.Engine, "_outside", without_one)
+
+
+def test_moments_without_a_number_of_steps_are_refused_before_anything_is_written(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make(nvme_path, CASES["forward"]) as engine:
         train(engine, 1)
-        monkeypatch.setattr(infinity.Engine, "_outside", without_one)
+        without_a_number_of_steps(monkeypatch)
+        with pytest.raises(infinity.CheckpointError, match=r"one is refused \(.* has moments and no number of steps"):
+            engine.save_checkpoint(tmp_path, tag="one")
+    assert not list(tmp_path.iterdir())
+
+
+def test_moments_without_a_number_of_steps_are_refused_before_anything_is_loaded(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make(nvme_path, CASES["forward"]) as engine, monkeypatch.context() as patched:
+        train(engine, 1)
+        without_a_number_of_steps(patched)
+        for module in (checkpoint_arena, stored_arena):  # as an earlier version
+            patched.setattr(module, "check_record", lambda *arguments: None)
         engine.save_checkpoint(tmp_path)
-    with (
-        make(nvme_path, CASES["forward"]) as engine,
-        pytest.raises(infinity.CheckpointError, match="no number of steps"),
-    ):
+        engine.finish_checkpoint()
+    with make(nvme_path, CASES["forward"]) as engine:
+        train(engine, 2)
+        before = weights(engine)
+        with pytest.raises(infinity.CheckpointError, match="has moments and no number of steps"):
+            engine.load_checkpoint(tmp_path)
+        assert not differences(([], before), ([], weights(engine)))
+
+
+@pytest.mark.parametrize("form", ["dcp", "arena"])
+def test_an_older_checkpoint_goes_only_after_the_new_one_was_read_back(
+    form: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written is harmed before it gets its name: the last one that is kept stays, and is loaded."""
+    harms: dict[str, Callable[[Path], Any]] = {
+        "rank0.pt": lambda file: flip(file, 300),
+        ".metadata": lambda file: flip(file, 300),
+        "__0_0.distcp is missing": lambda file: file.unlink(),
+    }
+    if form == "arena":
+        harms = {
+            "rank0.arena is 4096 bytes": lambda file: os.truncate(file, 4096),
+            "rank0.record is missing": lambda file: file.unlink(),
+            "rank0.record": lambda file: flip(file, 300),
+        }
+    write_manifest = Draft.write_manifest
+    with make(nvme_path, Case(), checkpoint_format=form, checkpoint_keep=1) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="good")
+        engine.finish_checkpoint()
+        train(engine, 2)
+        for told, harm in harms.items():
+
+            def harmed(own: Draft, manifest: Any, told: str = told, harm: Callable[[Path], Any] = harm) -> None:
+                harm(own.folder / told.split()[0])
+                write_manifest(own, manifest)
+
+            monkeypatch.setattr(Draft, "write_manifest", harmed)
+            with pytest.raises(infinity.CheckpointError, match=rf"next failed \(.*{told}"):  # noqa: PT012 - of either format
+                engine.save_checkpoint(tmp_path, tag="next")
+                engine.finish_checkpoint()
+            assert names(tmp_path) == ["good", "latest"]
+        monkeypatch.undo()
         engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 1
+        engine.save_checkpoint(tmp_path, tag="next")
+    assert names(tmp_path) == ["latest", "next"]

@@ -260,6 +260,62 @@ def test_a_client_state_that_cannot_be_stored_leaves_the_last_checkpoint(nvme_pa
         assert sorted(f.name for f in tmp_path.iterdir()) == ["good", "latest"]
 
 
+@pytest.mark.parametrize("lacking", ["its step", "its state", "a parameter"])
+def test_a_state_that_is_not_complete_is_refused_before_anything_is_written(
+    lacking: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state_of = checkpoint._state_of
+
+    def without(*arguments: Any) -> dict[str, Any]:
+        state = state_of(*arguments)
+        if lacking == "its step":
+            del state["optimizer"]["state"]["blocks.1.bias"]["step"]
+        elif lacking == "its state":
+            del state["optimizer"]["state"]["blocks.1.bias"]
+        else:
+            del state["model"]["blocks.1.bias"]
+        return state
+
+    with engine_for(nvme_path) as engine:
+        monkeypatch.setattr(checkpoint, "_state_of", without)
+        with pytest.raises(infinity.CheckpointError, match=r"one is refused \(.*: the checkpoint before it stays"):
+            engine.save_checkpoint(tmp_path, tag="one")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["dcp", "arena"])
+def test_what_is_saved_after_a_pass_that_failed_can_be_gone_on_from(form: str, nvme_path: Path, tmp_path: Path) -> None:
+    """Or it is refused, and the one before is there to go on from."""
+    settings = config(nvme_path)
+    settings["infinity"] |= {"checkpoint_format": form, "checkpoint_keep": 1}
+
+    def engine() -> infinity.Engine:
+        torch.manual_seed(0)
+        return infinity.initialize(model=Model(), config=settings)[0]
+
+    with engine() as reference:
+        expected = steps(reference, 0, 4)
+    with engine() as failing:
+        steps(failing, 0, 2)
+        failing.save_checkpoint(tmp_path, tag="good")
+        failing.finish_checkpoint()
+
+        def fail(*arguments: Any) -> None:
+            raise ZeroDivisionError
+
+        hook = failing.module.blocks[1].register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            steps(failing, 2, 1)
+        hook.remove()
+        with contextlib.suppress(infinity.CheckpointError):
+            failing.save_checkpoint(tmp_path, tag="next")
+            failing.finish_checkpoint()
+    with engine() as loader:
+        loader.load_checkpoint(tmp_path)
+        assert loader.global_steps == 2
+        assert steps(loader, 2, 2) == expected[2:]
+
+
 def test_a_failed_write_leaves_the_last_checkpoint(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
