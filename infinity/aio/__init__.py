@@ -3,7 +3,7 @@
 from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, page_checksums, probe
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request
 from infinity.aio.numa import near
-from infinity.aio.pool import Lease, PinnedPool, PoolPart
+from infinity.aio.pool import FreeRanges, Lease, PinnedPool, PoolPart
 from infinity.aio.settings import IoSettings
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DriveStats",
     "FaultPlan",
     "File",
+    "FreeRanges",
     "IoEngine",
     "IoSettings",
     "Lease",

@@ -19,12 +19,13 @@ from infinity.units import align_up, format_bytes
 class FreeRanges:
     """First-fit allocator over [0, nbytes): offsets and lengths only, so that it is tested without memory behind it.
 
-    Keeps the free ranges sorted by offset and merges neighbours at once, so two free ranges never touch.
+    Keeps the free ranges sorted by offset and merges neighbours at once, so two free ranges never touch. `grow` adds more.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.free_bytes = nbytes
+        self._end = nbytes
         self._starts: list[int] = [0] if nbytes else []
         self._lengths: list[int] = [nbytes] if nbytes else []
 
@@ -47,11 +48,32 @@ class FreeRanges:
                 return offset
         return None
 
+    def take_pieces(self, nbytes: int) -> list[tuple[int, int]] | None:
+        """(offset, length) of the fewest ranges that hold `nbytes` together: one wherever one does. None where all that is free
+        is less."""
+        if nbytes > self.free_bytes:
+            return None
+        pieces = []
+        while nbytes:
+            length = min(nbytes, self.largest)
+            offset = self.take(length)
+            assert offset is not None
+            pieces.append((offset, length))
+            nbytes -= length
+        return pieces
+
+    def grow(self, offset: int, nbytes: int) -> None:
+        """[offset, offset + nbytes) is there to be taken from now on; it begins at the end of what was, or beyond it."""
+        assert offset >= self._end, "more of what is there already"
+        self._end = offset + nbytes
+        self.nbytes += nbytes
+        self.put(offset, nbytes)
+
     def put(self, offset: int, nbytes: int) -> None:
         """Give [offset, offset + nbytes) back; it must have been taken and not given back since."""
         index = bisect_left(self._starts, offset)
         before_end = self._starts[index - 1] + self._lengths[index - 1] if index else 0
-        after_start = self._starts[index] if index < len(self._starts) else self.nbytes
+        after_start = self._starts[index] if index < len(self._starts) else self._end
         assert before_end <= offset and offset + nbytes <= after_start, "a range came back twice"
         joins_before = index > 0 and before_end == offset
         joins_after = index < len(self._starts) and offset + nbytes == after_start

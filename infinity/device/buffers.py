@@ -1,65 +1,168 @@
 """Floor 2. Pinned host memory for what comes back from the device: made when first asked for, then lent again and again.
 
-Owns its slabs until `close`. What a step brings back has the same sizes every time, so a buffer is used again for exactly
-its own size (rounded up to 4 KiB, never to a power of two), and after the first step nothing is made any more. Training thread
-only.
+Owns its slabs until `close`. Training thread only, but for `give_back`, which may come at any moment and on any thread.
+
+[Note: One slab in the end]
+What a step brings back mostly has the same sizes every time: a slab of exactly its own size (rounded up to 4 KiB, never to a
+power of two) serves each buffer, and after the first step nothing is made any more.
+
+Where sizes vary, a slab serves whatever fits, and memory of two slabs can't be lent as one. So what nobody uses is made anew:
+a buffer that fits nowhere replaces the idle slabs by one that is as large as all of them, and larger only where it must be; and
+as soon as nothing is lent, one slab replaces all of them, of the size of the most that was ever lent at once. From then on
+buffers that come and go like a stack find room in it, whatever their sizes.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
+
 import torch
 
-from infinity.aio import PinnedSlab, near
+from infinity.aio import FreeRanges, PinnedSlab, near
 from infinity.device.staging import Device
-from infinity.units import align_up
+from infinity.units import PAGE_BYTES, align_up, format_bytes
+
+
+@dataclass(eq=False)
+class _Slab:
+    memory: PinnedSlab
+    ranges: FreeRanges = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranges = FreeRanges(self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ranges.free_bytes == self.nbytes
 
 
 class HostBuffer:
-    """Lent memory: `tensor` (1-D) until `give_back`, which comes once, when no copy into it is in flight."""
+    """Lent memory: `tensor` (1-D) until `give_back`, which comes once, when no copy into it is in flight.
 
-    def __init__(self, owner: HostBuffers, slab: PinnedSlab, tensor: torch.Tensor) -> None:
+    nbytes: what it takes, a multiple of 4 KiB.
+    """
+
+    def __init__(self, owner: HostBuffers, slab: _Slab, offset: int, nbytes: int, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._owner, self._slab = owner, slab
+        self.nbytes = nbytes
+        self._owner, self._slab, self._offset = owner, slab, offset
 
     def give_back(self) -> None:
         """The memory may be lent to somebody else."""
-        self._owner._free.setdefault(self._slab.nbytes, []).append(self._slab)
+        self._owner._returned.append((self._slab, self._offset, self.nbytes))
 
 
 class HostBuffers:
-    """Buffers for one device; `pin`: whether they are registered with it."""
+    """Buffers for one device; see the note of this file.
 
-    def __init__(self, device: Device, *, pin: bool) -> None:
+    pin: whether they are registered with the device. bytes_max: at most so much memory is made (None: no bound).
+    """
+
+    def __init__(self, device: Device, *, pin: bool, bytes_max: int | None = None) -> None:
         self.nbytes = 0
-        """Bytes of all that was made."""
+        """Bytes of all slabs."""
+        self.lent_bytes_max = 0
+        """The most that was lent at once."""
+        self.bytes_max = bytes_max
         self.notes: list[str] = []
         """Why a buffer could not be pinned, or lies elsewhere than it should; told once, however many."""
         self._device, self._pin = device, pin
-        self._slabs: list[PinnedSlab] = []
-        self._free: dict[int, list[PinnedSlab]] = {}
+        self._slabs: list[_Slab] = []
+        self._idle: dict[int, list[_Slab]] = {}
+        """Those of which nothing is lent, by their size."""
+        self._lent_bytes = 0
+        self._sizes_vary = False
+        """Whether a buffer ever found no slab of its own size, though there were bytes enough."""
+        self._returned: deque[tuple[_Slab, int, int]] = deque()
+        """(slab, offset, bytes) of what was given back and not taken back yet."""
 
     def lend(self, numel: int, dtype: torch.dtype) -> HostBuffer:
-        """Memory for `numel` elements. Raises MemoryError where the machine has no more."""
+        """Memory for `numel` elements. Raises MemoryError where the machine, or the bound, has no more."""
+        buffer = self.try_lend(numel, dtype)
+        if buffer is None:
+            raise MemoryError(
+                f"{format_bytes(numel * dtype.itemsize)} are more than what is left of {self.bytes_max} bytes"
+            )
+        return buffer
+
+    def try_lend(self, numel: int, dtype: torch.dtype) -> HostBuffer | None:
+        """As `lend`; None where the bound has no more."""
         nbytes = align_up(max(1, numel * dtype.itemsize))
-        free = self._free.get(nbytes)
-        slab = free.pop() if free else self._make(nbytes)
-        return HostBuffer(self, slab, torch.frombuffer(slab, dtype=dtype, count=max(1, numel))[:numel])
+        if self.bytes_max is not None and nbytes > self.bytes_max:
+            return None
+        self._take_back()
+        if self._sizes_vary and not self._lent_bytes and len(self._slabs) > 1:
+            self._replace_idle(max(self.lent_bytes_max, nbytes))
+        slab = self._slab_with(nbytes) or self._make_room(nbytes)
+        if slab is None:
+            return None
+        if slab.is_idle:
+            self._idle[slab.nbytes].remove(slab)
+        offset = slab.ranges.take(nbytes)
+        assert offset is not None
+        self._lent_bytes += nbytes
+        self.lent_bytes_max = max(self.lent_bytes_max, self._lent_bytes)
+        tensor = torch.frombuffer(slab.memory, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
+        return HostBuffer(self, slab, offset, nbytes, tensor)
 
     def close(self) -> None:
         """Every copy has landed, and nobody uses a buffer any more."""
         for slab in self._slabs:
-            self._device.unregister(slab)
+            self._device.unregister(slab.memory)
         self._slabs.clear()
-        self._free.clear()
+        self._idle.clear()
 
-    def _make(self, nbytes: int) -> PinnedSlab:
+    def _take_back(self) -> None:
+        """Do what `give_back` only notes: it may come from the garbage collector, in the middle of anything."""
+        while self._returned:
+            slab, offset, nbytes = self._returned.popleft()
+            slab.ranges.put(offset, nbytes)
+            self._lent_bytes -= nbytes
+            if slab.is_idle:
+                self._idle.setdefault(slab.nbytes, []).append(slab)
+
+    def _slab_with(self, nbytes: int) -> _Slab | None:
+        """An idle one of just this size; else, of those that hold it, that with the least to spare."""
+        if self._idle.get(nbytes):
+            return self._idle[nbytes][0]
+        if nbytes > self.nbytes - self._lent_bytes:
+            return None
+        self._sizes_vary = True
+        fitting = [slab for slab in self._slabs if slab.ranges.largest >= nbytes]
+        return min(fitting, key=lambda slab: slab.ranges.largest, default=None)
+
+    def _make_room(self, nbytes: int) -> _Slab | None:
+        """One that holds `nbytes`, in place of what is idle; None where the bound doesn't allow it."""
+        idle_bytes = sum(size * len(slabs) for size, slabs in self._idle.items())
+        size = max(nbytes, idle_bytes)
+        if self.bytes_max is not None:
+            size = min(size, (self.bytes_max - self.nbytes + idle_bytes) // PAGE_BYTES * PAGE_BYTES)
+        return self._replace_idle(size) if size >= nbytes else None
+
+    def _replace_idle(self, nbytes: int) -> _Slab:
+        """Have one slab of `nbytes` instead of those that are idle."""
+        for slab in [slab for slabs in self._idle.values() for slab in slabs]:
+            self._device.unregister(slab.memory)
+            self._slabs.remove(slab)
+            self.nbytes -= slab.nbytes
+        self._idle.clear()
+        return self._make(nbytes)
+
+    def _make(self, nbytes: int) -> _Slab:
         said: list[str] = []
         with near(self._device.numa_node, said):
-            slab = PinnedSlab(nbytes)
-        refused = self._device.register(slab) if self._pin else None
+            memory = PinnedSlab(nbytes)
+        refused = self._device.register(memory) if self._pin else None
         said += [refused] if refused else []
         if not self.notes:
             self.notes += said
+        slab = _Slab(memory)
         self._slabs.append(slab)
+        self._idle.setdefault(nbytes, []).append(slab)
         self.nbytes += nbytes
         return slab

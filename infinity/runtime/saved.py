@@ -30,5 +30,5 @@ def make_activations(
         bound = None if asked.host_bytes_max == "auto" else asked.host_bytes_max
         blocks = (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer)
         pin = all(block.pin_memory for block in blocks if block.device != "none")
-        shelf = HostShelf(device, HostBuffers(device, pin=pin), bytes_max=bound)
+        shelf = HostShelf(device, HostBuffers(device, pin=pin, bytes_max=bound))
     return Activations(shelf, bytes_min=asked.bytes_min), []

@@ -5,6 +5,7 @@ from infinity.store.commit import Place
 from infinity.store.durable import DurableRun
 from infinity.store.layout import Cached, Field, Layout, Piece, Shard, SubGroup, plan_layout
 from infinity.store.run_folder import Folder, RunFolder
+from infinity.store.scratch import Scratch
 
 __all__ = [
     "Arena",
@@ -17,6 +18,7 @@ __all__ = [
     "Piece",
     "Place",
     "RunFolder",
+    "Scratch",
     "Shard",
     "SubGroup",
     "check_free",

@@ -113,9 +113,10 @@ class Arena:
         self._generations += [0] * len(held)
         return extents
 
-    def count_write(self, offset: int) -> None:
-        """What lies at `offset` is about to be written: its extent has a new generation."""
-        self._generations[self._number_at(offset)] += 1
+    def count_write(self, offset: int, nbytes: int) -> None:
+        """Bytes [offset, offset + nbytes) are about to be written: each extent that they lie in has a new generation."""
+        for number in range(self._number_at(offset), self._number_at(offset + nbytes - 1) + 1):
+            self._generations[number] += 1
 
     def generation_at(self, offset: int) -> tuple[Extent, int]:
         """The extent that byte `offset` lies in, and which generation it has: see `IntegrityError`."""

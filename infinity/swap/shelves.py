@@ -6,10 +6,11 @@ A shelf owns the bytes of its items until they are dropped. Used by one thread a
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol, cast
 
 import torch
@@ -18,7 +19,7 @@ from infinity.aio import Lease, PoolPart
 from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
-from infinity.store import Arena, Extent
+from infinity.store import Arena, Extent, Scratch
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 from infinity.units import align_up, format_bytes
@@ -66,24 +67,19 @@ class _InHost:
 
 
 class HostShelf:
-    """Host memory, which it closes at its end. bytes_max: at most so much of it (None: no bound)."""
+    """Host memory, as much as its bound allows; it is closed at the end."""
 
-    def __init__(self, device: Device, host_memory: HostBuffers, *, bytes_max: int | None) -> None:
-        self._device, self._host_memory, self._bytes_max = device, host_memory, bytes_max
+    def __init__(self, device: Device, host_memory: HostBuffers) -> None:
+        self._device, self._host_memory = device, host_memory
         self.drive_bytes = 0, 0
-        self._used = 0
         self._told = False
 
     def try_put(self, tensor: torch.Tensor) -> Item | None:
-        nbytes = align_up(tensor.nbytes)
-        if self._bytes_max is not None and self._used + nbytes > self._bytes_max:
-            if not self._told:
-                self._told = True
-                log.info("saved activations fill their %s of host memory: the rest stay", format_bytes(self._bytes_max))
+        buffer = self._host_memory.try_lend(tensor.numel(), tensor.dtype)
+        if buffer is None:
+            self._tell_full()
             return None
-        buffer = self._host_memory.lend(tensor.numel(), tensor.dtype)
-        self._used += nbytes
-        return _InHost(buffer, self._device.start_give(tensor, buffer.tensor), nbytes)
+        return _InHost(buffer, self._device.start_give(tensor, buffer.tensor), buffer.nbytes)
 
     def start_back(self, items: Iterable[Item]) -> None:
         for item in islice(items, 1):  # on the device it takes what it saves there
@@ -103,7 +99,6 @@ class HostShelf:
         landing.wait()
         kept.incoming = None
         kept.buffer.give_back()
-        self._used -= kept.nbytes
 
     def close(self) -> None:
         self._host_memory.close()
@@ -113,11 +108,17 @@ class HostShelf:
             kept.landing.wait()
             kept.incoming = self._device.start_take(kept.buffer.tensor)
 
+    def _tell_full(self) -> None:
+        bytes_max = self._host_memory.bytes_max
+        if bytes_max is not None and not self._told:
+            self._told = True
+            log.info("saved activations fill their %s of host memory: the rest stay", format_bytes(bytes_max))
+
 
 @dataclass(eq=False)
 class _InArena:
     chunk: Chunk
-    extent: Extent
+    extents: list[Extent]
     nbytes: int
     numel: int
     dtype: torch.dtype
@@ -130,16 +131,16 @@ class _InArena:
 class ArenaShelf:
     """The arena, by way of a part of the pinned pool: what comes is copied there and written, and read again in time.
 
-    Half of the part holds what came last, which is asked for first and needs no drive. A place in the arena is used again by
-    the next tensor of its size, so after the first step it grows no more.
+    Half of the part holds what came last, which is asked for first and needs no drive. Places in the arena are used again: see
+    [Note: The most that was taken] in store/scratch.py.
     """
 
     def __init__(self, stager: Stager, part: PoolPart, arena: Arena) -> None:
-        self._stager, self._part, self._arena = stager, part, arena
-        self._free: dict[int, list[Extent]] = {}
+        self._stager, self._part = stager, part
+        self._places = Scratch(arena, "saved activations")
         self._in_hand: dict[_InArena, Landing] = {}
         """In their leases, the first one first, and not written yet; the device may still copy into or out of them."""
-        self._ending: list[_InArena] = []
+        self._ending: deque[_InArena] = deque()
         """Dropped while being written."""
         self.drive_bytes = 0, 0
         self._told = False
@@ -151,10 +152,14 @@ class ArenaShelf:
             return None
         self._sweep()
         item = self._item(tensor, nbytes)
-        lease = self._with_room(partial(self._stager.occupy, item.chunk))
-        into = lease.view(tensor.dtype, 0, tensor.numel())
-        self._in_hand[item] = self._stager.device.start_give(tensor, into)
-        self._write_early()
+        try:
+            lease = self._with_room(partial(self._stager.occupy, item.chunk))
+            into = lease.view(tensor.dtype, 0, tensor.numel())
+            self._in_hand[item] = self._stager.device.start_give(tensor, into)
+            self._write_early()
+        except BaseException:
+            self._abandon(item)
+            raise
         return item
 
     def start_back(self, items: Iterable[Item]) -> None:
@@ -200,16 +205,18 @@ class ArenaShelf:
 
     def close(self) -> None:
         self._stager.drop_all()
-        for item in self._ending:
-            self._settle_ended(item)
+        while self._ending:
+            self._end(self._ending.popleft())
 
     def _item(self, tensor: torch.Tensor, nbytes: int) -> _InArena:
-        free = self._free.get(nbytes)
-        extent = free.pop() if free else self._arena.reserve([nbytes], "a saved activation")[0]
-        span = (Span(extent.offset, 0, extent.nbytes),)
+        while self._ending and nbytes > self._places.free_bytes:
+            self._end(self._ending.popleft())
+        extents = self._places.take(nbytes)
+        starts = accumulate((extent.nbytes for extent in extents), initial=0)
+        spans = tuple(Span(extent.offset, start, extent.nbytes) for extent, start in zip(extents, starts, strict=False))
         shape = "x".join(map(str, tensor.shape))
-        chunk = Chunk(f"saved activation of {shape} {tensor.dtype}", nbytes, span, span)
-        item = _InArena(chunk, extent, nbytes, tensor.numel(), tensor.dtype)
+        chunk = Chunk(f"saved activation of {shape} {tensor.dtype}", nbytes, spans, spans)
+        item = _InArena(chunk, extents, nbytes, tensor.numel(), tensor.dtype)
         chunk.on_lost = item.lose
         return item
 
@@ -244,19 +251,32 @@ class ArenaShelf:
 
     def _sweep(self) -> None:
         """The places of what was dropped are free once nothing is written there any more."""
-        ending, self._ending = self._ending, []
-        for item in ending:
+        for _ in range(len(self._ending)):
+            item = self._ending.popleft()
             if item.chunk.state is ChunkState.WRITING and not all(t.done for t in item.chunk.transfers):
                 self._ending.append(item)
-                continue
-            self._settle_ended(item)
-            self._free.setdefault(item.nbytes, []).append(item.extent)
+            else:
+                self._end(item)
 
-    def _settle_ended(self, item: _InArena) -> None:
+    def _abandon(self, item: _InArena) -> None:
+        """Putting it away failed: nobody will drop it."""
+        if item in self._in_hand:
+            self.drop(item)
+            return
+        if item.chunk.state is ChunkState.IN_USE:
+            self._stager.release(item.chunk, keep=False)
+        self._ending.append(item)
+
+    def _end(self, item: _InArena) -> None:
+        """Wait until nothing is written there any more; then the place is free."""
         try:
             self._stager.settle(item.chunk)
         except OSError as error:
             log.warning("a saved activation that nobody needs could not be written: %s", str(error))
+        except BaseException:
+            self._ending.append(item)
+            raise
+        self._places.give_back(item.extents)
 
     def _tell_too_large(self, nbytes: int) -> None:
         if not self._told:

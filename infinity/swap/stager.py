@@ -378,7 +378,7 @@ class Stager:
             self._lose(chunk, error)
             raise
         for span in chunk.writes:
-            self._arena.count_write(span.offset)
+            self._arena.count_write(span.offset, span.nbytes)
         chunk.move_to(ChunkState.WRITING)
         self._writing.append(chunk)
 

@@ -23,6 +23,7 @@ class FreeRangesMachine(RuleBasedStateMachine):
         super().__init__()
         self.ranges = FreeRanges(SIZE)
         self.free = [True] * SIZE
+        self.there = SIZE
         self.taken: list[tuple[int, int]] = []
 
     def runs(self) -> list[tuple[int, int]]:
@@ -55,21 +56,42 @@ class FreeRangesMachine(RuleBasedStateMachine):
         self.ranges.put(offset, nbytes)
         self.mark(offset, nbytes, True)
 
+    @rule(nbytes=st.integers(1, SIZE + 1))
+    def take_pieces(self, nbytes: int) -> None:
+        pieces = self.ranges.take_pieces(nbytes)
+        if nbytes > sum(self.free):
+            assert pieces is None
+            return
+        assert pieces is not None and sum(length for _, length in pieces) == nbytes
+        lengths = sorted((length for _, length in self.runs()), reverse=True)
+        assert sum(lengths[: len(pieces) - 1]) < nbytes <= sum(lengths[: len(pieces)]), "as few as there can be"
+        for offset, length in pieces:
+            assert all(self.free[offset : offset + length]) and offset + length <= len(self.free)
+            self.mark(offset, length, False)
+            self.taken.append((offset, length))
+
+    @rule(gap=st.integers(0, 2), nbytes=st.integers(1, 8))
+    def grow(self, gap: int, nbytes: int) -> None:
+        self.ranges.grow(len(self.free) + gap, nbytes)
+        self.free += [False] * gap + [True] * nbytes
+        self.there += nbytes
+
     @rule(offset=st.integers(0, SIZE), nbytes=st.integers(1, SIZE))
     def put_what_is_free_or_outside(self, offset: int, nbytes: int) -> None:
-        hypothesis.assume(offset + nbytes > SIZE or any(self.free[offset : offset + nbytes]))
+        hypothesis.assume(offset + nbytes > len(self.free) or any(self.free[offset : offset + nbytes]))
         with pytest.raises(AssertionError, match="came back twice"):
             self.ranges.put(offset, nbytes)
 
     @invariant()
     def sums_are_exact(self) -> None:
         assert self.ranges.free_bytes == sum(self.free)
+        assert self.ranges.nbytes == self.there
         assert self.ranges.largest == max((length for _, length in self.runs()), default=0)
 
     def teardown(self) -> None:
         for offset, nbytes in self.taken:
             self.ranges.put(offset, nbytes)
-        assert (self.ranges.free_bytes, self.ranges.largest) == (SIZE, SIZE)
+        assert self.ranges.free_bytes == self.there
 
 
 TestFreeRanges = FreeRangesMachine.TestCase

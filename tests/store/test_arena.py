@@ -71,10 +71,12 @@ def test_every_write_is_a_new_generation_of_the_extent_that_it_is_in(bench: Benc
     first, empty, last = bench.arena.reserve([2 * PAGE, 0, PAGE], "tensors")
     more = bench.arena.reserve([PAGE], "one more")[0]
     for offset in (0, PAGE, more.offset):
-        bench.arena.count_write(offset)
+        bench.arena.count_write(offset, PAGE)
     assert bench.arena.generation_at(PAGE) == (first, 2)
     assert bench.arena.generation_at(last.offset) == (last, 0) and empty.offset == last.offset
     assert bench.arena.generation_at(more.offset) == (more, 1)
+    bench.arena.count_write(PAGE, 3 * PAGE)
+    assert [bench.arena.generation_at(extent.offset)[1] for extent in (first, last, more)] == [3, 1, 2]
 
 
 def test_nothing_to_reserve_is_nothing_reserved(bench: Bench) -> None:

@@ -133,7 +133,7 @@ class Bench:
 
 
 def in_host(bytes_max: int | None = None) -> HostShelf:
-    return HostShelf(CpuDevice(), HostBuffers(CpuDevice(), pin=False), bytes_max=bytes_max)
+    return HostShelf(CpuDevice(), HostBuffers(CpuDevice(), pin=False, bytes_max=bytes_max))
 
 
 @pytest.fixture(params=["host", "arena"])
@@ -258,6 +258,28 @@ def test_places_are_used_again_so_that_the_arena_grows_no_more(nvme_path: Path) 
         assert swap.stats().written_bytes > 0, "what the buffer can't hold went to the drive"
         assert part.leased_bytes == 0
         bench.activations.close()
+
+
+@pytest.mark.parametrize("where", ["host", "arena"])
+def test_shapes_that_vary_take_what_the_largest_step_takes(where: str, nvme_path: Path) -> None:
+    """Steps of ever other sequence lengths: places of other sizes serve, so 40 of them need what the longest one needs."""
+    random = Random(1)
+    with contextlib.ExitStack() as closing:
+        shelf = in_host() if where == "host" else closing.enter_context(arena_shelf(nvme_path, CpuDevice(), pages=64))
+        most = 0
+        for step in range(40):
+            length = 1.0 if step == 0 else random.uniform(0.3, 1)
+            pages = [max(1, int(length * share)) for share in (16, 3, 9, 16, 5, 16)]
+            items = []
+            for number, count in enumerate(pages):
+                items.append(shelf.try_put(torch.full((count * PAGE_BYTES,), number, dtype=torch.uint8)))
+            most = max(most, sum(pages) * PAGE_BYTES)
+            for number, item in reversed(list(enumerate(items))):
+                assert item is not None
+                assert shelf.take_back(item).unique().tolist() == [number]
+                shelf.drop(item)
+        held = shelf._places.nbytes if isinstance(shelf, ArenaShelf) else shelf._host_memory.nbytes
+        assert held == most == sum((16, 3, 9, 16, 5, 16)) * PAGE_BYTES
 
 
 @pytest.mark.parametrize("pages", [[1] * 9, [1, 2, 2, 1, 1, 2, 1, 1, 2, 1], [1, 3, 1]])

@@ -204,7 +204,7 @@ class Bench:
 def scripted(pool_pages: int = 8, arena_pages: int = 64) -> Bench:
     engine = ScriptedEngine(arena_pages)
     pool = PinnedPool(pool_pages * PAGE)
-    arena = SimpleNamespace(file="arena", count_write=lambda offset: None)
+    arena = SimpleNamespace(file="arena", count_write=lambda offset, nbytes: None)
     device = ScriptedDevice()
     stager = Stager(cast(IoEngine, engine), pool, cast(Arena, arena), device)
     return Bench(engine, pool, arena, device, stager)
