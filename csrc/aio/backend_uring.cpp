@@ -57,7 +57,9 @@ class Ring {
   }
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
-  ~Ring() { io_uring_queue_exit(&ring_); }
+  ~Ring() {
+    close_kept_from_children(ring_.ring_fd, [this] { io_uring_queue_exit(&ring_); });
+  }
 
   io_uring* get() noexcept { return &ring_; }
 
@@ -66,7 +68,12 @@ class Ring {
     io_uring_params parameters{};
     parameters.flags = flags;
     parameters.sq_thread_idle = kSqpollIdleMilliseconds;
-    return io_uring_queue_init_params(entries, &ring_, &parameters);
+    int status = 0;
+    open_kept_from_children([&] {
+      status = io_uring_queue_init_params(entries, &ring_, &parameters);
+      return status < 0 ? status : ring_.ring_fd;
+    });
+    return status;
   }
 
   io_uring ring_{};

@@ -67,7 +67,7 @@ void lock_alone(int fd, const std::string& path) {
     error_number = EINVAL;
   }
   if (error_number == 0) return;
-  ::close(fd);
+  close_kept_from_children(fd, [fd] { ::close(fd); });
   fail("lock", path, error_number);
 }
 
@@ -87,7 +87,7 @@ Descriptor::~Descriptor() {
   if (!guard_.in_child()) {
     for (const auto& body : closers_) body();
   }
-  ::close(fd_);
+  close_kept_from_children(fd_, [this] { ::close(fd_); });
 }
 
 int64_t Descriptor::alignment() const noexcept {
@@ -110,7 +110,7 @@ File::File(const std::string& path, const FileOptions& options) : path_(path) {
               (options.exclusive ? O_NOFOLLOW | O_NONBLOCK : 0);
   int fd;
   do {
-    fd = ::open(path.c_str(), flags, 0600);
+    fd = open_kept_from_children([&] { return ::open(path.c_str(), flags, 0600); });
   } while (fd < 0 && errno == EINTR);
   if (fd < 0) fail("open", path, errno);
   if (options.exclusive) lock_alone(fd, path);
@@ -167,12 +167,14 @@ std::vector<std::string> File::notes() const {
 }
 
 std::shared_ptr<const Descriptor> File::descriptor() const {
+  guard_.check("this file");
   std::lock_guard<std::mutex> lock(mutex_);
   if (descriptor_ == nullptr) throw std::invalid_argument(path_ + " is closed");
   return descriptor_;
 }
 
 std::shared_ptr<const Volume> File::volume() const {
+  guard_.check("this file");
   std::lock_guard<std::mutex> lock(mutex_);
   if (volume_ == nullptr) throw std::invalid_argument(path_ + " is closed");
   return volume_;

@@ -70,7 +70,8 @@ struct FileOptions {
 };
 
 // A file for transfers. Opened O_DIRECT; buffered, with a note, where the file system refuses that. Calls may come from
-// any thread. Every failing call throws IoFailure, and a call after close() throws std::invalid_argument.
+// any thread. Every failing call throws IoFailure, a call after close() throws std::invalid_argument, and one in a
+// forked child std::runtime_error.
 class File {
  public:
   explicit File(const std::string& path, bool create = false, int drive = 0);
@@ -100,6 +101,7 @@ class File {
 
   const std::string path_;
   bool direct_ = false;
+  ForkGuard guard_;
   mutable std::mutex mutex_;  // of all below
   std::shared_ptr<const Descriptor> descriptor_;
   std::shared_ptr<const Volume> volume_;

@@ -1,13 +1,18 @@
 // Threads, clock and fork.
 #include "process.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <stdexcept>
+#include <system_error>
+#include <vector>
 
 namespace infinity::aio {
 namespace {
@@ -26,7 +31,58 @@ struct SchedAttr {
   uint64_t period;
 };
 
+// The descriptors that no child gets. Locked while they are opened and closed and while a child is made, so that none
+// is ever copied that is not listed. Never destroyed: a thread may close files while the process ends.
+class KeptFromChildren {
+ public:
+  static KeptFromChildren& here() {
+    static auto* const made = new KeptFromChildren;
+    return *made;
+  }
+
+  std::mutex mutex;
+  std::vector<int> descriptors;
+
+ private:
+  KeptFromChildren() {
+    int status = pthread_atfork([] { here().mutex.lock(); }, [] { here().mutex.unlock(); }, [] { here().give_up(); });
+    if (status != 0) throw std::system_error(status, std::generic_category(), "pthread_atfork");
+  }
+
+  // In the child, by its only thread. Only what POSIX allows there: what other threads held stays locked.
+  void give_up() {
+    for (int fd : descriptors) {
+      int inert = open("/", O_PATH | O_CLOEXEC);
+      if (inert < 0) {  // no descriptor is free, or no folder is there
+        ::close(fd);
+      } else if (inert != fd) {
+        dup3(inert, fd, O_CLOEXEC);
+        ::close(inert);
+      }
+    }
+    descriptors.clear();
+    mutex.unlock();
+  }
+};
+
 }  // namespace
+
+int open_kept_from_children(const std::function<int()>& open) {
+  auto& kept = KeptFromChildren::here();
+  std::lock_guard<std::mutex> lock(kept.mutex);
+  kept.descriptors.reserve(kept.descriptors.size() + 1);
+  int fd = open();
+  if (fd >= 0) kept.descriptors.push_back(fd);
+  return fd;
+}
+
+void close_kept_from_children(int fd, const std::function<void()>& close) {
+  auto& kept = KeptFromChildren::here();
+  std::lock_guard<std::mutex> lock(kept.mutex);
+  auto place = std::find(kept.descriptors.begin(), kept.descriptors.end(), fd);
+  if (place != kept.descriptors.end()) kept.descriptors.erase(place);
+  close();
+}
 
 void ForkGuard::check(const char* what) const {
   if (in_child()) {

@@ -17,6 +17,13 @@ namespace infinity::aio {
 // while somebody held them, condition variables while somebody waited on them, and another mapping may take the slab's
 // addresses. So nothing here may be locked, joined, unmapped or destroyed in the child: owners leave it behind, and the
 // calls that would need it say so. The leak ends with the child.
+//
+// [Note: descriptors and fork]
+// What the kernel ties to an open file lives as long as any descriptor of it: the space of a file without a name, an
+// flock, the files and the memory that are registered with a ring. A child that kept its copies would hold all of that
+// after its parent was killed. So a descriptor that is opened by open_kept_from_children() is given up in the child
+// before fork() returns there. At its number lies then one that can't be read, written or locked, so that the number is
+// not given to a file of the child, which the object left behind would take for its own.
 class ForkGuard {
  public:
   bool in_child() const noexcept { return getpid() != pid_; }
@@ -27,6 +34,13 @@ class ForkGuard {
  private:
   pid_t pid_ = getpid();
 };
+
+// Calls `open`, which gives a descriptor, or something below 0, and returns what it gives. No child ever has the
+// descriptor; see [Note: descriptors and fork]. Nothing that is called here may fork.
+int open_kept_from_children(const std::function<int()>& open);
+
+// Calls `close`, which closes such a descriptor, in whichever process.
+void close_kept_from_children(int fd, const std::function<void()>& close);
 
 // Sole owner of a T that is destroyed only by the process that made it.
 template <typename T>

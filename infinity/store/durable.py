@@ -46,13 +46,13 @@ from infinity.errors import CheckpointError, IoError, StoreError
 from infinity.store.commit import RECORD_BYTES_MAX, Commit, Record, parse_record
 from infinity.store.files import is_own_folder, read_small, remove_file, sync, write_durably
 from infinity.store.placement import file_bytes
-from infinity.store.run_folder import Folder, make_writable
+from infinity.store.run_folder import Folder, keep_from_children, make_writable
 from infinity.units import MIB, format_bytes
 
 PREFIX = "infinity-durable-"
 _SLOTS = 2
 _ENDING_SECONDS_MAX = 30.0
-"""How long a lock is waited for whose process is dead: a child of it, or the kernel, is not done with it yet."""
+"""How long a lock is waited for whose process is dead: the kernel is not done with it yet."""
 
 
 class DurableFolder(Folder):
@@ -78,7 +78,7 @@ class DurableFolder(Folder):
                 error.errno or 0, f"{self.path} can't be used ({error.strerror}): choose another nvme_path"
             ) from None
         self._finalizer = weakref.finalize(self, os.close, self._lock)
-        _live.add(self)
+        keep_from_children(self)
 
     def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
         deadline = time.monotonic() + _ENDING_SECONDS_MAX
@@ -113,6 +113,9 @@ class DurableFolder(Folder):
 
     def close(self) -> None:
         self._finalizer()
+
+    def leave_to_parent(self) -> None:
+        self.close()
 
     def give_up(self, made: str | None) -> None:
         """Close, and remove what a start that failed has made: this rank's files where they are still of the arena `made`
@@ -364,15 +367,3 @@ def _is_alive(holder: str) -> bool:
     except (ValueError, OverflowError, PermissionError):
         pass
     return True
-
-
-_live: weakref.WeakSet[DurableFolder] = weakref.WeakSet()
-
-
-def _let_go_in_child() -> None:
-    """A forked child (a data loader's worker) must not keep the lock when its parent is gone."""
-    for folder in list(_live):
-        folder.close()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)

@@ -52,6 +52,10 @@ class Folder(ABC):
     def close(self) -> None:
         """Let go of the folder. Idempotent."""
 
+    @abstractmethod
+    def leave_to_parent(self) -> None:
+        """In a forked child (a data loader's worker): keep no lock, so that none outlives the process that made it."""
+
     @property
     def notes(self) -> list[str]:
         """What is unsafe about the place, in words."""
@@ -98,6 +102,7 @@ class RunFolder(Folder):
             raise
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, _remove, self.path, (self._lock, self._descriptor), os.getpid())
+        keep_from_children(self)
 
     def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
         file = engine.open(self.path / name, create=True, drive=drive, checksums=checksums)
@@ -124,6 +129,27 @@ class RunFolder(Folder):
     def close(self) -> None:
         """Remove the folder. Idempotent; also done at interpreter exit."""
         self._finalizer()
+
+    def leave_to_parent(self) -> None:
+        if self._finalizer.detach() is not None:
+            os.close(self._lock)
+            os.close(self._descriptor)
+
+
+_with_locks: weakref.WeakSet[Folder] = weakref.WeakSet()
+
+
+def keep_from_children(folder: Folder) -> None:
+    """Have forked children leave the folder to this process; the core does so with its files (process.h)."""
+    _with_locks.add(folder)
+
+
+def _leave_to_parent() -> None:
+    for folder in list(_with_locks):
+        folder.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -20,13 +21,25 @@ from infinity.store.commit import Record
 
 LAUNCH = "00000000000000aa"
 
-# Holds a run's files in argv[1], says so, and lives until its input closes; argv[2] "fork" leaves a child that lives on.
+# Holds a run's files in argv[1], says so, and lives until its input closes; argv[2] "fork" leaves a child that lives on, made
+# when the arena was open and used.
 HOLDER = """
 import os, sys, time
+import torch
+from infinity.aio import IoEngine, PinnedPool, Priority, Request
 from infinity.store import DurableRun
 run = DurableRun([sys.argv[1]], "run", 0)
-if sys.argv[2:] == ["fork"] and os.fork() == 0:
-    time.sleep(60)
+if sys.argv[2:] == ["fork"]:
+    run.start_anew("00000000000000aa")
+    pool = PinnedPool(4096)
+    engine = IoEngine(pool)
+    file = run.folders[0].open_arena(engine, "rank0.arena", 0)
+    file.reserve(4096)
+    lease = pool.lease(4096)
+    lease.view(torch.uint8).fill_(7)
+    engine.wait(engine.start([Request("write", file, 0, lease, 0, 4096, Priority.DEMAND)]))
+    if os.fork() == 0:
+        time.sleep(60)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -312,12 +325,17 @@ def test_a_live_runs_files_are_never_touched(tmp_path: Path) -> None:
     open_run(tmp_path).close()
 
 
-def test_a_forked_child_does_not_keep_the_files_of_a_dead_run(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_files_of_a_dead_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the lock of its arena: who goes on waits for the kernel's part of the end only."""
+    monkeypatch.setattr(durable, "_ENDING_SECONDS_MAX", 5.0)
     holder = hold(tmp_path, "fork")
     try:
         holder.kill()
         holder.wait()
-        open_run(tmp_path).close()
+        with contextlib.closing(open_run(tmp_path)) as run, contextlib.closing(IoEngine(PinnedPool(4096))) as engine:
+            run.folders[0].fresh = False
+            file = run.folders[0].open_arena(engine, "rank0.arena", 0)
+            file.close()
     finally:
         os.killpg(holder.pid, 9)
 

@@ -165,6 +165,36 @@ def test_forked_child_that_exits_leaves_the_folder_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_space_and_folder_of_a_killed_run_are_free_though_a_forked_child_lives(nvme_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from infinity.aio import IoEngine, PinnedPool\n"
+        "from infinity.store import Arena, RunFolder\n"
+        "engine = IoEngine(PinnedPool(4096))\n"
+        "arena = Arena(RunFolder(sys.argv[1]), engine, name='rank0.arena')\n"
+        "arena.reserve([1 << 20], 'the test')\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    print(child, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(nvme_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    try:
+        links = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]  # noqa: PTH115
+        assert not [link for link in links if str(nvme_path) in link or "io_uring" in link]
+        remove_stale(nvme_path)
+        assert list(nvme_path.iterdir()) == []
+    finally:
+        parent.stdin.close()  # which ends the child, too
+        parent.stdout.read()
+
+
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
