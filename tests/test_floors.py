@@ -38,6 +38,7 @@ FLOORS: dict[str, float] = {
     "device": 2,
     "aio": 1,
     "_aio": 0.5,  # the compiled half of aio
+    "host_memory": 0.1,
     "config": 0,
     "errors": 0,
     "kernel_files": 0,

@@ -11,11 +11,10 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.host_memory import control_group_limits, machine_memory
 from infinity.kernel_files import chosen_of, number_of, text_of
 
 _ROOT = Path("/")
-_NO_LIMIT_BYTES = 1 << 60
-"""Control groups of version 1 write a number about this large where there is no limit."""
 _CAP_IPC_LOCK = 14
 _CAP_SYS_ADMIN = 21
 _ALL_USERS = ["0", "0", "4294967295"]
@@ -103,8 +102,8 @@ class HugePages:
 
 def read_machine(root: Path = _ROOT) -> Machine:
     """CPUs and memory, and what control groups leave of it."""
-    memory = _colon_table(root / "proc/meminfo")
-    limit = _memory_limit(root)
+    memory = machine_memory(root)
+    limit = min(control_group_limits(root), key=lambda limit: limit.limit_bytes, default=None)
     return Machine(
         kernel=platform.release(),
         architecture=platform.machine(),
@@ -112,12 +111,12 @@ def read_machine(root: Path = _ROOT) -> Machine:
         cpus=len(os.sched_getaffinity(0)),
         cpus_online=os.cpu_count(),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or None,
-        memory_bytes=_kib(memory.get("MemTotal")),
-        memory_available_bytes=_kib(memory.get("MemAvailable")),
-        swap_bytes=_kib(memory.get("SwapTotal")),
-        swap_free_bytes=_kib(memory.get("SwapFree")),
-        memory_limit_bytes=limit[0] if limit else None,
-        memory_limit_used_bytes=limit[1] if limit else None,
+        memory_bytes=memory.get("MemTotal"),
+        memory_available_bytes=memory.get("MemAvailable"),
+        swap_bytes=memory.get("SwapTotal"),
+        swap_free_bytes=memory.get("SwapFree"),
+        memory_limit_bytes=limit.limit_bytes if limit else None,
+        memory_limit_used_bytes=limit.used_bytes if limit else None,
     )
 
 
@@ -194,44 +193,6 @@ def _container_kind(root: Path) -> str | None:
     return next((kind for kind in ("docker", "lxc") if f"/{kind}/" in (text_of(root / "proc/self/cgroup") or "")), None)
 
 
-def _memory_limit(root: Path) -> tuple[int, int | None] | None:
-    """(limit, used) of the tightest control group around this process, in bytes."""
-    found = []
-    for top, group in _memory_groups(root):
-        # A container sees its own group as the top; the path that the kernel gives may lie outside of what it sees.
-        folder = group if group.is_dir() else top
-        while folder.is_relative_to(top):
-            for limit_file, used_file in (
-                ("memory.max", "memory.current"),
-                ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-            ):
-                limit = number_of(folder / limit_file)
-                if limit is not None and limit < _NO_LIMIT_BYTES:
-                    found.append((limit, number_of(folder / used_file)))
-            folder = folder.parent
-    return min(found, key=lambda each: each[0], default=None)
-
-
-def _memory_groups(root: Path) -> list[tuple[Path, Path]]:
-    """(where the hierarchy is mounted, this process's group in it) for every hierarchy that limits memory."""
-    groups = {}  # by version: 1 or 2
-    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            groups[1 if controllers else 2] = path
-    found = []
-    for line in (text_of(root / "proc/self/mountinfo") or "").splitlines():
-        before, _, after = line.partition(" - ")
-        kind, _, *options = after.split(" ")
-        version = {"cgroup2": 2, "cgroup": 1}.get(kind)
-        if version not in groups or (version == 1 and "memory" not in ",".join(options).split(",")):
-            continue
-        shown, point = before.split(" ")[3:5]  # `shown` is the group that is seen at the mount point
-        top = root / point.lstrip("/")
-        found.append((top, top / os.path.relpath(groups[version], shown)))
-    return found
-
-
 def _rlimit(which: int) -> tuple[int | None, int | None]:
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
     return soft, hard
@@ -240,8 +201,3 @@ def _rlimit(which: int) -> tuple[int | None, int | None]:
 def _colon_table(file: Path) -> dict[str, str]:
     pairs = (line.split(":", 1) for line in (text_of(file) or "").splitlines() if ":" in line)
     return {name.strip(): value.strip() for name, value in pairs}
-
-
-def _kib(text: str | None) -> int | None:
-    """Bytes of "24684084 kB"."""
-    return None if text is None else int(text.split()[0]) * 1024

@@ -427,7 +427,7 @@ class InfinityConfig(Block):
         default="auto",
         description="Pinned host memory of this process, in bytes; every transfer goes through it. auto takes what the model "
         "needs at full speed; where updates are in the backward, the state of the two largest groups is part of that, as far "
-        "as the pool stays within a quarter of the memory that is available.",
+        "as the pool stays within a quarter of this rank's share of the memory that is available here, control groups counted.",
     )
     host_cache_bytes: Annotated[int, CACHE_BYTES] = Field(
         default=0,

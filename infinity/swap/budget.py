@@ -6,10 +6,9 @@ The sum itself is in infinity/schedule/pinned.py, where the planner finds it too
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 from infinity.errors import BudgetError
+from infinity.host_memory import available_bytes, ranks_here
 from infinity.schedule.pinned import (
     ACCESS_BYTES,
     GATHERS_IN_USE,
@@ -75,28 +74,22 @@ def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, larg
         )
 
 
-def check_available(pinned_bytes: int) -> None:
-    """Raise BudgetError where the machine has less memory available than the pool would take."""
-    available = _available_bytes()
-    if available is not None and pinned_bytes > available:
+def check_available(pinned_bytes: int, memory_bytes: float) -> None:
+    """Raise BudgetError where the pool would take more than this rank's share of the memory, `memory_of_rank`."""
+    if pinned_bytes > memory_bytes:
+        ranks = ranks_here()
+        shared = f" to each of the {ranks} ranks on this machine" if ranks > 1 else ""
         raise BudgetError(
-            f"a pinned pool of {format_bytes(pinned_bytes)} is more than the {format_bytes(available)} of memory that are "
-            "available: lower pinned_bytes_max (host_bytes_max), or wrap smaller modules where a group asks for that much"
+            f"a pinned pool of {format_bytes(pinned_bytes)} is more than the {format_bytes(memory_bytes)} of memory that are "
+            f"available{shared}: lower pinned_bytes_max (host_bytes_max), raise the limit of the container or job if it has "
+            "one, or wrap smaller modules where a group asks for that much"
         )
 
 
 def memory_of_rank() -> float:
-    """This rank's share of the memory that the machine has available, as torchrun counts ranks; infinite where unknown."""
-    available = _available_bytes()
-    return math.inf if available is None else available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """This rank's share of the memory that is available to the ranks of this machine (bytes); infinite where unknown.
 
-
-def _available_bytes() -> int | None:
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    To be asked before any of them takes its part: later, a rank would count what others took and share the rest once more.
+    """
+    available = available_bytes()
+    return math.inf if available is None else available / ranks_here()

@@ -131,6 +131,7 @@ class SwapManager:
         **io_options: Any,
     ) -> None:
         self.run = run
+        self._memory_bytes = budget.memory_of_rank()
         self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
         if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
             raise BudgetError(
@@ -730,7 +731,7 @@ class SwapManager:
         self, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing
     ) -> tuple[Layout, int]:
         pinned_bytes = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        return plan_model(groups, ranks, dtype, placing, pinned_bytes)
+        return plan_model(groups, ranks, dtype, placing, pinned_bytes, self._memory_bytes)
 
     def _checked_place(
         self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing

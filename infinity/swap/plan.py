@@ -56,7 +56,12 @@ class Placing:
 
 
 def plan_model(
-    groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing, pinned_bytes: int | None
+    groups: Sequence[GroupOutline],
+    ranks: int,
+    dtype: torch.dtype,
+    placing: Placing,
+    pinned_bytes: int | None,
+    memory_bytes: float,
 ) -> tuple[Layout, int]:
     """The model's layout and the size of the pool (bytes): what the pinned budget allows.
 
@@ -65,6 +70,7 @@ def plan_model(
         ranks: over how many it is sharded.
         dtype: in which it is gathered.
         pinned_bytes: the budget; None takes what the model needs to run at full speed.
+        memory_bytes: this rank's share of the memory that is available, `budget.memory_of_rank`.
 
     Raises BudgetError where the budget, or the memory available, is too small.
     """
@@ -98,8 +104,8 @@ def plan_model(
     pinned = pinned_bytes
     if pinned is None:
         waiting = _waiting_bytes(layout, group_bytes) if placing.update == "backward" else 0
-        pinned = budget.comfortable_bytes(gather, stepped, waiting, budget.memory_of_rank()) + beside
-    budget.check_available(pinned)
+        pinned = budget.comfortable_bytes(gather, stepped, waiting, memory_bytes) + beside
+    budget.check_available(pinned, memory_bytes)
     pipeline = budget.pipeline_bytes(largest_bytes, stepped)
     need = budget.PinnedBudget(
         gather, pipeline, cache_bytes=layout.cached_bytes, activation_bytes=placing.activation_bytes

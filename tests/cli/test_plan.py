@@ -470,15 +470,6 @@ def test_here_takes_the_drive_from_its_profile(nvme_path: Path) -> None:
     assert _drive_speed(nvme_path) == (DriveSpeed(3e9, 2e9, (1.1e9, 1.1e9)), "its profile")
 
 
-def test_memory_that_a_control_group_takes_away_is_not_planned_with() -> None:
-    from infinity.cli.plan.here import _usable_host_bytes
-
-    assert _usable_host_bytes(100, None, None) == 100
-    assert _usable_host_bytes(100, 80, 30) == 50
-    assert _usable_host_bytes(None, 80, None) == 80
-    assert _usable_host_bytes(None, None, None) == 0
-
-
 def test_processes_on_a_cpu_share_its_cores(capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (planned(capsys, "--params", "200M", "--preset", "laptop", "--gpus", count) for count in ("1", "2"))
     assert two["machine"]["flops_per_s"] == one["machine"]["flops_per_s"] / 2

@@ -78,22 +78,22 @@ def test_sub_groups_too_large_are_told_apart() -> None:
         check_budget(8 * MIB, PinnedBudget(MIB, 32 * MIB), "layers.7", MIB)
 
 
-def test_pool_beyond_the_memory_that_is_available_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "_available_bytes", lambda: 2 * GIB)
-    check_available(2 * GIB)
-    with pytest.raises(BudgetError, match=r"3\.00 GiB is more than the 2\.00 GiB of memory that are available"):
-        check_available(3 * GIB)
+def test_pool_beyond_the_ranks_share_of_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "available_bytes", lambda: 8 * GIB)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert budget.memory_of_rank() == 8 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert budget.memory_of_rank() == 2 * GIB
+    check_available(2 * GIB, 2 * GIB)
+    with pytest.raises(
+        BudgetError, match=r"3\.00 GiB is more than the 2\.00 GiB of memory that are available to each of the 4 ranks"
+    ):
+        check_available(3 * GIB, 2 * GIB)
 
 
 def test_where_nobody_says_what_is_available_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "_available_bytes", lambda: None)
-    check_available(1 << 60)
-
-
-def test_available_memory_is_read_in_bytes() -> None:
-    available = budget._available_bytes()
-    assert available is None or MIB < available < 1 << 50
-    check_available(0)
+    monkeypatch.setattr(budget, "available_bytes", lambda: None)
+    check_available(1 << 60, budget.memory_of_rank())
 
 
 def test_cache_is_a_line_of_the_sum_and_of_the_errors() -> None:

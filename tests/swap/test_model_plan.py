@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,8 +44,10 @@ GROUPS = [
 ]
 
 
-def planned(pinned_bytes: int | None = None, ranks: int = 1, **asked: Any) -> tuple[Layout, int]:
-    return plan_model(GROUPS, ranks, torch.bfloat16, Placing(**NOTHING_ASKED | asked), pinned_bytes)
+def planned(
+    pinned_bytes: int | None = None, ranks: int = 1, memory_bytes: float = math.inf, **asked: Any
+) -> tuple[Layout, int]:
+    return plan_model(GROUPS, ranks, torch.bfloat16, Placing(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes)
 
 
 def resident(layout: Layout) -> list[str]:
@@ -80,19 +83,17 @@ def test_without_a_budget_the_pool_is_the_comfortable_size() -> None:
     assert pinned_bytes == budget.comfortable_bytes(budget.gather_bytes(largest), layout.sub_group_bytes_max)
 
 
-def test_a_group_updated_in_the_backward_waits_in_the_pool_beside_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_updated_in_the_backward_waits_in_the_pool_beside_the_next() -> None:
     small: dict[str, Any] = {"sub_group_size": 8 * SPACE_ALIGN}
-    monkeypatch.setattr(budget, "_available_bytes", lambda: 10**12)
     layout, roomy = planned(update="backward", **small)
     _, least = planned(**small)
     held = [14 * sum(sub.numel for sub in members) for members in layout.by_space]
     largest = max(held) // 7
     assert budget.look_ahead_room(roomy, largest) >= 2 * max(held) > budget.look_ahead_room(least, largest)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(budget, "_available_bytes", lambda: 8 * (roomy - MIB))
-    assert planned(update="backward", **small) == (layout, roomy - MIB)
-    monkeypatch.setattr(budget, "_available_bytes", lambda: 4 * least)
-    assert planned(update="backward", **small) == (layout, least)
+    assert planned(update="backward", memory_bytes=4 * (roomy - MIB), **small) == (layout, roomy - MIB)
+    assert planned(update="backward", memory_bytes=2 * least, **small) == (layout, least)
+    with pytest.raises(BudgetError, match="memory that are available"):
+        planned(update="backward", memory_bytes=least - 1, **small)
 
 
 def test_sub_groups_are_cut_until_the_budget_holds_them() -> None:

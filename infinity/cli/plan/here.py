@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.aio import IoSettings
-from infinity.cli.environment import read_machine
+from infinity.host_memory import available_bytes
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
 from infinity.schedule.transformer import BLOCK_FACTOR, Transformer, heads_for
@@ -61,14 +61,11 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
         f"training steps: {training.flops_per_s / 1e12:.3g} TFLOP/s on {training.what}; "
         f"AdamW at {training.update_bytes_per_s / 1e9:.1f} GB/s of memory traffic"
     )
-    known = read_machine()
     sizes = [disk.nbytes for disk in drive_of(path).disks]
     shared: dict[str, Any] = {
         "name": f"this machine, {path}",
         "flops_per_s": training.flops_per_s,
-        "host_bytes": _usable_host_bytes(
-            known.memory_available_bytes, known.memory_limit_bytes, known.memory_limit_used_bytes
-        ),
+        "host_bytes": available_bytes() or 0,
         "drive": drive,
         "drive_bytes": sum(size for size in sizes if size) if all(sizes) else 0,
         "drive_free_bytes": free_bytes(path),
@@ -82,12 +79,6 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
         host_bytes_per_s=2 * _copy_rate(torch.device("cpu")),
         **shared,
     )
-
-
-def _usable_host_bytes(available: int | None, limit: int | None, used: int | None) -> int:
-    """What the kernel says is available, and a control group leaves."""
-    rooms = [room for room in (available, None if limit is None else limit - (used or 0)) if room is not None]
-    return min(rooms) if rooms else 0
 
 
 def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:

@@ -32,6 +32,7 @@ from infinity.cli.sweep.report import (
     share_a_disk,
 )
 from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
+from infinity.host_memory import available_bytes
 from infinity.store.drive import drive_of
 from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Trial, Workload
 from infinity.store.profile import save_profile
@@ -199,10 +200,8 @@ class Sweep:
 
 def _pool_bytes() -> int:
     """Pinned memory to measure with: the usual amount, or what the machine can spare."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return max(FILE_BYTES_MIN, min(POOL_BYTES, int(line.split()[1]) * 1024 // _MEMORY_SHARE))
-    return POOL_BYTES
+    available = available_bytes()
+    return POOL_BYTES if available is None else max(FILE_BYTES_MIN, min(POOL_BYTES, available // _MEMORY_SHARE))
 
 
 def _in_words(workload: Workload, settings: IoSettings) -> str:
