@@ -10,10 +10,13 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
+#include <chrono>
 #include <fstream>
+#include <optional>
 
 #include "backend.h"
 #include "bell.h"
+#include "patience.h"
 
 #ifndef IOCB_CMD_POLL  // in the kernel's header since 4.19
 #define IOCB_CMD_POLL 5
@@ -61,9 +64,12 @@ class Context {
     return taken >= 0 ? taken : -errno;
   }
 
-  // Waits for one event at least and returns how many there are; or a negative errno value.
-  long wait(std::vector<io_event>* events) {
-    long count = syscall(SYS_io_getevents, context_, 1L, events->size(), events->data(), nullptr);
+  // Waits for one event at least, or as long as `limit` if there is one, and returns how many there are; or a negative
+  // errno value.
+  long wait(std::vector<io_event>* events, std::optional<std::chrono::microseconds> limit) {
+    timespec timeout{0, limit.has_value() ? static_cast<long>(limit->count()) * 1000 : 0};
+    long count =
+        syscall(SYS_io_getevents, context_, 1L, events->size(), events->data(), limit.has_value() ? &timeout : nullptr);
     return count >= 0 ? count : -errno;
   }
 
@@ -111,7 +117,7 @@ class LinuxAioBackend final : public Backend {
       refused_.clear();
       return;
     }
-    long count = context_.wait(&events_);
+    long count = context_.wait(&events_, bell_armed_ ? std::nullopt : std::make_optional(bell_patience_.left()));
     if (count == -EINTR) return;
     if (count < 0)
       throw_failure(static_cast<int>(-count), "io_getevents gave " + format_errno(static_cast<int>(-count)));
@@ -125,6 +131,7 @@ class LinuxAioBackend final : public Backend {
       }
     }
     if (!rung) return;
+    bell_armed_ = false;
     bell_.silence();
     arm_bell();
   }
@@ -132,7 +139,8 @@ class LinuxAioBackend final : public Backend {
   void wake() override { bell_.ring(); }
 
  private:
-  // A poll fires once, so it is armed again after each ring. What rings in between is seen at once.
+  // A poll fires once, so it is armed again after each ring. What rings in between is seen at once. While the kernel is
+  // too short of something to arm it, reap() returns by itself every now and then.
   void arm_bell() {
     bell_control_ = {};
     bell_control_.aio_data = kWakeTag;
@@ -146,21 +154,39 @@ class LinuxAioBackend final : public Backend {
   // for the next turn.
   void send() {
     size_t sent = 0;
+    bool bell_waits = false;
     while (sent < unsent_.size()) {
+      bool at_bell = unsent_[sent] == &bell_control_;
+      if (at_bell && bell_patience_.left().count() > 0) {
+        bell_waits = true;
+        ++sent;
+        continue;
+      }
       long taken = context_.submit(unsent_, sent);
       if (taken > 0) {
         sent += static_cast<size_t>(taken);
+        if (at_bell) on_bell_armed();
       } else if (taken == -EINTR) {
         continue;
       } else if (taken == 0 || (taken == -EAGAIN && sent > 0)) {
         break;
+      } else if (at_bell) {
+        if (!is_shortage(static_cast<int>(-taken)) || !bell_patience_.bears_refusal())
+          refuse_bell(static_cast<int>(-taken));
+        bell_waits = true;
+        ++sent;
       } else {
-        if (unsent_[sent] == &bell_control_) refuse_bell(static_cast<int>(-taken));
         refused_.push_back({static_cast<uint32_t>(unsent_[sent]->aio_data), taken});
         ++sent;
       }
     }
     unsent_.erase(unsent_.begin(), unsent_.begin() + static_cast<std::ptrdiff_t>(sent));
+    if (bell_waits) unsent_.insert(unsent_.begin(), &bell_control_);
+  }
+
+  void on_bell_armed() {
+    bell_armed_ = true;
+    bell_patience_.renew();
   }
 
   // Without it nobody could wake the ring.
@@ -174,6 +200,8 @@ class LinuxAioBackend final : public Backend {
   Context context_;
   std::vector<iocb> controls_;  // by tag
   iocb bell_control_{};
+  bool bell_armed_ = false;
+  Patience bell_patience_;
   std::vector<iocb*> unsent_;
   std::vector<Completion> refused_;
   std::vector<io_event> events_;

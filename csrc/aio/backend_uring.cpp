@@ -2,12 +2,12 @@
 // remains.
 #include "backend.h"
 #include "bell.h"
+#include "patience.h"
 
 #ifdef INFINITY_HAVE_LIBURING
 
 #include <liburing.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include <cassert>
 #include <cerrno>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 
 namespace infinity::aio {
@@ -140,10 +141,12 @@ class UringBackend final : public Backend {
     unsigned seen = 0;
     io_uring_cqe* cqe = nullptr;
     bool rung = false;
+    int bell_status = 0;
     io_uring_for_each_cqe(ring_.get(), head, cqe) {
       ++seen;
       if (io_uring_cqe_get_data64(cqe) == kWakeTag) {
         rung = true;
+        bell_status = cqe->res;
       } else {
         completions->push_back({static_cast<uint32_t>(io_uring_cqe_get_data64(cqe)), cqe->res});
       }
@@ -152,6 +155,7 @@ class UringBackend final : public Backend {
     if (!rung) return;
     bell_armed_ = false;
     if (stopping_) return;
+    check(bell_status, "the read of its bell", &bell_patience_);
     arm_bell();
     unregister_closed_files();
   }
@@ -162,15 +166,17 @@ class UringBackend final : public Backend {
   }
 
  private:
-  // A status of io_uring_enter below zero: nothing was taken in. Some of these pass; the others mean that the ring
-  // itself is broken.
-  void check(int status) const {
+  // A status of io_uring_enter below zero: nothing was taken in. Some of these pass; the others, and those that don't,
+  // mean that the ring itself is broken.
+  void check(int status) { check(status, "io_uring_enter", &patience_); }
+
+  static void check(int status, const char* what, Patience* patience) {
+    if (status >= 0) patience->renew();
     if (status >= 0 || status == -EINTR) return;
-    if (status != -EAGAIN && status != -EBUSY && status != -ENOMEM) {
-      throw_failure(-status, "io_uring_enter gave " + format_errno(-status));
+    if (!is_shortage(-status) || !patience->bears_refusal()) {
+      throw_failure(-status, std::string(what) + " gave " + format_errno(-status));
     }
-    const timespec pause{0, 100'000};
-    nanosleep(&pause, nullptr);
+    std::this_thread::sleep_for(patience->left());
   }
 
   // A ring that polls can't read the bell. It looks for completions without sleeping while any block is in flight, and
@@ -345,6 +351,8 @@ class UringBackend final : public Backend {
   uint64_t rings_heard_ = 0;        // the kernel writes here while the bell is armed
   bool bell_armed_ = false;
   bool stopping_ = false;
+  Patience patience_;
+  Patience bell_patience_;
   Ring ring_;
   std::shared_ptr<const PinnedSlab> slab_;  // null unless registered
   std::vector<int64_t> piece_ends_;         // of the pieces that it is registered in

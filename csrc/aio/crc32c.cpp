@@ -213,7 +213,8 @@ INFINITY_AVX512 void pages_by_avx512(const std::byte* pages, size_t count, uint3
 }  // namespace
 
 const std::vector<Crc32c>& crc32c_ways() {
-  static const std::vector<Crc32c> ways = [] {
+  // Never destroyed: a ring may sum pages while the process ends.
+  static const auto& ways = *new const auto([] {
     std::vector<Crc32c> found;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2")) {
@@ -229,7 +230,7 @@ const std::vector<Crc32c>& crc32c_ways() {
 #endif
     found.push_back({"table", bytes_by_table, pages_by_table});
     return found;
-  }();
+  }());
   return ways;
 }
 

@@ -17,16 +17,15 @@
 #include <utility>
 
 #include "checksums.h"
+#include "patience.h"
 
 namespace infinity::aio {
 namespace {
 
 constexpr int64_t kLongSumBytes = int64_t{1} << 20;  // the drive shall not be without work while that much is summed
-constexpr int kRetriesMax = 100;                     // interruptions of one block in a row, then it fails
 constexpr size_t kUnseenFailuresMax = 1024;          // kept for close(), which raises the first
 constexpr size_t kTimingsMax = 65536;                // kept for take_timings()
-constexpr std::chrono::microseconds kPauseMax{1000};
-constexpr int kLooks = 4;  // at a silent ring, per silence_seconds_max
+constexpr int kLooks = 4;                            // at a silent ring, per silence_seconds_max
 constexpr const char* kNoPollQueues =
     "the drive has no poll queues: turn iopoll off, or give its driver some (nvme.poll_queues)";
 
@@ -457,7 +456,7 @@ class Engine::RingThread {
     Block& block = slots_[completion.tag];
     if (completion.result >= 0) {
       on_bytes(block, completion.result);
-    } else if (completion.result == -EINTR || completion.result == -EAGAIN) {
+    } else if (completion.result == -EINTR || is_shortage(static_cast<int>(-completion.result))) {
       on_interruption(block, static_cast<int>(-completion.result));
     } else {
       auto error_number = static_cast<int>(-completion.result);
@@ -507,14 +506,22 @@ class Engine::RingThread {
 
   void on_interruption(Block& block, int error_number) {
     if (++block.retries > kRetriesMax) {
-      end(block, block.transfer->describe(block, error_number));
+      std::string often = format_errno(error_number) + ", " + std::to_string(block.retries) + " times in a row";
+      if (error_number == ENOMEM) often += ": free memory, or raise the limit of the container";
+      end(block, block.transfer->describe(block, error_number, std::move(often)));
       return;
     }
-    if (error_number == EAGAIN) {
-      pause_ = std::max(pause_,
-                        std::min<std::chrono::microseconds>(std::chrono::microseconds(10) * block.retries, kPauseMax));
+    if (is_shortage(error_number)) {
+      pause_ = std::max(pause_, pause_after(block.retries));
+      if (error_number == ENOMEM) note_shortage();
     }
     resubmit(block);
+  }
+
+  void note_shortage() {
+    if (std::exchange(shortage_noted_, true)) return;
+    state_.note(
+        "the kernel lacked memory for transfers (ENOMEM), which were tried again: free some, or training waits");
   }
 
   void resubmit(Block& block) {
@@ -595,6 +602,7 @@ class Engine::RingThread {
   std::array<int64_t, 2> moved_bytes_{0, 0};
   int64_t resubmitted_blocks_ = 0;
   std::chrono::microseconds pause_{0};
+  bool shortage_noted_ = false;
 };
 
 Engine::Engine(EngineOptions options) : options_(checked(options)), state_(std::make_unique<State>(options_)) {

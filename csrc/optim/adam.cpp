@@ -36,7 +36,7 @@ std::vector<const Kernels*> kernels_here() {
 }
 
 const Kernels& kernels_named(const std::string& name) {
-  static const std::vector<const Kernels*> here = kernels_here();
+  static const auto& here = *new const auto(kernels_here());  // never destroyed: threads may outlive it
   for (const Kernels* kernels : here) {
     if (kernels->name == name) return *kernels;
   }

@@ -52,8 +52,8 @@ class FaultPlan:
     most. The same seed and the same submissions give the same faults, in whatever order the drive answers.
 
     Attributes:
-        interrupted, again: EINTR, EAGAIN; nothing was moved. The engine tries again.
-        io, space, memory: EIO, ENOSPC (EIO for a read), ENOMEM; sometimes after a part was moved. The transfer fails.
+        interrupted, again, memory: EINTR, EAGAIN, ENOMEM; nothing was moved. The engine tries again, for about a second.
+        io, space: EIO, ENOSPC (EIO for a read); sometimes after a part was moved. The transfer fails.
         short: a part was moved. The engine goes on with the rest.
         corrupt: one bit of what was moved is wrong, and nobody says so.
         lost: a write that reports success and moved nothing. A read fails with EIO.

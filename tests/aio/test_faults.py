@@ -53,14 +53,14 @@ def machine_for(
 
 
 def test_what_can_be_made_good_is(backend: str, nvme_path: Path) -> None:
-    plan = FaultPlan(seed=5, interrupted=0.2, again=0.2, short=0.3, late=0.1, overtaken=0.2, delay_seconds_max=0.001)
+    plan = FaultPlan(seed=5, interrupted=0.2, again=0.2, memory=0.1, short=0.2, overtaken=0.2)
     with machine_for(nvme_path, plan, backend=backend) as machine:
         machine.bytes.copy_(torch.arange(2 * MIB) % 251)
         machine.move("write")
         machine.bytes.zero_()
         machine.move("read")
         assert torch.equal(machine.bytes, (torch.arange(2 * MIB) % 251).to(torch.uint8))
-        assert all(machine.engine.faults[name] > 0 for name in ("interrupted", "again", "short", "overtaken"))
+        assert all(machine.engine.faults[name] > 0 for name in ("interrupted", "again", "memory", "short", "overtaken"))
         assert machine.engine.faults["io"] == 0
 
 

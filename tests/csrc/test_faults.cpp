@@ -44,7 +44,7 @@ TEST_CASE("a short write loses nothing") {
 }
 
 TEST_CASE("interruptions are tried again, but not for ever") {
-  for (int error_number : {EINTR, EAGAIN}) {
+  for (int error_number : {EINTR, EAGAIN, ENOMEM}) {
     CAPTURE(error_number);
     FakeMachine machine;
     put(*machine.drive, 2);
@@ -63,7 +63,12 @@ TEST_CASE("interruptions are tried again, but not for ever") {
     left = -1;
     machine.drive->let_go();
     auto hopeless = engine.start(machine.request(Operation::kRead, 0, 0, 4096));
-    CHECK(failure_of([&] { hopeless->wait(); })->error_number == error_number);
+    auto failure = failure_of([&] { hopeless->wait(); });
+    CHECK(failure->error_number == error_number);
+    CHECK(failure->reason.find("101 times in a row") != std::string::npos);
+    bool noted = false;
+    for (const std::string& note : engine.notes()) noted = noted || note.find("ENOMEM") != std::string::npos;
+    CHECK(noted == (error_number == ENOMEM));
   }
 }
 
