@@ -6,13 +6,18 @@ only notes what lies outside of the arena (counters, schedule, loss scale, rando
 and the commit is pending. It is made where the first write of the next step could follow: at the start of the next `backward`
 where that updates, else of the next `step`. By then the writes have drained behind the passes, and what is waited for is the
 drive's own cache and a small file. Both places are the same on all ranks, so all commit the same steps.
+
+[Note: What can be gone on from]
+A commit takes the place of the one before it, so it counts only when it is known that a run can go on from it. What a resume
+asks of a record is asked of it before: `check_outside` when it is noted and again, with `check_arena`, when it is made; and the
+file is read back. All ranks hear how that went before any removes the older one.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +28,9 @@ from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
 from infinity.runtime.rest import decode, encode
 from infinity.store import DurableRun
-from infinity.store.commit import SUM_BYTES, Commit, Record, bits
+from infinity.store.commit import SUM_BYTES, Record, bits
 from infinity.swap import SwapManager
+from infinity.swap.paged_model import PagedModel
 from infinity.swap.timeline import measured
 from infinity.swap.together import together
 from infinity.units import PAGE_BYTES
@@ -44,14 +50,27 @@ _OUTSIDE = frozenset(
         "buffers",
     }
 )
+_INCOMPLETE = "use another checkpoint, or its weights alone"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What must be alike where a training goes on: its number of parameter groups, its buffers' shapes by name, and whether its
+    optimizer counts the steps of each parameter."""
+
+    groups: int
+    buffers: Mapping[str, tuple[int, ...]]
+    counts_steps: bool
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that is to be committed, and what lay outside of the arena at its end."""
+    """A step that is to be committed, and what lay outside of the arena at its end: as values and as bytes."""
 
     step: int
-    outside: bytes
+    training: Training
+    outside: dict[str, Any]
+    stored: bytes
 
 
 class Commits:
@@ -64,13 +83,29 @@ class Commits:
         if run.resumed is not None:
             self._note_way_back(run.resumed.commit.step)
 
-    def note(self, step: int, outside: dict[str, Any]) -> None:
+    def check_storable(self, client_state: dict[str, Any]) -> None:
+        """Raise CheckpointError on all ranks where that of one can't be stored, before the step that it belongs to is taken. A
+        collective."""
+        with together():
+            encode(client_state)
+
+    def note(self, step: int, training: Training, outside: Callable[[], dict[str, Any]]) -> None:
         """The step is over: what it was is to be committed. A collective.
 
-        Raises CheckpointError on all ranks where `outside` of one can't be stored.
+        Raises CheckpointError on all ranks where what lies `outside` of the arena of one can't be stored, or couldn't be gone
+        on from; then what was noted before is still to be committed, on all of them.
         """
         with together():
-            self._pending = _Pending(step, encode(outside))
+            found = outside()
+            stored = encode(found)
+            _check_complete(found, step)
+            check_outside(found, training, self._stepped)
+        self._pending = _Pending(step, training, found, stored)
+
+    @property
+    def _stepped(self) -> set[str]:
+        """The parameters that have moments."""
+        return {shard.name for shard in self._swap.paged.shards if shard.stepped}
 
     def try_to_make(self) -> None:
         """Commit what was noted last before its values are set anew; say where that can't be done. A collective."""
@@ -88,29 +123,37 @@ class Commits:
             return
         pending, self._pending = self._pending, None
         with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
-            commit = self._write_together(pending)
+            sequence = self._write_together(pending)
             self._swap.paged.mark_committed()  # whoever fails from here on: what all have a record of is written over by nobody
             self._note_way_back(pending.step)
             with together():
-                self._leave_one_record(commit.sequence)
+                self._leave_one_record(sequence)
 
-    def _write_together(self, pending: _Pending) -> Commit:
-        """On return all ranks have their records, so that what those before speak of may be written over.
+    def _write_together(self, pending: _Pending) -> int:
+        """On return all ranks have their records, which all can go on from, so that what those before speak of may be written
+        over. Returns their number.
 
         Where one couldn't make its own, all hear of it, and none keeps it. Where it can't be heard what the others did, because
         one of them died, they may be past this point already: then both records stay, and nothing is written any more.
         """
-        commit = None
+        record = None
         try:
             with together():
-                commit = self._write(pending)
+                record = self._write(pending)
+                self._check_restorable(record, pending)
         except BaseException as error:
-            if commit is None or isinstance(error, InfinityError):
+            if record is None or isinstance(error, InfinityError):
                 self._leave_one_record(self._run.sequence)
             else:
                 self._swap.paged.health.seal(f"the commit of step {pending.step} ({in_words(error)})")
             raise
-        return commit
+        return record.commit.sequence
+
+    def _check_restorable(self, record: Record, pending: _Pending) -> None:
+        """Raise CheckpointError unless the record is on the drive, and a run can go on from it."""
+        check_arena(record, self._swap.paged)
+        check_outside(pending.outside, pending.training, self._stepped)
+        self._run.read_back(record)
 
     def _leave_one_record(self, sequence: int) -> None:
         """Remove the record before this one, or one after it that not all ranks could make."""
@@ -121,7 +164,7 @@ class Commits:
             self._swap.paged.health.seal(why)
             raise StoreError(error.errno or 0, f"{why} failed: nothing is written any more, start again") from None
 
-    def _write(self, pending: _Pending) -> Commit:
+    def _write(self, pending: _Pending) -> Record:
         paged = self._swap.paged
         paged.check_whole()
         try:
@@ -137,15 +180,16 @@ class Commits:
             stepped=bits([shard.stepped for shard in paged.shards]),
             ties=counts,
         )
+        record = Record(commit, self._swap.place, ties, pending.stored, paged.page_sums())
         try:
-            self._run.write(Record(commit, self._swap.place, ties, pending.outside, paged.page_sums()))
+            self._run.write(record)
         except OSError as error:
             raise StoreError(
                 error.errno or 0,
                 f"the commit of step {pending.step} can't be written to {self._run.folders[0].path} ({error.strerror}): free "
                 "space there, and start again with resume=True",
             ) from None
-        return commit
+        return record
 
     def _note_way_back(self, step: int) -> None:
         self._swap.paged.health.way_back = (
@@ -235,24 +279,47 @@ def _in_words(everywhere: Sequence[_Found]) -> str:
 
 
 def restore_arena(record: Record, swap: SwapManager) -> None:
-    """The paged model's values are those of the record, which fits it. Raises CheckpointError where its ties can't be true."""
-    commit, subs = record.commit, swap.paged.sub_groups
-    try:
-        ties = ties_of(record, [sub.layout.numel for sub in subs])
-    except ValueError as error:
-        raise CheckpointError(f"the record of step {commit.step} is damaged: {error}") from None
-    nbytes = SUM_BYTES * sum(sub.layout.nbytes for sub in subs) // PAGE_BYTES
-    if record.sums and len(record.sums) != nbytes:
-        raise CheckpointError(
-            f"the record of step {commit.step} is damaged: {len(record.sums)} bytes of checksums where the state has {nbytes}"
-        )
+    """The paged model's values are those of the record, which fits it. Raises CheckpointError as `check_arena`."""
+    commit = record.commit
     swap.paged.restore(
         [int(half) for half in commit.halves],
-        ties,
+        check_arena(record, swap.paged),
         [each == "1" for each in commit.filled],
         [each == "1" for each in commit.stepped],
         record.sums,
     )
+
+
+def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
+    """The ties of each sub-group. Raises CheckpointError where what the record says of the arena can't be true of the model."""
+    step, subs = record.commit.step, paged.sub_groups
+    try:
+        ties = ties_of(record, [sub.layout.numel for sub in subs])
+    except ValueError as error:
+        raise CheckpointError(f"the record of step {step} is damaged: {error}") from None
+    nbytes = SUM_BYTES * sum(sub.layout.nbytes for sub in subs) // PAGE_BYTES
+    if record.sums and len(record.sums) != nbytes:
+        raise CheckpointError(
+            f"the record of step {step} is damaged: {len(record.sums)} bytes of checksums where the state has {nbytes}"
+        )
+    return ties
+
+
+def check_outside(outside: Mapping[str, Any], training: Training, stepped: Collection[str]) -> None:
+    """Raise CheckpointError where the training can't go on from what lay outside of the arena, where the parameters in
+    `stepped` have moments: see [Note: What can be gone on from]."""
+    buffers = {name: tuple(buffer.shape) for name, buffer in outside["buffers"].items()}
+    if len(outside["param_groups"]) != training.groups or buffers != training.buffers:
+        raise CheckpointError(
+            "what is stored is of a training with other parameter groups or buffers: go on with the model and config "
+            "of that run"
+        )
+    if training.counts_steps and (uncounted := sorted({*stepped} - outside["steps"].keys())):
+        others = f" (and {len(uncounted) - 1} others)" if len(uncounted) > 1 else ""
+        raise CheckpointError(
+            f"what is stored of {uncounted[0]}{others} has moments and no number of steps, so training can't go on from it "
+            f"as it was: {_INCOMPLETE}"
+        )
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
@@ -278,7 +345,10 @@ def outside_of(record: Record) -> dict[str, Any]:
         found = decode(record.outside)
     except ValueError as error:
         raise CheckpointError(f"the record of step {record.commit.step} is damaged ({error})") from None
-    if not found.keys() >= _OUTSIDE:
-        lacking = ", ".join(sorted(_OUTSIDE - found.keys()))
-        raise CheckpointError(f"the record of step {record.commit.step} lacks {lacking}")
+    _check_complete(found, record.commit.step)
     return found
+
+
+def _check_complete(outside: Mapping[str, Any], step: int) -> None:
+    if lacking := ", ".join(sorted(_OUTSIDE - outside.keys())):
+        raise CheckpointError(f"the record of step {step} lacks {lacking}")

@@ -26,7 +26,7 @@ from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, in_words
 from infinity.runtime import checkpoint, checkpoint_arena
 from infinity.runtime.checkpoint_folder import find
-from infinity.runtime.commits import Commits
+from infinity.runtime.commits import Commits, Training, check_outside
 from infinity.runtime.flops import make_flops_profile
 from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
@@ -250,6 +250,7 @@ class Engine:
         if isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.hide_taken()
         if self._commits is not None:
+            self._commits.check_storable(self.client_state)
             self._commits.make()
         if self._saving is not None and self._saving.finish_if_copied():
             self._saving = None
@@ -267,7 +268,7 @@ class Engine:
         if self.activations is not None:
             self.activations.end_step()
         if self._commits is not None:
-            self._commits.note(self.global_steps, self._outside())
+            self._commits.note(self.global_steps, self._training(), self._outside)
         self._note_step()
 
     def _change_values(self, factor: float | torch.Tensor | None) -> None:
@@ -288,16 +289,20 @@ class Engine:
         """Commit now, with all that was done since the last step, instead of when the next step begins. A collective.
 
         `client_state`: becomes `engine.client_state`. Raises ConfigError without `infinity.durability` "step", CheckpointError
-        between a `backward` and its `step`, and what a failing write raises; the commit before stays then.
+        between a `backward` and its `step`, where something of `client_state` can't be stored, and where what is to be
+        committed couldn't be gone on from; and what a failing write raises. On all ranks when on one; the commit before stays.
         """
         if self._commits is None:
             raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
         with together():
             self._check_between_steps()
             self._check_whole()
-        if client_state is not None:
-            self.client_state = client_state
-        self._commits.note(self.global_steps, self._outside())
+        kept, self.client_state = self.client_state, self.client_state if client_state is None else client_state
+        try:
+            self._commits.note(self.global_steps, self._training(), self._outside)
+        except BaseException:
+            self.client_state = kept
+            raise
         self._commits.make()
 
     def train(self, mode: bool = True) -> Engine:
@@ -525,7 +530,8 @@ class Engine:
         keep = self.config.infinity.checkpoint_keep
         if form == "arena":
             assert self.swap is not None
-            outside = self._outside() | own
+            with together():
+                outside = self._outside() | own
             self._saving = checkpoint_arena.start(save_dir, tag, self.module, self.swap, outside, keep=keep)
         else:
             checkpoint.save(save_dir, tag, self.module, self.optimizer, self._rest() | own, keep=keep)
@@ -696,9 +702,18 @@ class Engine:
             torch.cuda.set_rng_state(rest["rng_device"])
 
     def _outside(self) -> dict[str, Any]:
-        """What a commit keeps beside the arena: all that a checkpoint keeps, less masters and moments."""
+        """What a commit keeps beside the arena: all that a checkpoint keeps, less masters and moments.
+
+        Raises CheckpointError where parameters that the optimizer steps aren't seen in the model.
+        """
         reshard(self.module)  # what an evaluation left gathered hides the parameters that have state
         state, names = self.optimizer.state, parameter_names(self.module)
+        hidden = sum(p not in names for group in self.optimizer.param_groups for p in group["params"])
+        if hidden:
+            raise CheckpointError(
+                f"{hidden} parameters of the optimizer are not seen in the model, as where an error ended a pass while they "
+                "were gathered: what was committed or saved before stays; go on from that"
+            )
         buffers = buffer_names(self.module, persistent=True)
         return self._rest() | {
             "param_groups": [
@@ -713,19 +728,22 @@ class Engine:
 
     def resume(self, outside: dict[str, Any]) -> None:
         """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""
-        self.client_state = outside["client_state"]
         self._set_outside(outside)
         self._set_rest(outside)
+        self.client_state = outside["client_state"]
+
+    def _training(self) -> Training:
+        """What a commit or an arena checkpoint must fit to be gone on from."""
+        buffers = {names[0]: tuple(b.shape) for b, names in buffer_names(self.module, persistent=True).items()}
+        counts_steps = not isinstance(self.optimizer, PagedOptimizer) or self.optimizer.counts_steps
+        return Training(len(self.optimizer.param_groups), buffers, counts_steps)
 
     def _set_outside(self, outside: dict[str, Any]) -> None:
         """Hyper-parameters, steps and buffers. Raises CheckpointError where they are of another training."""
+        shards = self.swap.paged.shards if self.swap is not None else ()
+        check_outside(outside, self._training(), {shard.name for shard in shards if shard.stepped})
         groups, steps, buffers = outside["param_groups"], outside["steps"], outside["buffers"]
         ours = {names[0]: buffer for buffer, names in buffer_names(self.module, persistent=True).items()}
-        if len(groups) != len(self.optimizer.param_groups) or ours.keys() != buffers.keys():
-            raise CheckpointError(
-                "what is stored is of a training with other parameter groups or buffers: go on with the model and config "
-                "of that run"
-            )
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(saved)
         stepped = {p: steps[names[0]] for p, names in parameter_names(self.module).items() if names[0] in steps}

@@ -139,8 +139,8 @@ class Record:
         return f"infinity-commit {VERSION} {_hash(sections)} {lengths}\n".encode() + b"".join(sections)
 
 
-def parse_record(content: bytes) -> Record:
-    """The record that `content` is. Raises ValueError saying what is wrong."""
+def parse_record(content: bytes, place: Place | None = None) -> Record:
+    """The record that `content` is, whose place may be `place`. Raises ValueError saying what is wrong."""
     found = _FIRST_LINE.match(content[:_LINE_BYTES_MAX])
     if found is None:
         raise ValueError("it does not begin as a commit record does")
@@ -156,8 +156,10 @@ def parse_record(content: bytes) -> Record:
         at += length
     if _hash(sections) != found[2].decode():
         raise ValueError("its bytes are not those that were written (SHA-256)")
-    head, place, ties, outside, sums = sections
-    record = Record(_parse(Commit, head), _parse(Place, place), ties, outside, sums)
+    head, described, ties, outside, sums = sections
+    if place is None or described != place.as_json:
+        place = _parse(Place, described)
+    record = Record(_parse(Commit, head), place, ties, outside, sums)
     _check_counts(record)
     return record
 

@@ -202,6 +202,19 @@ class DurableRun:
         partial.rename(final)
         sync(folder.path)
 
+    def read_back(self, written: Record) -> None:
+        """Raise CheckpointError unless what is on the drive is read as the record that was written there."""
+        path = self._slot(written.commit.sequence)
+        try:
+            if parse_record(read_small(path, RECORD_BYTES_MAX), written.place) != written:
+                raise ValueError("it is another one")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"the record of step {written.commit.step} was written to {path}, and can't be read back ({why}): see to the "
+                "health of the drive (smartctl -a, dmesg)"
+            ) from None
+
     def next_commit(self, *, step: int, halves: str, filled: str, stepped: str, ties: Sequence[int]) -> Commit:
         """The head of the next record."""
         return Commit(

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
-from infinity.errors import CheckpointError, ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.health import Health
@@ -270,16 +270,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def restore_steps(self, steps: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """These parameters were stepped so often, and the moments of all that were are in the arena. For an optimizer without
-        state. Raises CheckpointError where one was stepped and nobody says how often."""
+        state."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                shard = trained_shard(parameter)
-                if self.counts_steps and shard.stepped and parameter not in steps:
-                    raise CheckpointError(
-                        f"what is stored of {shard.name} has moments and no number of steps, so training can't go on from it "
-                        "as it was: use another checkpoint, or its weights alone"
-                    )
-                if parameter in steps or shard.stepped:
+                if parameter in steps or trained_shard(parameter).stepped:
                     self._init_state_of(parameter, zero=False)
         for parameter, step in steps.items():
             self.state[parameter]["step"].copy_(step)
