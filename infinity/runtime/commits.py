@@ -19,7 +19,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -197,20 +197,25 @@ class Commits:
         )
 
 
-def open_run(config: Config, *, resume: bool) -> DurableRun | None:
+def open_run(config: Config, *, resume: bool | Literal["must"]) -> DurableRun | None:
     """The files of the durable run that the config names, and in it what to go on from; None where it asks for none.
 
-    A collective. Raises CheckpointError where there is a committed step and `resume` is false, or there is none that all ranks
-    have, and StoreError where a live process has the files; on all ranks when on one.
+    A collective. Raises CheckpointError where there is a committed step and `resume` is false, there is none that all ranks
+    have, or none at all where it "must" be or where there are commits of others, and StoreError where a live process has the
+    files; on all ranks when on one.
     """
     own = config.infinity
     run: DurableRun | None = None
     try:
         with together():
+            if resume not in (False, True, "must"):
+                raise ConfigError(f'resume is True, False or "must", got {resume!r}')
             if own.durability == "step":
                 run = DurableRun(config.nvme_paths, own.run_name, dist.get_rank())
             elif resume:
-                raise ConfigError('resume=True needs infinity.durability "step": without it nothing of a run stays')
+                raise ConfigError(
+                    f'resume={resume!r} needs infinity.durability "step": without it nothing of a run stays'
+                )
         if run is None:
             return None
         sequence, launch = _agree(run, resume)
@@ -238,22 +243,27 @@ class _Found:
     commits: dict[tuple[int, str], int]
     """Steps, by the identity of their commits."""
     damaged: list[str]
+    others: list[str]
     launch: str
     where: str
+    must_resume: bool
 
 
-def _agree(run: DurableRun, resume: bool) -> tuple[int | None, str]:
+def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None, str]:
     """(number of the newest commit that all ranks have, None where no rank has any; rank 0's name for this launch)."""
     own = _Found(
         {record.commit.identity: record.commit.step for record in run.found.values()},
         run.damaged,
+        run.others,
         secrets.token_hex(8),
         run.where,
+        resume == "must",
     )
     everywhere: list[_Found] = [own] * dist.get_world_size()
     dist.all_gather_object(everywhere, own)
     launch = everywhere[0].launch
     if not any(each.commits or each.damaged for each in everywhere):
+        _check_may_start_anew(everywhere)
         return None, launch
     common = set.intersection(*({*each.commits} for each in everywhere))
     if not resume:
@@ -270,11 +280,29 @@ def _agree(run: DurableRun, resume: bool) -> tuple[int | None, str]:
     return max(common)[0], launch
 
 
+def _check_may_start_anew(everywhere: Sequence[_Found]) -> None:
+    """Raise CheckpointError where no rank has a commit, and a second history would begin beside one that is there, or was
+    expected."""
+    others = [f"rank {rank}: {' and '.join(each.others)}" for rank, each in enumerate(everywhere) if each.others]
+    if others:
+        raise CheckpointError(
+            f"no rank has commits of its own, but there are some ({'; '.join(others)}): start the ranks on the machines and "
+            "with the drives on which they were, all of them mounted; to start anew beside them, choose another "
+            "infinity.run_name, or remove the folders"
+        )
+    if any(each.must_resume for each in everywhere):
+        places = " and ".join(sorted({each.where for each in everywhere}))
+        raise CheckpointError(
+            f'resume="must", and nothing is committed in {places}: see that the drives of nvme_path are mounted there and that '
+            "infinity.run_name is that of the run; resume=True starts anew where nothing is committed"
+        )
+
+
 def _in_words(everywhere: Sequence[_Found]) -> str:
     told = []
     for rank, each in enumerate(everywhere):
         steps = " and ".join(f"step {step}" for step in each.commits.values()) or "none"
-        told.append("; ".join([f"rank {rank} has {steps}", *each.damaged]))
+        told.append("; ".join([f"rank {rank} has {steps}", *each.damaged, *([] if each.commits else each.others)]))
     return ", ".join(told)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def initialize(
     weights: str | os.PathLike[str] | None = None,
     init_fn: InitFn | None = None,
     auto: Mapping[str, Any] | None = None,
-    resume: bool = False,
+    resume: bool | Literal["must"] = False,
 ) -> tuple[Engine, torch.optim.Optimizer, Any, Any]:
     """Put a model under the training config: shard it, page it, make optimizer, schedule and data loader.
 
@@ -92,7 +92,8 @@ def initialize(
         auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
         resume: go on from the last committed step of a run with `infinity.durability` "step": parameters, optimizer state,
             schedule and random numbers are what they were (no first values are drawn, `weights` and `init_fn` only fill
-            buffers), and `engine.global_steps` tells where. Starts anew, and says so, where nothing is committed.
+            buffers), and `engine.global_steps` tells where. Starts anew, and says so, where nothing is committed; "must" raises
+            CheckpointError there, for a run that has begun.
         distributed_port, mpu, dist_init_required, mesh_param: accepted for compatibility, without meaning here.
 
     Returns (engine, optimizer, data loader or None, lr scheduler or None).

@@ -20,6 +20,12 @@ newest of those is where all go on. Records after it are removed before anything
 is not used; where the one before it still exists on all ranks, rule 2 says that its bytes are there, else there is nothing to
 go on from.
 
+[Note: Whose commits a folder holds]
+A rank looks for its own records in the first of its folders. Where none finds any, commits may be there all the same: of other
+ranks, as where nodes changed places, or on the other drives, as where the first is not mounted; to start anew would begin a
+second history beside the first, or over its bytes. So with its first record a rank notes on each of its other drives that they
+hold a share of commits, and who starts looks for such notes and for others' records (`others`).
+
 [Note: Nobody else's writes]
 The lock of a rank (flock) ends with its process. What the kernel has taken in of a killed process's writes may take longer, so
 the arena file itself is locked too, by the open file that such writes hold on to.
@@ -98,11 +104,24 @@ class DurableFolder(Folder):
 
     def noted(self) -> dict[str, Any]:
         """What is noted of this rank's files; nothing where that can't be read."""
-        with contextlib.suppress(*_UNREADABLE):
-            found = json.loads(read_small(self.own("json"), MIB))
-            if isinstance(found, dict):
-                return found
-        return {}
+        return _noted(self.own("json"))
+
+    def note(self, about: dict[str, Any]) -> None:
+        """Note this of the rank's files, in the place of what was noted before. Raises OSError."""
+        partial = self.path / f".{self.own('json').name}.partial"
+        partial.unlink(missing_ok=True)
+        write_durably(partial, (json.dumps(about) + "\n").encode())
+        partial.rename(self.own("json"))
+        sync(self.path)
+
+    def others(self) -> set[str]:
+        """The ranks, by the names that their files begin with, this one aside, of which there are records."""
+        return {path.name.split(".")[0] for path in self.path.glob("rank*.commit-*")} - {self._own}
+
+    def shared(self) -> set[str]:
+        """The ranks that have noted that commits of theirs have a share here."""
+        names = {path.name.split(".")[0] for path in self.path.glob("rank*.json")}
+        return {name for name in names if _noted(self.path / f"{name}.json").get(_COMMITTED)}
 
     def remove_own(self) -> None:
         """Remove this rank's files, the lock aside."""
@@ -139,6 +158,7 @@ class DurableRun:
     """The durable files of one rank of a run, one folder per drive. The records are in the first.
 
     found: by sequence number, the records that are whole. damaged: in words, what else has a record's name.
+    others: in words, what is there of commits beside them: see [Note: Whose commits a folder holds].
     resumed: the record that this process goes on from; None where it starts anew.
     """
 
@@ -149,12 +169,14 @@ class DurableRun:
         self.launch = ""
         self.sequence = 0
         """Of the record that exists; 0 before the first."""
+        self._shares_noted = False
         self._arena = secrets.token_hex(8)
         try:
             for path in paths:
                 self.folders.append(DurableFolder(path, name, rank))
             self._check_drives()
             self.found, self.damaged = self._scan()
+            self.others = self._look_around()
         except BaseException:
             self.give_up()
             raise
@@ -172,8 +194,7 @@ class DurableRun:
             folder.fresh = True
             about = {"arena": self._arena, "drive": number, "drives": len(self.folders)}
             about |= {"host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            write_durably(folder.own("json"), (json.dumps(about) + "\n").encode())
-            sync(folder.path)
+            folder.note(about)
 
     def go_on(self, sequence: int, launch: str) -> Record:
         """Go on from the record with this number, which all ranks have.
@@ -201,6 +222,10 @@ class DurableRun:
         write_durably(partial, content)
         partial.rename(final)
         sync(folder.path)
+        if not self._shares_noted:
+            for other in self.folders[1:]:
+                other.note(other.noted() | {_COMMITTED: True})
+            self._shares_noted = True
 
     def read_back(self, written: Record) -> None:
         """Raise CheckpointError unless what is on the drive is read as the record that was written there."""
@@ -267,6 +292,16 @@ class DurableRun:
                 found[record.commit.sequence] = record
         return found, damaged
 
+    def _look_around(self) -> list[str]:
+        told = []
+        for number, folder in enumerate(self.folders):
+            mine = {folder._own} if self.found or self.damaged else set()
+            shares = folder.shared() - mine if number else set()
+            for ranks, what in ((folder.others(), "commits"), (shares, "a share of the commits")):
+                if ranks:
+                    told.append(f"{folder.path} holds {what} of {_in_words(ranks)}")
+        return told
+
     def _check_drives(self) -> None:
         """Raise CheckpointError where a folder is another drive of a run: what is on it may be committed elsewhere."""
         for number, folder in enumerate(self.folders):
@@ -301,7 +336,22 @@ class DurableRun:
 
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
+_COMMITTED = "committed"
 _ADVICE = "load a checkpoint into a run of another infinity.run_name, or remove the folder to start anew"
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(*_UNREADABLE):
+        found = json.loads(read_small(path, MIB))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _in_words(ranks: set[str]) -> str:
+    """Ranks, by the names of their files."""
+    numbers = sorted((name.removeprefix("rank") for name in ranks), key=lambda number: (len(number), number))
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def _check_length(path: Path, nbytes: int) -> None:

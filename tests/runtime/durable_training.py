@@ -124,7 +124,7 @@ def config(path: Path | str | list[str], case: Case, **own: Any) -> dict[str, An
     }
 
 
-def make(path: Path | str | list[str], case: Case, *, resume: bool = False, **own: Any) -> infinity.Engine:
+def make(path: Path | str | list[str], case: Case, *, resume: Any = False, **own: Any) -> infinity.Engine:
     torch.manual_seed(0)
     with torch.device("meta" if case.meta else "cpu"):
         model = Model(case)

@@ -395,6 +395,7 @@ def test_a_commit_of_which_the_other_ranks_do_not_answer_stops_all_writing(
         losses.append(step(engine))
         with monkeypatch.context() as patch:
             patch.setattr("infinity.runtime.commits.together", broken)
+            patch.setattr(commits.Commits, "check_storable", lambda *_: None)
             with pytest.raises(RuntimeError, match="closed by peer"):
                 step(engine)
         with pytest.raises(infinity.InfinityError, match=r"nothing is written any more.*closed by peer"):
@@ -492,3 +493,67 @@ def test_a_commit_in_the_middle_of_a_step_is_refused(nvme_path: Path) -> None:
             engine.commit()
     with make(nvme_path, Case(), durability="none") as engine, pytest.raises(infinity.ConfigError, match="durability"):
         engine.commit()
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """What the files of a run hold, the locks aside."""
+    return {
+        each.name: (each.stat().st_size, each.read_bytes() if each.suffix != ".arena" else b"")
+        for each in folder.iterdir()
+        if each.suffix != ".lock"
+    }
+
+
+@pytest.mark.parametrize("resume", [True, False, "must"])
+def test_a_folder_with_the_commits_of_other_ranks_is_not_started_anew_in(resume: Any, nvme_path: Path) -> None:
+    """As after nodes have changed places."""
+    with make(nvme_path, Case()) as engine:
+        losses = [step(engine)]
+    folder = nvme_path / "infinity-durable-run"
+    for each in list(folder.iterdir()):
+        each.rename(folder / each.name.replace("rank0", "rank7"))
+    before = files(folder)
+    with pytest.raises(
+        infinity.CheckpointError, match=r"infinity-durable-run holds commits of rank 7\).*another infinity"
+    ):
+        make(nvme_path, Case(), resume=resume)
+    assert files(folder) == before
+    for each in list(folder.iterdir()):
+        each.rename(folder / each.name.replace("rank7", "rank0"))
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 2)
+
+
+def test_a_run_whose_first_drive_is_not_mounted_is_not_started_anew(nvme_path: Path) -> None:
+    drives = [nvme_path / "0", nvme_path / "1"]
+    with make([str(each) for each in drives], Case()) as engine:
+        losses = [step(engine)]
+    drives[0].rename(nvme_path / "elsewhere")
+    before = files(drives[1] / "infinity-durable-run")
+    with pytest.raises(
+        infinity.CheckpointError, match=r"1/infinity-durable-run holds a share of the commits of rank 0"
+    ):
+        make([str(each) for each in drives], Case(), resume=True)
+    assert files(drives[1] / "infinity-durable-run") == before
+    drives[0].rmdir()
+    (nvme_path / "elsewhere").rename(drives[0])
+    with make([str(each) for each in drives], Case(), resume="must") as engine:
+        assert [*losses, step(engine)] == expected(nvme_path / "whole", 2)
+
+
+def test_a_start_on_several_drives_that_committed_nothing_is_started_anew(nvme_path: Path) -> None:
+    drives = [str(nvme_path / "0"), str(nvme_path / "1")]
+    with contextlib.suppress(Crash), make(drives, Case()):
+        raise Crash
+    with make(drives, Case(), resume=True) as engine:
+        assert [step(engine)] == expected(nvme_path / "whole", 1)
+
+
+def test_a_resume_that_must_be_one_is_refused_where_nothing_is_committed(nvme_path: Path) -> None:
+    with pytest.raises(
+        infinity.CheckpointError, match=r'resume="must".*nothing is committed in .*infinity-durable-run'
+    ):
+        make(nvme_path, Case(), resume="must")
+    assert not list(nvme_path.iterdir())
+    with pytest.raises(infinity.ConfigError, match=r'resume is True, False or "must"'):
+        make(nvme_path, Case(), resume="perhaps")
