@@ -31,6 +31,7 @@ from infinity.runtime.flops import make_flops_profile
 from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.materialize import named_full_tensors
+from infinity.runtime.peers import Peers, as_pass
 from infinity.runtime.stored_arena import is_arena_checkpoint
 from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
@@ -81,6 +82,7 @@ class Engine:
         live: LiveParameters | None,
         activations: Activations | None,
         commits: Commits | None,
+        peers: Peers,
         compute_dtype: torch.dtype,
         on_close: Callable[[], None],
     ) -> None:
@@ -98,6 +100,8 @@ class Engine:
         """Plain values and tensors of your own, such as the position in the data, that go into the commit of each step (with
         `infinity.durability`) as they are when `step` returns; after a resume, what they were."""
         self._commits = commits
+        self.peers = peers
+        """The other ranks, and whether they still work together."""
         self._saving: checkpoint_arena.Saving | None = None
         """The checkpoint that is being written while training goes on."""
         self.numel = sum(p.numel() for p in module.parameters())
@@ -202,9 +206,10 @@ class Engine:
         saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.activations is not None and torch.is_grad_enabled():
             saving = self.activations.saving()
-        with self._passing(_FORWARD), timing(self, "fwd"), saving:
+        with self.peers.in_pass(), self._passing(_FORWARD), timing(self, "fwd"), saving:
             yield
 
+    @as_pass
     @timed("bwd")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
@@ -234,6 +239,7 @@ class Engine:
                 self.optimizer.show_taken()
         return divided
 
+    @as_pass
     @timed("step")
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
@@ -294,6 +300,7 @@ class Engine:
         """
         if self._commits is None:
             raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
+        self.peers.check()
         with together():
             self._check_between_steps()
             self._check_whole()
@@ -519,6 +526,7 @@ class Engine:
         if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
             raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
         form = self._checked_format(format or self.config.infinity.checkpoint_format)
+        self.peers.check()
         self.finish_checkpoint()
         with together():
             self._check_between_steps()
@@ -574,6 +582,7 @@ class Engine:
                 "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes files "
                 "that initialize(weights=...) reads"
             )
+        self.peers.check()
         self.finish_checkpoint()
         path = find(load_dir, tag)
         if self._commits is not None:  # what was done stays, should loading fail
@@ -637,13 +646,14 @@ class Engine:
             return
         self._closed = True
         try:
-            if sys.exc_info()[0] is None:
+            if sys.exc_info()[0] is None and not self.peers.parted:
                 if self._commits is not None:
                     self._commits.make()
                 self.finish_checkpoint()
                 if self.flops_profile is not None:
                     self.flops_profile.tell_unused(self.global_steps)
         finally:
+            self.peers.close()
             try:
                 if self._saving is not None:
                     self._saving.finish_alone()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.config import Config, ZeroConfig, load_config
@@ -34,6 +35,7 @@ from infinity.runtime.materialize import (
     stored_names,
 )
 from infinity.runtime.optimizers import make_early, make_optimizer, make_schedule, stepper_for, trained_names
+from infinity.runtime.peers import Peers
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.saved import make_activations
 from infinity.runtime.storage import choose_storage
@@ -138,6 +140,8 @@ def initialize(
             made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
+        peers = Peers(_groups_of(model))
+        undo.callback(peers.close)
         engine = Engine(
             module=model,
             optimizer=made,
@@ -148,6 +152,7 @@ def initialize(
             live=live,
             activations=activations,
             commits=Commits(run, swap) if run is not None and swap is not None else None,
+            peers=peers,
             compute_dtype=_compute_dtype(settled),
             on_close=close_group,
         )
@@ -268,6 +273,18 @@ def _make_mesh(zero: ZeroConfig) -> DeviceMesh:
     if shards in (-1, ranks):
         return init_device_mesh(kind, (ranks,))
     return init_device_mesh(kind, (ranks // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The process groups of a sharded model's collectives, that of all ranks first."""
+    assert dist.group.WORLD is not None
+    groups = {dist.group.WORLD.group_name: dist.group.WORLD}
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        for group in parameter.device_mesh.get_all_groups():
+            groups.setdefault(group.group_name, group)
+        break  # all are sharded over the same mesh
+    return [*groups.values()]
 
 
 def _device_type() -> str:

@@ -36,10 +36,11 @@ def _exchange(own: Exception | None, group: dist.ProcessGroup | None) -> Excepti
     reports: list[tuple[int, str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
     failed = next((each for each in reports if each is not None), None)
-    return None if failed is None else _restated(*failed)
+    return None if failed is None else restated(*failed)
 
 
-def _restated(rank: int, kind: str, text: str) -> Exception:
+def restated(rank: int, kind: str, text: str) -> Exception:
+    """An error of that rank, as another one raises it."""
     found = getattr(errors, kind, None)
     if not (isinstance(found, type) and issubclass(found, InfinityError)):
         return InfinityError(f"rank {rank}: {kind}: {text}")
