@@ -35,6 +35,7 @@ from infinity.config.rules import (
     Share,
     Text,
     Update,
+    Whose,
     choice,
     names_of,
     or_auto,
@@ -504,6 +505,12 @@ class InfinityConfig(Block):
         default="none",
         description="What stays on the drives when the process ends: none, nothing, or step, every finished step, from which "
         "`initialize(resume=True)` goes on bit for bit. It takes twice the space there, and all state on them.",
+    )
+    resume_hyperparameters: Annotated[Whose, choice(Whose)] = Field(
+        default="run",
+        description="Whose learning rate, weight decay, schedule and other settings of the optimizer count where a run is "
+        "resumed or a checkpoint loaded: the run's as it had them, or those of the config, at the place in the schedule that "
+        "the run has reached. What differs is named in the log.",
     )
     run_name: Annotated[str, RUN_NAME] = Field(
         default="run",

@@ -65,6 +65,7 @@ class Stepper:
 
     def __init__(self, like: torch.optim.Optimizer) -> None:
         self._like = _bare(like, [])  # whoever keeps this one keeps no parameters
+        self.kind = type(like).__name__
         self._begins_with_state = bool(like.state)
         self.defaults: dict[str, Any] = dict(like.defaults)
         self.moments: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ from infinity.runtime import checkpoint, checkpoint_arena
 from infinity.runtime.checkpoint_folder import find
 from infinity.runtime.commits import Commits, Training, check_outside
 from infinity.runtime.flops import make_flops_profile
+from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.materialize import named_full_tensors
@@ -131,6 +132,7 @@ class Engine:
         self._grad_norm: float | torch.Tensor | None = None
         self._applied = False
         self._closed = False
+        self._hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
         if isinstance(optimizer, PagedOptimizer):  # parameters don't show what was taken of their gradients
@@ -690,6 +692,7 @@ class Engine:
             "loss_scale": self._loss_scale.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "client_state": self.client_state,
+            "hyperparameters": self._hyperparameters.told,
             "rng": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -706,6 +709,7 @@ class Engine:
         self._micro_steps_before = self.micro_steps
         if schedule and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
             self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
+        self._hyperparameters.settle(rest, schedule=schedule)
         if "rng" in rest:
             torch.set_rng_state(rest["rng"])
         if "rng_device" in rest and torch.cuda.is_available():

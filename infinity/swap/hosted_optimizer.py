@@ -43,6 +43,11 @@ class HostedOptimizer(PagedOptimizer):
         super().__init__(params, self._stepper.defaults)
         self._adopt(swap)
 
+    @property
+    def kind(self) -> str:
+        """The name of the optimizer that it is like."""
+        return self._stepper.kind
+
     def _settings(self, group: dict[str, Any]) -> Settings:
         return Settings.of(group)
 

@@ -1,0 +1,85 @@
+"""A training that goes on under a changed config: what differs is named, and the run's counts, or the config's where asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import durable_training as training
+import pytest
+from durable_training import Case, step, weights
+
+import infinity
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+CASE = Case(update="step")
+ORIGINAL = {"weight_decay": 0.1, "warmup_max_lr": 1e-2}
+CHANGED = {"weight_decay": 0.3, "warmup_max_lr": 3e-2}
+STEPS = 2
+
+
+def make(path: Path, told: dict[str, float], *, resume: Any = False, **own: Any) -> infinity.Engine:
+    training.torch.manual_seed(0)
+    config = training.config(path, CASE, **own)
+    config["optimizer"] = {"type": "AdamW", "params": {"weight_decay": told["weight_decay"]}}
+    schedule = {"warmup_max_lr": told["warmup_max_lr"], "warmup_num_steps": 4}
+    config["scheduler"] = {"type": "WarmupLR", "params": schedule}
+    return infinity.initialize(model=training.Model(CASE), config=config, resume=resume)[0]
+
+
+def gone_on(way: str, path: Path, told: dict[str, float], **own: Any) -> infinity.Engine:
+    """After STEPS of a training with the original settings, another one with those that it is told."""
+    durability = "step" if way == "resume" else "none"
+    with make(path, ORIGINAL, durability=durability) as engine:
+        for _ in range(STEPS):
+            step(engine)
+        if way != "resume":
+            engine.save_checkpoint(path / "checkpoints", format=way)
+    engine = make(path, told, durability=durability, resume=way == "resume", **own)
+    if way != "resume":
+        engine.load_checkpoint(path / "checkpoints")
+    assert engine.global_steps == STEPS
+    return engine
+
+
+WAYS = pytest.mark.parametrize("way", ["resume", "dcp", "arena"])
+
+
+@WAYS
+def test_the_settings_of_the_run_count_and_what_the_config_has_otherwise_is_named_once(
+    way: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(nvme_path / "whole", ORIGINAL, durability="none") as engine:
+        losses = [step(engine) for _ in range(STEPS + 2)]
+        expected = weights(engine)
+    with gone_on(way, nvme_path / "changed", CHANGED) as engine:
+        assert [step(engine), step(engine)] == losses[STEPS:]
+        assert all(value.equal(expected[name]) for name, value in weights(engine).items())
+    named = [each.getMessage() for each in caplog.records if "hyper-parameters" in each.getMessage()]
+    assert len(named) == 1, named
+    assert "weight_decay 0.3 instead of 0.1" in named[0]
+    assert "schedule's high 0.03 instead of 0.01" in named[0]
+    assert 'resume_hyperparameters "config"' in named[0]
+    assert "betas" not in named[0] and " lr " not in named[0]
+
+
+@WAYS
+def test_the_settings_of_the_config_count_where_that_is_asked(way: str, nvme_path: Path) -> None:
+    with make(nvme_path / "whole", CHANGED, durability="none") as engine:
+        rates = []
+        for _ in range(STEPS + 2):
+            step(engine)
+            rates.append(engine.get_lr())
+    with gone_on(way, nvme_path / "changed", CHANGED, resume_hyperparameters="config") as engine:
+        (group,) = engine.optimizer.param_groups
+        assert group["weight_decay"] == CHANGED["weight_decay"]
+        assert engine.get_lr() == rates[STEPS - 1]
+        step(engine)
+        assert engine.get_lr() == rates[STEPS]
+
+
+def test_an_unchanged_config_is_not_spoken_of(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with gone_on("resume", nvme_path, ORIGINAL) as engine:
+        step(engine)
+    assert "hyper-parameters" not in caplog.text
