@@ -123,10 +123,10 @@ def _plain(value: Any) -> Any:
 
 def _differences(run: Told, config: Told) -> Iterator[str]:
     """In words, where both say something and not the same."""
-    kind: str = run.get("optimizer", config["optimizer"])
-    schedule: dict[str, Any] = run.get("schedule", config["schedule"])
-    if kind != config["optimizer"]:
-        yield f"optimizer {config['optimizer']} instead of {kind}"
+    run = config | run
+    schedule: dict[str, Any] = run["schedule"]
+    if run["optimizer"] != config["optimizer"]:
+        yield f"optimizer {config['optimizer']} instead of {run['optimizer']}"
     for number, (theirs, ours) in enumerate(zip(run["groups"], config["groups"], strict=False)):
         of_group = f" of parameter group {number}" if len(config["groups"]) > 1 else ""
         yield from (f"{name}{of_group} {change}" for name, change in _changes(theirs, ours))

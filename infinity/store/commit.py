@@ -2,7 +2,7 @@
 
 No torch here, and no I/O: bytes in, a checked record out. It is read as what it is, a file that anybody may have written.
 
-    infinity-commit 1 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
+    infinity-commit 2 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
     header (JSON) | place (JSON) | ties (int32) | outside (what the runtime encoded) | sums (CRC-32C of the pages)
 """
 
@@ -21,7 +21,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from infinity.store.layout import MOMENTS, Layout
 from infinity.units import GIB
 
-VERSION = 1
+VERSION = 2
+_READ = (1, VERSION)
+"""Formats that are read; in the first one the runtime's own bytes were larger."""
 
 SUM_BYTES = 4
 """Of the checksum of a page."""
@@ -144,8 +146,9 @@ def parse_record(content: bytes, place: Place | None = None) -> Record:
     found = _FIRST_LINE.match(content[:_LINE_BYTES_MAX])
     if found is None:
         raise ValueError("it does not begin as a commit record does")
-    if int(found[1]) != VERSION:
-        raise ValueError(f"it has format {int(found[1])}, and this version of infinity reads format {VERSION}")
+    if int(found[1]) not in _READ:
+        formats = " and ".join(map(str, _READ))
+        raise ValueError(f"it has format {int(found[1])}, and this version of infinity reads formats {formats}")
     lengths = [int(length) for length in found.groups()[2:]]
     if len(content) != found.end() + sum(lengths):
         raise ValueError(f"it has {len(content)} bytes instead of {found.end() + sum(lengths)}")

@@ -13,7 +13,8 @@ import torch
 from durable_training import Case, Crash, make, step, weights
 
 import infinity
-from infinity.store import durable
+from infinity.runtime import rest
+from infinity.store import commit, durable
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -130,3 +131,50 @@ def test_a_client_state_that_one_rank_cannot_store_fails_on_all_and_the_run_goes
     script = Path(training.__file__).with_name("failing_ranks.py")
     output = forked_ranks(script, "client_state", str(nvme_path)).stdout
     assert output.count("the same words, and went on") == 2, output
+
+
+def test_many_small_things_are_stored_as_few_and_come_back_as_they_were() -> None:
+    """A file of the archive for each of tens of thousands of parameters took seconds in every commit."""
+    names = [f"layers.{number}.weight" for number in range(500)]
+    steps = {name: torch.tensor(float(number)) for number, name in enumerate(names)}
+    buffers = {"norm.mean": torch.ones(3)}
+    outside = {"global_steps": 3, "steps": steps, "group_names": [names[:7], names[7:]], "buffers": buffers}
+    stored = rest.encode(outside)
+    assert stored.count(b"/data/") <= 2 * 2  # in the archive's directory once more
+    found = rest.decode(stored)
+    assert found.keys() == outside.keys()
+    assert found["group_names"] == outside["group_names"]
+    assert [*found["steps"]] == names
+    assert all(found["steps"][name].equal(steps[name]) for name in names)
+    assert len({each.untyped_storage().data_ptr() for each in found["steps"].values()}) == len(names)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"steps": {"names": '["a", "b"]', "values": torch.zeros(3)}},
+        {"steps": {"names": '{"a": 1}', "values": torch.zeros(1)}},
+        {"steps": {"names": "[", "values": torch.zeros(1)}},
+        {"steps": {"names": "[1]", "values": torch.zeros(1)}},
+        {"group_names": '"a"'},
+        {"group_names": "[[1]]"},
+    ],
+)
+def test_forged_names_are_refused_in_words(spoilt: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rest, "_packed", dict)
+        patch.setattr(rest, "_unpacked", dict)
+        forged = rest.encode(spoilt)
+    with pytest.raises(ValueError, match=r"."):
+        rest.decode(forged)
+
+
+def test_a_record_of_the_format_before_is_gone_on_from(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rest, "_packed", dict)
+        patch.setattr(commit, "VERSION", 1)
+        with make(nvme_path, Case()) as engine:
+            losses = [step(engine)]
+    assert (nvme_path / "infinity-durable-run" / "rank0.commit-1").read_bytes().startswith(b"infinity-commit 1 ")
+    with make(nvme_path, Case(), resume=True) as engine:
+        assert [*losses, step(engine)] == training_in_memory(nvme_path, 2)

@@ -103,9 +103,13 @@ def test_a_hash_that_is_right_excuses_no_content(changed: dict[str, object]) -> 
 
 
 def test_another_version_is_named() -> None:
-    newer = record().to_bytes().replace(b"infinity-commit 1 ", b"infinity-commit 2 ", 1)
-    with pytest.raises(ValueError, match="format 2, and this version of infinity reads format 1"):
+    newer = record().to_bytes().replace(b"infinity-commit 2 ", b"infinity-commit 3 ", 1)
+    with pytest.raises(ValueError, match="format 3, and this version of infinity reads formats 1 and 2"):
         parse_record(newer)
+
+
+def test_the_format_before_is_read() -> None:
+    assert parse_record(record().to_bytes().replace(b"infinity-commit 2 ", b"infinity-commit 1 ", 1)) == record()
 
 
 @pytest.mark.parametrize(
