@@ -190,9 +190,10 @@ class _DcpModel(StoredModel):
             with self._reader.fs.create_stream(file, "rb") as stream:
                 part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever torch.load makes of arbitrary bytes
-            raise CheckpointError(
-                f"{file} is damaged ({str(error).splitlines()[0]}): load another checkpoint"
-            ) from None
+            why = next(
+                iter(str(error).splitlines()), type(error).__name__
+            )  # of an empty file it is an EOFError of no words
+            raise CheckpointError(f"{file} is damaged ({why}): load another checkpoint") from None
         stored: TensorStorageMetadata = self.tensors[name]
         fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
         if not fits or part.dtype is not stored.properties.dtype:
