@@ -47,8 +47,11 @@ test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 test-long: setup-test ## what the suite leaves out because it takes minutes
 	$(VENV_PYTHON) -m pytest --ignore tests/integrations -m long $(ARGS)
 
+torture: HYPOTHESIS_SEED := $(or $(HYPOTHESIS_SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 torture: setup-test ## the fault campaigns with thousands of seeds; an hour or so (SEEDS=300 KILLS=20 INPUTS=100 for less)
-	INFINITY_EXAMPLES=$(or $(INPUTS),1000) $(VENV_PYTHON) -m pytest -m inputs --hypothesis-show-statistics $(ARGS)
+	@echo "torture: examples drawn with HYPOTHESIS_SEED=$(HYPOTHESIS_SEED), which draws them again"
+	INFINITY_EXAMPLES=$(or $(INPUTS),1000) $(VENV_PYTHON) -m pytest -m "(inputs or hypothesis) and not long" \
+		--ignore tests/integrations --hypothesis-seed $(HYPOTHESIS_SEED) --hypothesis-show-statistics $(ARGS)
 	INFINITY_FLIPS=$(or $(FLIPS),200) $(VENV_PYTHON) -m pytest tests/aio/test_checksums.py -s $(ARGS)
 	INFINITY_FAULT_SEEDS=$(or $(SEEDS),3000) INFINITY_KILLS=$(or $(KILLS),200) INFINITY_FLIPS=$(or $(FLIPS),200) \
 		$(VENV_PYTHON) -m pytest tests/faults -s $(ARGS)

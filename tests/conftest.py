@@ -27,8 +27,16 @@ RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAUL
 
 # How long an example takes says more about what else the machine is doing than about the code.
 EXAMPLES = int(os.environ.get("INFINITY_EXAMPLES", "100"))
-hypothesis.settings.register_profile("house", deadline=None, max_examples=EXAMPLES)
-hypothesis.settings.load_profile("house")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """hypothesis draws the same examples in every run, so that a change is judged by what it changes; with
+    `--hypothesis-seed` others, the same for the same seed. It keeps none from run to run, in either."""
+    searching = config.getoption("--hypothesis-seed") is not None
+    hypothesis.settings.register_profile(
+        "house", deadline=None, max_examples=EXAMPLES, derandomize=not searching, database=None
+    )
+    hypothesis.settings.load_profile("house")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

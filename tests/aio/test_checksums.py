@@ -101,7 +101,7 @@ def test_the_sum_is_crc32c() -> None:
 acts = st.lists(st.tuples(st.booleans(), st.integers(0, PAGES - 1), st.integers(1, 40)), max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings.default.max_examples // 10)
 @given(acts=acts, seed=st.integers(0, 99))
 def test_any_order_of_writes_and_reads_verifies(
     machine: Machine, acts: Sequence[tuple[bool, int, int]], seed: int

@@ -95,7 +95,7 @@ class FreeRangesMachine(RuleBasedStateMachine):
 
 
 TestFreeRanges = FreeRangesMachine.TestCase
-TestFreeRanges.settings = hypothesis.settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestFreeRanges.settings = hypothesis.settings(stateful_step_count=30)
 
 
 def test_no_bytes_are_no_range() -> None:

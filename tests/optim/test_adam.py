@@ -92,7 +92,7 @@ def test_steps_equal_torchs_optimizer_bit_for_bit(
     decoupled=st.booleans(),
     seed=st.integers(0, 1 << 20),
 )
-@settings(max_examples=60)
+@settings(max_examples=settings.default.max_examples * 3 // 5)
 def test_cutting_where_a_vector_ends_changes_no_bit(
     size: int, places: set[int], fused: bool, decoupled: bool, seed: int
 ) -> None:

@@ -256,7 +256,7 @@ def test_a_split_master_takes_the_same_steps(way: str, decoupled: bool, instruct
     threads=st.integers(1, 3),
     seed=st.integers(0, 1 << 20),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=settings.default.max_examples * 4 // 5)
 def test_cutting_a_shard_anywhere_changes_no_bit(
     numel: int, cuts: set[int], split: bool, threads: int, seed: int
 ) -> None:
@@ -364,7 +364,7 @@ class Pages:
     threads=st.integers(1, 3),
     seed=st.integers(0, 1 << 20),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_pages_are_summed_on_the_way(numel: int, cuts: set[int], known: bool, threads: int, seed: int) -> None:
     """Of elements that no piece covers too; and the elements are those of an update that sums nothing."""
     plain, summed = Pages(numel, seed=seed), Pages(numel, seed=seed)
@@ -519,7 +519,7 @@ def check_split(master: torch.Tensor, instructions: str) -> None:
 
 @every_instruction_set
 @given(values=any_bits)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 def test_join_inverts_split(instructions: str, values: list[int]) -> None:
     check_split(masters_of(values), instructions)
 
@@ -532,7 +532,6 @@ def test_join_inverts_split_for_every_upper_half(instructions: str) -> None:
 
 
 @given(values=any_bits)
-@settings(max_examples=100, deadline=None)
 def test_torchs_way_to_split_is_understood(values: list[int]) -> None:
     master = masters_of(values)
     copy, remainder = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)

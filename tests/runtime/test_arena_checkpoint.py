@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import durable_training
@@ -493,7 +494,7 @@ def test_a_forged_record_is_read_or_refused_in_words(
     place = record.place
     kind = data.draw(st.sampled_from(["parameters", "sub_groups", "shards", "dtype", "ties"]))
     if kind == "ties":
-        record = replace(record, ties=os.urandom(len(record.ties)))
+        record = replace(record, ties=data.draw(st.randoms(use_true_random=False)).randbytes(len(record.ties)))
     elif kind == "shards":
         place = replace(place, shards=data.draw(st.integers(1, 5)), ranks=data.draw(st.integers(1, 5)))
     elif kind == "dtype":
@@ -511,21 +512,20 @@ def test_a_forged_record_is_read_or_refused_in_words(
         entries[number] = replace(entries[number], **{key: value})
         place = replace(place, **{kind: tuple(entries)})
     content = replace(record, place=place).to_bytes()
-    forged = tmp_path / f"{kind}-{os.urandom(4).hex()}" / "one"
-    forged.parent.mkdir()
-    subprocess.run(["cp", "-r", str(saved[0] / "one"), str(forged)], check=True)
-    manifest = load_manifest(forged)
-    assert manifest is not None
-    (forged / "rank0.record").write_bytes(content)
-    files = manifest.files | {"rank0.record": StoredFile(len(content), hashlib.sha256(content).hexdigest())}
-    (forged / "manifest.json").write_bytes(replace(manifest, files=files).to_json())
-    try:
-        infinity.get_fp32_state_dict_from_zero_checkpoint(forged)
-    except infinity.CheckpointError:
-        pass
-    else:
-        assert Snapshot(parse_record(content).place).nbytes == manifest.files["rank0.arena"].nbytes
-    subprocess.run(["rm", "-r", str(forged.parent)], check=True)
+    with TemporaryDirectory(dir=tmp_path) as scratch:
+        forged = Path(scratch) / "one"
+        subprocess.run(["cp", "-r", str(saved[0] / "one"), str(forged)], check=True)
+        manifest = load_manifest(forged)
+        assert manifest is not None
+        (forged / "rank0.record").write_bytes(content)
+        files = manifest.files | {"rank0.record": StoredFile(len(content), hashlib.sha256(content).hexdigest())}
+        (forged / "manifest.json").write_bytes(replace(manifest, files=files).to_json())
+        try:
+            infinity.get_fp32_state_dict_from_zero_checkpoint(forged)
+        except infinity.CheckpointError:
+            pass
+        else:
+            assert Snapshot(parse_record(content).place).nbytes == manifest.files["rank0.arena"].nbytes
 
 
 @pytest.mark.slow

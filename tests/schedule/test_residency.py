@@ -90,7 +90,7 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(scheme, passes, copies, draw(st.integers(0, 4 - len(copies))))
 
 
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(
     step=steps(),
     cache_bytes=st.integers(0, 3),

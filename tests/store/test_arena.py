@@ -53,7 +53,7 @@ def test_extents_are_whole_pages_one_behind_the_other(bench: Bench) -> None:
     assert bench.arena.file.size_bytes >= 5 * PAGE
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(0, 3 * PAGE), max_size=6))
 def test_no_byte_is_in_two_extents(bench: Bench, sizes: list[int]) -> None:
     """Whatever was reserved before: the arena goes on growing from example to example."""

@@ -227,7 +227,10 @@ def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme
 
 
 @pytest.mark.parametrize("device", [CpuDevice, LateDevice])
-@hypothesis.settings(max_examples=30, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(
+    max_examples=hypothesis.settings.default.max_examples * 3 // 10,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 @hypothesis.given(random=st.randoms(use_true_random=False))
 def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], nvme_path: Path, random: Random) -> None:
     with arena_shelf(nvme_path, device(), pages=64) as shelf:

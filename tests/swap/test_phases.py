@@ -214,7 +214,10 @@ acts = st.one_of(
 
 
 @given(st.lists(acts, max_size=14), st.sampled_from(["step", "forward"]))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=settings.default.max_examples // 4,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_no_order_of_anything_is_refused_and_no_bit_changes(
     nvme_path: Path, order: list[tuple[str, Any]], update: str
 ) -> None:

@@ -290,7 +290,9 @@ def test_failed_read_is_raised_by_use_and_frees_its_lease(swap: SwapManager) -> 
     assert leased_bytes(swap) == 0
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings.default.max_examples * 3 // 20, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     sizes=st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=5),
     moves=st.lists(st.tuples(st.sampled_from(["use", "update", "prefetch", "flush", "fail"]), st.integers(0, 4))),

@@ -994,4 +994,6 @@ class StagerMachine(RuleBasedStateMachine):
 
 
 TestStagerMachine = StagerMachine.TestCase
-TestStagerMachine.settings = hypothesis.settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestStagerMachine.settings = hypothesis.settings(
+    max_examples=hypothesis.settings.default.max_examples // 2, stateful_step_count=30
+)
