@@ -116,7 +116,7 @@ def _info(asked: argparse.Namespace) -> int:
         tensors = [
             {
                 "name": name,
-                "shape": list(model.tensors[name].size),
+                "shape": list(model.shape(name)),
                 "dtype": str(model.tensors[name].properties.dtype).removeprefix("torch."),
                 "buffer": name in buffers,
             }

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from infinity.errors import CheckpointError, IntegrityError
+from infinity.runtime.scalars import scalar_names
 from infinity.store.files import is_own_folder, sync, write_durably
 from infinity.store.manifest import (
     FILE_NAME,
@@ -320,6 +321,7 @@ def manifest_of(
         aliases={alias: names[0] for names in parameter_names(model).values() for alias in names[1:]},
         buffers=[name for names in buffer_names(model, persistent=True).values() for name in names],
         tag=tag,
+        scalars=sorted(scalar_names(model)),
     )
 
 

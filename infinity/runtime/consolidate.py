@@ -79,13 +79,18 @@ class StoredModel(ABC):
         buffers = self.manifest.buffers if self.manifest else ()
         return own if name in buffers or not own.is_floating_point else dtype
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of `name` in the model: a parameter without dimensions is stored in the shape (1,)."""
+        stored = tuple(self.tensors[name].size)
+        return () if stored == (1,) and self.manifest is not None and name in self.manifest.scalars else stored
+
     @abstractmethod
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """All of `name`. Raises CheckpointError."""
-        whole = torch.empty(tuple(self.tensors[name].size), dtype=dtype)
+        whole = torch.empty(self.shape(name), dtype=dtype)
         at = 0
         for piece in self.pieces(name):
             whole.view(-1)[at : at + piece.numel()].copy_(piece)
@@ -304,7 +309,7 @@ def _consolidate(
 def _plan(model: StoredModel, dtype: torch.dtype, max_shard_bytes: int) -> list[_Part]:
     parts: list[_Part] = [_Part({})]
     for name in model.names:
-        entry = model.dtype_as(name, dtype), tuple(model.tensors[name].size)
+        entry = model.dtype_as(name, dtype), model.shape(name)
         if entry[0] not in _NAMES:
             raise CheckpointError(f"{name} has the type {entry[0]}, which safetensors files don't hold")
         if parts[-1].tensors and parts[-1].nbytes + _nbytes(*entry) > max_shard_bytes:

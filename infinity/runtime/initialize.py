@@ -38,6 +38,7 @@ from infinity.runtime.optimizers import make_early, make_optimizer, make_schedul
 from infinity.runtime.peers import Peers
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.saved import make_activations
+from infinity.runtime.scalars import hold_as_rows
 from infinity.runtime.storage import choose_storage
 from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import choose_update, state_bytes
@@ -45,7 +46,6 @@ from infinity.store import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.activations import Activations
 from infinity.swap.fsdp2 import is_sharded
-from infinity.swap.names import parameter_names
 from infinity.swap.plan import Placing
 from infinity.swap.together import together
 
@@ -178,8 +178,6 @@ def _check_supported(
             "the model is sharded already, by fully_shard or by an earlier initialize: build it anew and pass that; a model "
             "that you shard yourself is paged with SwapManager.page(model)"
         )
-    if scalars := [names[0] for parameter, names in parameter_names(model).items() if parameter.dim() == 0]:
-        raise ConfigError(f"parameter {scalars[0]} has no dimension that could be sharded: give it the shape (1,)")
     check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
     _mixed_residency(config)
 
@@ -238,6 +236,7 @@ def _shard_and_page(
     """
     zero = config.zero_optimization
     mesh = _make_mesh(zero)
+    hold_as_rows(model)
     with together():
         classes = None if config.infinity.wrap == "auto" else config.infinity.wrap
         wrap, outline, notes = choose_wrap(model, classes, zero)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError, ConfigError
+from infinity.runtime.scalars import scalar_names
 from infinity.swap.names import buffer_names, clean_name, parameter_names, parameters_by_name
 from infinity.swap.together import together
 
@@ -109,7 +110,7 @@ def initialize_values(
 def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
     """Set a sharded parameter from the whole tensor: this rank keeps its rows."""
     local, start = _local_rows(parameter)
-    local.copy_(full[start : start + local.shape[0]])
+    local.copy_(full.reshape(parameter.shape)[start : start + local.shape[0]])
 
 
 def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
@@ -144,13 +145,18 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             for tensor, names in {**wanted, **optional}.items()
             if any(name in where for name in names)
         }
+        scalars = scalar_names(model)
         for tensor, name in chosen.items():
             shape = tuple(where[name].get_slice(name).get_shape())
-            if shape != tuple(tensor.shape):
-                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {tuple(tensor.shape)}")
+            wanted_shape = () if name in scalars else tuple(tensor.shape)
+            if shape != wanted_shape:
+                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {wanted_shape}")
         for tensor, name in chosen.items():
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(where[name].get_tensor(name))
+                continue
+            if name in scalars:
+                load_full(tensor, where[name].get_tensor(name))
                 continue
             local, start = _local_rows(tensor)
             if local.numel():
@@ -231,8 +237,10 @@ def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[
 
     Trainable or not; tied parameters come once, under their first name. `dtype` None keeps the masters' fp32.
     """
+    scalars = scalar_names(model)
     for parameter, names in parameter_names(model).items():
-        yield names[0], full_tensor(parameter.data, dtype or parameter.dtype).cpu()
+        whole = full_tensor(parameter.data, dtype or parameter.dtype).cpu()
+        yield names[0], whole.reshape(()) if names[0] in scalars else whole
 
 
 def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

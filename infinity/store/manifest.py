@@ -57,6 +57,7 @@ class Manifest:
         aliases: further names of tied parameters, each with the name under which the values are meant.
         buffers: names of what is no parameter.
         tag: the name of its folder; a folder of another name is a copy, or was renamed. "" where it isn't noted.
+        scalars: names of parameters that have no dimension in the model, and are stored in the shape (1,).
         files: by name, all of the checkpoint but this one.
     """
 
@@ -70,6 +71,7 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
     tag: str = ""
+    scalars: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -149,12 +149,6 @@ def test_a_model_that_is_sharded_already(nvme_path: Path) -> None:
         one_step(engine)
 
 
-def test_a_parameter_without_a_dimension(nvme_path: Path) -> None:
-    scaled = model()
-    scaled.register_parameter("gain", nn.Parameter(torch.tensor(1.0)))
-    refused(infinity.ConfigError, r"gain has no dimension .*\(1,\)", config(nvme_path), model=scaled)
-
-
 def test_a_pool_larger_than_the_machine(nvme_path: Path) -> None:
     refused(
         infinity.BudgetError, r"more than the .* of memory", config(nvme_path, infinity={"pinned_bytes_max": 1 << 50})
