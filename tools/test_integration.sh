@@ -58,4 +58,4 @@ if [[ $name == deepspeed ]]; then
     export PATH=$PWD/.venv-$name/bin:$PATH # ninja, with which DeepSpeed compiles, and its commands
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the models are tiny, and other jobs may run beside this one
-exec "$python" -m pytest "tests/integrations/test_$name.py" "$@"
+exec "$python" -m pytest "tests/integrations/test_$name"*.py "$@"
