@@ -35,8 +35,8 @@ except ModuleNotFoundError as error:
 
 from infinity.errors import CheckpointError, ConfigError
 from infinity.runtime import Engine
+from infinity.runtime.first_values import init_empty
 from infinity.runtime.initialize import initialize
-from infinity.runtime.materialize import init_empty
 from infinity.store.files import open_regular, sync, write_durably
 from infinity.swap.together import together
 

@@ -56,7 +56,7 @@ class Init:
 
 def _without_memory(register: Any) -> Any:
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and param.dim():  # see EmptyModels of what has none
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 

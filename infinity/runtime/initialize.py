@@ -24,16 +24,10 @@ from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.runtime.commits import Commits, open_run, outside_of, restore_arena
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
+from infinity.runtime.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.runtime.gathered import remember_sharded
 from infinity.runtime.live import LiveParameters, choose_wrap
-from infinity.runtime.materialize import (
-    InitFn,
-    check_initializable,
-    initialize_values,
-    load_weights,
-    meta_parameters,
-    stored_names,
-)
+from infinity.runtime.materialize import load_weights, stored_names
 from infinity.runtime.optimizers import make_early, make_optimizer, make_schedule, stepper_for, trained_names
 from infinity.runtime.peers import Peers
 from infinity.runtime.process_group import ensure_process_group
@@ -469,9 +463,9 @@ def _give_values(
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for the shards of a model on the meta device, buffers aside."""
+    """Memory for the shards of a model that are on the meta device, buffers aside."""
     buffers = {module: dict(module._buffers) for module in model.modules()}
-    model.to_empty(device=device)
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
     for module, kept in buffers.items():
         module._buffers.update(kept)
 

@@ -1,15 +1,13 @@
-"""Floor 5. Giving values to a model that was built without memory: module by module, or from safetensors files.
+"""Floor 5. Whole values into the shards of a model and out of them: from safetensors files, and one tensor after another.
 
-Nothing larger than the parameters of one module (or one rank's shard of one tensor) is ever held; what goes to the arena goes
-there at once.
+No more than one tensor, or one rank's shard of it, is ever held; what goes to the arena goes there at once.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,91 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError
 from infinity.runtime.scalars import scalar_names
-from infinity.swap.names import buffer_names, clean_name, parameter_names, parameters_by_name
+from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
-
-InitFn = Callable[[nn.Module], Any]
-
-
-def init_empty() -> torch.device:
-    """A context in which modules are built on the meta device: shapes without memory.
-
-    Use it as `with infinity.init_empty(): model = Model()`; `infinity.initialize` then gives the values.
-    """
-    return torch.device("meta")
-
-
-def meta_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that have no values yet (all names of a tied one)."""
-    return {name for name, p in parameters_by_name(model).items() if p.is_meta}
-
-
-def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozenset[str] | None) -> None:
-    """Raise ConfigError, naming them, when modules on the meta device have no way to get values.
-
-    `stored`: what a file gives values to, all parameters among it; None where there is no file.
-    """
-    if init_fn is not None or callable(getattr(model, "_init_weights", None)):
-        return
-    lost = [
-        name or "the root module"
-        for name, module in model.named_modules()
-        if (
-            (stored is None and any(p.is_meta for p in module.parameters(recurse=False)))
-            or any(b.is_meta and _named(name, own) not in (stored or ()) for own, b in _own_buffers(module))
-        )
-        and not hasattr(module, "reset_parameters")
-    ]
-    if lost:
-        raise ConfigError(
-            f"built on the meta device without a reset_parameters() method: {', '.join(lost[:5])}"
-            f"{' and more' if len(lost) > 5 else ''}; pass init_fn=... (called with each module) or weights=... to initialize"
-        )
-
-
-def initialize_values(
-    model: nn.Module,
-    pending: set[str],
-    device: torch.device,
-    init_fn: InitFn | None,
-    stored: frozenset[str] = frozenset(),
-) -> None:
-    """Give values to the parameters in `pending` and to meta buffers, in module order, with the module's own method.
-
-    Every rank draws the same numbers (given the same seed) and keeps its shard. Buffers in `stored` get memory only: a file
-    gives them values afterwards.
-    """
-    init = init_fn or getattr(model, "_init_weights", None) or (lambda module: module.reset_parameters())
-    done: set[nn.Parameter] = set()
-    for prefix, module in model.named_modules():
-        owned = {name: p for name, p in module._parameters.items() if p is not None}
-        fresh = {name: p for name, p in owned.items() if _named(prefix, name) in pending and p not in done}
-        blank = {name: b for name, b in _own_buffers(module) if b.is_meta}
-        for name, buffer in blank.items():
-            module._buffers[name] = _unset(buffer, device)
-        blank = {name: b for name, b in blank.items() if _named(prefix, name) not in stored}
-        if not fresh and not blank:
-            continue
-        with torch.no_grad():
-            for name, p in owned.items():
-                module._parameters[name] = nn.Parameter(torch.empty(p.shape), requires_grad=p.requires_grad)
-        try:
-            init(module)
-            for name, p in fresh.items():
-                value = module._parameters[name]
-                assert value is not None
-                load_full(p, value)
-            lost = [_named(prefix, name) for name in blank if _is_unset(module._buffers[name])]
-            if lost:
-                raise ConfigError(
-                    f"buffers built on the meta device that nothing gave values to: {', '.join(lost)}; set them in the "
-                    "module's reset_parameters() or in init_fn=..., or build them on the CPU"
-                )
-        finally:
-            module._parameters.update(owned)
-        done.update(fresh.values())
 
 
 @torch.no_grad()
@@ -175,26 +92,6 @@ def _opened(path: Path, stack: ExitStack) -> dict[str, Any]:
     return where
 
 
-def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-
-
-def _unset(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a buffer, filled with a value that no initialisation leaves everywhere."""
-    made = torch.empty_like(buffer, device=device)
-    if made.is_floating_point() or made.is_complex():
-        return made.fill_(math.nan)
-    return made.zero_() if made.dtype is torch.bool else made.fill_(torch.iinfo(made.dtype).min)
-
-
-def _is_unset(buffer: torch.Tensor | None) -> bool:
-    if buffer is None or buffer.numel() == 0 or buffer.dtype in (torch.bool, torch.uint8):
-        return False  # no value to tell by
-    if buffer.is_floating_point() or buffer.is_complex():
-        return bool(buffer.isnan().all())
-    return bool((buffer == torch.iinfo(buffer.dtype).min).all())
-
-
 def _local_rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:
     """This rank's shard, and the number of its first row in the whole."""
     data = parameter.data
@@ -226,10 +123,6 @@ def _files(path: Path) -> list[Path]:
 
 def _list(what: str, names: list[str]) -> str:
     return f"{what} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else ""
-
-
-def _named(prefix: str, name: str) -> str:
-    return clean_name(f"{prefix}.{name}" if prefix else name)
 
 
 def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
-from infinity.runtime import checkpoint, checkpoint_folder, materialize, model_files
+from infinity.runtime import checkpoint, checkpoint_folder, first_values, materialize, model_files
 from infinity.runtime.checkpoint_folder import Draft, draft_of, find
 from infinity.runtime.model_files import ModelFiles
 from infinity.store import work_folder
@@ -972,13 +972,14 @@ def test_a_forward_before_values_were_given_is_refused(nvme_path: Path) -> None:
         swap.page(model)
         with pytest.raises(infinity.InfinityError, match="never given values"):
             model(torch.ones(1, 4))
-        materialize.initialize_values(model, {"weight", "bias"}, torch.device("cpu"), None)
+        first_values.initialize_values(model, {"weight", "bias"}, torch.device("cpu"), None)
         assert model(torch.ones(1, 4)).isfinite().all()
 
 
 def test_a_meta_buffer_that_nothing_fills_is_refused(nvme_path: Path) -> None:
     with infinity.init_empty():
-        model = Model()  # its buffer is computed in __init__, and it has no reset_parameters
+        model = Model()
+        model.scale = torch.tensor([2.0])  # computed in a constructor, and there is no reset_parameters
 
     def fill(module: nn.Module) -> None:
         for parameter in module.parameters(recurse=False):

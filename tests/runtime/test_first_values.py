@@ -1,0 +1,104 @@
+"""First values of models built without memory: by the model's own initialisation, whatever part of it that touches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def engine_for(path: Path | None, model: nn.Module, **arguments: Any) -> infinity.Engine:
+    place = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
+    config = {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(model=model, config=config, **arguments)
+    return engine
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.empty(8))
+        self.gain = nn.Parameter(torch.tensor(3.0))
+
+
+class Model(nn.Module):
+    """Initialises itself as Hugging Face's models do: a module with parts goes on with what its parts drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(), Part()])
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.parts[0].inner.weight  # type: ignore[union-attr, assignment]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.normal_()
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, Part):
+            module.inner.weight /= 4
+            module.inner.bias.data[2:4].add_(1.0)
+            module.table.data = torch.arange(8.0)
+        elif isinstance(module, Model):
+            for name, parameter in module.named_parameters():
+                if name.endswith("1.table"):
+                    nn.init.constant_(parameter, 7.0)
+
+
+def in_memory() -> Model:
+    model = Model()
+    model.head.weight = nn.Parameter(torch.empty(8, 8))  # it draws, and is tied then
+    torch.manual_seed(0)
+    model.apply(model._init_weights)
+    model.head.weight = model.parts[0].inner.weight  # type: ignore[union-attr, assignment]
+    return model
+
+
+@pytest.mark.parametrize("on_nvme", [True, False])
+def test_what_the_whole_does_to_its_parts_counts(on_nvme: bool, nvme_path: Path) -> None:
+    with infinity.init_empty():
+        model = Model()
+    assert model.head.weight.is_meta and not model.parts[0].gain.is_meta  # type: ignore[union-attr]
+    expected = {name: p.detach() for name, p in in_memory().named_parameters()}
+    with engine_for(nvme_path if on_nvme else None, model) as engine:
+        for name, p in engine.named_parameters():
+            assert torch.equal(p.full_tensor().flatten(), expected[name].flatten()), name
+            assert "_Whole" not in type(p).__name__
+
+
+def test_a_parameter_that_nothing_gives_a_value_is_named(nvme_path: Path) -> None:
+    class Forgotten(Model):
+        def _init_weights(self, module: nn.Module) -> None:
+            if not isinstance(module, Part):
+                super()._init_weights(module)
+
+    with infinity.init_empty():
+        model = Forgotten()
+    with pytest.raises(infinity.ConfigError, match=r"nothing gave values to: parts\.0\.table; set them in"):
+        engine_for(nvme_path, model)
+    assert not list(nvme_path.iterdir())
+
+
+def test_what_the_model_leaves_its_parts_give_themselves(nvme_path: Path) -> None:
+    """As their constructors would have."""
+
+    class NormsAlone(nn.Sequential):
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.LayerNorm):
+                nn.init.constant_(module.weight, 2.0)
+
+    with infinity.init_empty():
+        model = NormsAlone(nn.Linear(8, 8), nn.LayerNorm(8))
+    with engine_for(nvme_path, model) as engine:
+        found = {name: p.full_tensor() + 0 for name, p in engine.named_parameters()}
+    assert found["1.weight"].eq(2).all() and found["1.bias"].eq(0).all()
+    assert 0 < found["0.weight"].abs().max() <= 8**-0.5
