@@ -30,11 +30,13 @@ make_venv() {
     torch=$(.venv/bin/python -c 'import importlib.metadata; print(importlib.metadata.version("torch"))')
     echo "torch==$torch" >".venv-$name/constraints.txt"
     local wanted
-    mapfile -t wanted < <("$python" - "$name" <<'PYTHON'
+    local extras=$name
+    [[ $name != transformers ]] || extras="transformers|peft"
+    mapfile -t wanted < <("$python" - "$extras" <<'PYTHON'
 import importlib.metadata, re, sys
 for line in importlib.metadata.requires("infinity-offload"):
     requirement, _, condition = line.partition(";")
-    if re.search(rf"extra == .{sys.argv[1]}.$", condition.strip()):
+    if re.search(rf"extra == .({sys.argv[1]}).$", condition.strip()):
         print(requirement.strip())
 PYTHON
 )

@@ -30,6 +30,7 @@ from infinity.runtime.live import LiveParameters, choose_wrap
 from infinity.runtime.materialize import load_weights, stored_names
 from infinity.runtime.optimizers import make_early, make_optimizer, make_schedule, stepper_for, trained_names
 from infinity.runtime.peers import Peers
+from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.process_group import ensure_process_group
 from infinity.runtime.saved import make_activations
 from infinity.runtime.scalars import hold_as_rows
@@ -150,6 +151,7 @@ def initialize(
             compute_dtype=_compute_dtype(settled),
             on_close=close_group,
         )
+        save_as_pretrained(engine)
         if outside is not None:
             with together():
                 engine.resume(outside)

@@ -1,6 +1,7 @@
 """Hugging Face's models as they are shipped, in tiny: how each is built, and what one is given in a step.
 
-Run by several ranks (`hugging_face.py NVME_PATH MODEL ...`), it trains each on NVMe and in memory, and says whether they agree.
+Run by several ranks (`hugging_face.py NVME_PATH OUTPUT MODEL ...`), it trains each on NVMe and in memory, and says whether they
+agree; what was on NVMe it saves to the folder OUTPUT/MODEL.
 """
 
 from __future__ import annotations
@@ -205,10 +206,15 @@ def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor() + 0 for name, p in engine.named_parameters()}
 
 
-def outcome(name: str, nvme_path: Path | None, **options: Any) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What a few steps of training come to."""
-    with make_engine(name, nvme_path, **options) as engine:
-        return train(engine, name), weights(engine)
+def outcome(
+    name: str, nvme_path: Path | None, *, saved: Path | None = None
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What a few steps of training come to; the model is saved where a folder is given."""
+    with make_engine(name, nvme_path) as engine:
+        history = train(engine, name)
+        if saved is not None:
+            engine.module.save_pretrained(saved)
+        return history, weights(engine)
 
 
 def differences(
@@ -222,8 +228,9 @@ def differences(
 
 def main() -> None:
     dist.init_process_group("gloo")
-    for name in sys.argv[2:]:
-        found = differences(outcome(name, Path(sys.argv[1])), outcome(name, None))
+    place, output = map(Path, sys.argv[1:3])
+    for name in sys.argv[3:]:
+        found = differences(outcome(name, place, saved=output / name), outcome(name, None))
         print(f"{name} {'differs: ' + ', '.join(found) if found else 'equal'}", flush=True)
     dist.destroy_process_group()
 

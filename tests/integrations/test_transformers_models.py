@@ -50,7 +50,50 @@ def test_its_own_initialisation_gives_it_the_same_values(
     assert not differences(*outcomes)
 
 
-def test_two_ranks_train_as_in_memory(forked_ranks: Any, nvme_path: Path) -> None:
+def test_two_ranks_train_as_in_memory_and_save(forked_ranks: Any, nvme_path: Path, tmp_path: Path) -> None:
     names = ("clip", "mamba", "mixtral")
-    done = forked_ranks(Path(hugging_face.__file__), str(nvme_path), *names)
+    done = forked_ranks(Path(hugging_face.__file__), str(nvme_path), str(tmp_path), *names)
     assert all(done.stdout.count(f"{name} equal") == 2 for name in names), done.stdout
+    for name in names:
+        kind = getattr(hugging_face.hf, SHIPPED[name].kind)
+        loaded, told = kind.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+        assert all(p.isfinite().all() for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("on_nvme", [True, False])
+@pytest.mark.parametrize("name", ["qwen2", "clip", "mixtral"])
+def test_save_pretrained_writes_what_from_pretrained_loads(
+    name: str, on_nvme: bool, one_rank: None, nvme_path: Path, tmp_path: Path
+) -> None:
+    """With tied weights, a scalar, and experts that are stored in another layout."""
+    with make_engine(name, nvme_path if on_nvme else None) as engine:
+        train(engine, name, steps=1)
+        expected = {k: v.bfloat16() for k, v in weights(engine).items()}
+        engine.module.save_pretrained(tmp_path, max_shard_size="20KB")
+        train(engine, name, steps=1)  # goes on
+    assert (tmp_path / "model.safetensors.index.json").is_file() and not list(tmp_path.glob(".*"))
+    loaded = getattr(hugging_face.hf, SHIPPED[name].kind).from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    found = dict(loaded.named_parameters())
+    assert found.keys() == expected.keys()
+    assert not [k for k, value in expected.items() if not torch.equal(found[k].flatten(), value.flatten())]
+
+
+def test_adapters_of_peft_train_and_are_saved(one_rank: None, nvme_path: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = SHIPPED["llama"].build()
+    base.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    outcomes = []
+    for path in (nvme_path, None):
+        torch.manual_seed(0)
+        model = type(base).from_pretrained(tmp_path / "base")  # type: ignore[attr-defined]
+        adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+        with make_engine("llama", path, model=adapted) as engine:
+            outcomes.append((train(engine, "llama"), weights(engine)))
+            engine.module.save_pretrained(tmp_path / "adapter")
+    assert not differences(*outcomes)
+    loaded = peft.PeftModel.from_pretrained(type(base).from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, outcomes[0][1][name]), name

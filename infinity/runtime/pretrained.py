@@ -1,0 +1,135 @@
+"""Floor 5. `save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included.
+
+Hugging Face's own looks at a whole state dict at once, by the memory that its tensors lie in, and paged tensors have none. So
+the values come first: a model's go to safetensors in a folder inside the one that is saved to, in the dtype of compute, piece
+by piece; an adapter's, which are few, to host memory in fp32. Then Hugging Face's own runs on rank 0 over those, and a model's
+are mapped into memory, not read: it writes one file at a time, with all that it does to names, ties and layouts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+
+from infinity.errors import CheckpointError, InfinityError
+from infinity.runtime.checkpoint import SAFETENSORS_BYTES_MAX
+from infinity.runtime.engine import Engine
+from infinity.runtime.materialize import full_tensor
+from infinity.swap.fsdp2 import reshard
+from infinity.swap.names import buffer_names, parameter_names
+from infinity.swap.together import together
+
+
+def save_as_pretrained(engine: Engine) -> None:
+    """Let `engine.module.save_pretrained`, where the module has one, save what the engine trains. A collective from then on.
+
+    Its arguments stay what they are; files have at most 2 GiB unless `max_shard_size` says otherwise, and `state_dict=` is
+    written as it is.
+    """
+    if callable(getattr(engine.module, "save_pretrained", None)):
+        engine.module.save_pretrained = partial(_save, weakref.ref(engine))  # type: ignore[assignment]
+
+
+def _save(reference: weakref.ref[Engine], save_directory: Any, *positional: Any, **arguments: Any) -> None:
+    engine = reference()
+    if engine is None or engine._closed:
+        raise InfinityError("the engine is closed, and the values of its model are gone: save before close()")
+    module = engine.module
+    own: Any = type(module).save_pretrained  # type: ignore[attr-defined]
+    names = list(inspect.signature(own).parameters)[2:]  # less self and the folder
+    arguments |= dict(zip(names, positional, strict=False))
+    if arguments.get("state_dict") is not None:
+        own(module, save_directory, **arguments)
+        return
+    if "max_shard_size" in names:
+        arguments.setdefault("max_shard_size", SAFETENSORS_BYTES_MAX)
+    folder, writes = Path(save_directory), dist.get_rank() == 0
+    if _is_of_peft(module):
+        state = _adapters(engine, arguments)
+        with together():
+            if writes:
+                own(module, save_directory, **{**arguments, "state_dict": state})
+        return
+    staged = folder
+    with together():
+        if writes:
+            staged = _make_staged(folder)
+    try:
+        engine.save_16bit_model(staged)
+        with together():
+            if writes:
+                own(module, save_directory, **{**arguments, "state_dict": _mapped(module, staged)})
+                _describe(module, folder, engine)
+    finally:
+        if writes:
+            shutil.rmtree(staged)
+
+
+def _make_staged(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".weights-", dir=folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder} can't be written to ({error.strerror}): name another folder") from None
+
+
+def _mapped(module: nn.Module, staged: Path) -> dict[str, torch.Tensor]:
+    """The tensors of all files, under all of their names in the model."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(staged.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    for names in parameter_names(module).values():
+        found |= dict.fromkeys(names, found[names[0]])
+    return found
+
+
+def _describe(module: Any, folder: Path, engine: Engine) -> None:
+    """The dtype that is stored; Hugging Face's own takes the masters' for it."""
+    halves = torch.float16 if engine.fp16_enabled() else torch.bfloat16
+    module.config.dtype = halves if engine.fp16_enabled() or engine.bfloat16_enabled() else torch.float32
+    module.config.save_pretrained(folder)
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
+
+
+def _adapters(engine: Engine, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What PEFT takes from the state dict, whole; everything else of it on the meta device."""
+    module: Any = engine.module
+    with together():
+        engine._check_whole()
+    reshard(module)
+    parameters = {name: p for p, names in parameter_names(module).items() for name in names}
+    state: dict[str, torch.Tensor] = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
+    state |= {name: b for b, names in buffer_names(module, persistent=True).items() for name in names}
+    wanted = _taken(module, state, arguments) | {name for name, p in parameters.items() if p.requires_grad}
+    return state | {
+        name: full_tensor(parameters[name].data, torch.float32).cpu() for name in parameters if name in wanted
+    }
+
+
+def _taken(module: Any, state: dict[str, torch.Tensor], arguments: dict[str, Any]) -> set[str]:
+    """The names that PEFT takes from `state`."""
+    from peft import get_peft_model_state_dict
+
+    options = {key: arguments[key] for key in ("save_embedding_layers",) if key in arguments}
+    adapters: Iterable[str] = arguments.get("selected_adapters") or module.peft_config
+    taken = {
+        id(tensor)
+        for adapter in adapters
+        for tensor in get_peft_model_state_dict(module, state_dict=state, adapter_name=adapter, **options).values()
+    }
+    return {name for name, tensor in state.items() if id(tensor) in taken}
