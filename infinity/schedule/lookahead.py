@@ -33,7 +33,14 @@ room than that (pinned.py). tests/schedule/test_lookahead.py compares with all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+UNTIL_THE_END = math.inf
+"""The place of what no use passes: it comes after all of them."""
+
+_NOW = -1.0
 
 
 def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
@@ -82,23 +89,174 @@ def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_
     return [*ends, len(uses)]
 
 
-def cycle_read_bytes(
-    uses: Sequence[int], read_bytes: Sequence[int], choose: Callable[[Iterable[int]], Iterable[int]]
-) -> int:
-    """Bytes read in a cycle of uses when `choose` decides what stays after each.
+class LookAhead:
+    """What `groups_to_stage` chooses of what comes next, kept up to date as uses pass: whatever comes is looked at once when it
+    enters and once when it leaves, where asking anew would cost as much as is held, at every use.
+
+    Units are numbers. What comes is a sequence of (place, unit): the use at `place` needs the unit, places never fall, and
+    one use may need several. ~unit stands for a unit that is needed there only until it is `done`. In front of all is what
+    is needed `now`.
+
+    The sequence is pulled as far as it is chosen, and one further. After any change, `fit` chooses anew.
+
+    Args:
+        coming: the sequence.
+        limits: of each, the bytes by unit, and how many of them may be chosen. The first unit always is.
+    """
+
+    def __init__(self, coming: Iterator[tuple[float, int]], *limits: tuple[Sequence[int], int]) -> None:
+        self._coming = coming
+        self._limits = limits
+        self._chosen_bytes = [0] * len(limits)
+        self._sequence: deque[tuple[float, int]] = deque()
+        """The part of the sequence that is chosen."""
+        self._first = 0
+        """The number of its first entry; those that follow have the numbers that follow."""
+        self._given_up: list[tuple[float, int]] = []
+        """What was pulled and not chosen, soonest last."""
+        self._keys: dict[int, deque[int]] = {}
+        """By unit that is chosen: twice the number of each of its entries, and one more where it is needed until it is done."""
+        self._done: set[int] = set()
+        self._passed = 0.0
+        self.changed: dict[int, None] = {}
+        """Units that were chosen, or not any more, or are needed at another moment, since somebody cleared this."""
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[int]:
+        """What is chosen, soonest first."""
+        return iter(sorted(self._keys, key=lambda unit: self._keys[unit][0]))
+
+    def key(self, unit: int) -> int | None:
+        """The less, the sooner it is needed; None where it is not chosen."""
+        keys = self._keys.get(unit)
+        return keys[0] if keys is not None else None
+
+    def pass_to(self, place: float) -> None:
+        """The uses before `place` are over, and so is what was needed now."""
+        self._passed = max(self._passed, place)
+        while self._sequence and self._sequence[0][0] < place:
+            _, unit = self._sequence.popleft()
+            self._drop(unit, self._first, 0)
+            self._first += 1
+        while self._given_up and self._given_up[-1][0] < place:
+            self._given_up.pop()
+
+    def need_now(self, units: Sequence[int]) -> None:
+        """These are needed before all else (as ~unit: until they are done), and not what was before."""
+        self.pass_to(_NOW + 1)
+        for unit in reversed(units):
+            self._first -= 1
+            self._sequence.appendleft((_NOW, unit))
+            self._take(unit, self._first, front=True)
+
+    def done(self, unit: int) -> None:
+        """From now on the unit is needed no more where it was until now."""
+        self._done.add(unit)
+        keys = self._keys.get(unit)
+        if keys is not None:
+            kept = deque(key for key in keys if not key & 1)
+            self._set(unit, kept)
+
+    def fit(self) -> None:
+        """Choose as much as the limits allow."""
+        while len(self._keys) > 1 and not self._fits(None):
+            self._given_up.append(self._sequence.pop())
+            self._drop(self._given_up[-1][1], self._first + len(self._sequence), -1)
+        while (entry := self._next()) is not None:
+            if not self._fits(entry[1]):
+                self._given_up.append(entry)
+                return
+            self._sequence.append(entry)
+            self._take(entry[1], self._first + len(self._sequence) - 1, front=False)
+
+    def _next(self) -> tuple[float, int] | None:
+        while (entry := self._given_up.pop() if self._given_up else next(self._coming, None)) is not None:
+            over = entry[0] < self._passed or (entry[1] < 0 and ~entry[1] in self._done)
+            if not over or entry[0] == _NOW:
+                return entry
+        return None
+
+    def _fits(self, unit: int | None) -> bool:
+        """Whether what is chosen fits, with one entry more if it is told."""
+        if unit is not None:
+            unit = unit if unit >= 0 else ~unit
+            if unit in self._keys or not self._keys:
+                return True
+        for chosen, (unit_bytes, bytes_max) in zip(self._chosen_bytes, self._limits, strict=True):
+            if chosen + (0 if unit is None else unit_bytes[unit]) > bytes_max:
+                return False
+        return True
+
+    def _take(self, unit: int, number: int, *, front: bool) -> None:
+        key = 2 * number
+        if unit < 0:
+            unit, key = ~unit, key + 1
+        keys = self._keys.get(unit)
+        if keys is None:
+            self._keys[unit] = deque((key,))
+            self._count(unit, 1)
+        elif front:
+            keys.appendleft(key)
+            self.changed[unit] = None
+        else:
+            keys.append(key)
+
+    def _drop(self, unit: int, number: int, end: int) -> None:
+        """An entry left the sequence, at its beginning (end 0) or its end (-1). One that was done left it before."""
+        key = 2 * number
+        if unit < 0:
+            unit, key = ~unit, key + 1
+        keys = self._keys.get(unit)
+        if keys is None or keys[end] != key:
+            return
+        if end == 0:
+            keys.popleft()
+        else:
+            keys.pop()
+        if not keys or end == 0:
+            self._set(unit, keys)
+
+    def _set(self, unit: int, keys: deque[int]) -> None:
+        """These entries are left of a unit."""
+        if keys:
+            self._keys[unit] = keys
+            self.changed[unit] = None
+        else:
+            del self._keys[unit]
+            self._count(unit, -1)
+
+    def _count(self, unit: int, sign: int) -> None:
+        for number, (unit_bytes, _) in enumerate(self._limits):
+            self._chosen_bytes[number] += sign * unit_bytes[unit]
+        self.changed[unit] = None
+
+
+def cycle_read_bytes(uses: Sequence[int], read_bytes: Sequence[int], *limits: tuple[Sequence[int], int]) -> int:
+    """Bytes read in a cycle of uses when what is chosen of the rest stays after each.
 
     A use reads nothing where what is used stayed since its last use.
 
     Args:
         uses: numbers of what is used, in order. Nothing stays beyond its end.
         read_bytes: by place in `uses`, what staging it there reads.
-        choose: what should be staged, given what comes next: `groups_to_stage` with its limits.
+        limits: as for `LookAhead`, which chooses.
     """
     total = 0
+    ahead = LookAhead(((float(place), unit) for place, unit in enumerate(uses)), *limits)
     stayed: set[int] = set()
     for place, unit in enumerate(uses):
         if unit not in stayed:
             total += read_bytes[place]
-        rest = (uses[later] for later in range(place + 1, len(uses)))
-        stayed = {each for each in choose(rest) if each in stayed or each == unit}
+        ahead.pass_to(place + 1)
+        ahead.fit()
+        stayed.add(unit)
+        stayed -= {other for other in ahead.changed if other not in ahead}
+        if unit not in ahead:
+            stayed.discard(unit)
+        ahead.changed.clear()
     return total

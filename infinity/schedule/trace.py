@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+
+class _Cycle:
+    """Uses in their order, and by group the places of its uses."""
+
+    def __init__(self, uses: Sequence[int]) -> None:
+        self.uses = tuple(uses)
+        self._places: dict[int, list[int]] = {}
+        for place, group in enumerate(self.uses):
+            self._places.setdefault(group, []).append(place)
+
+    def next_use(self, group: int, place: int) -> int | None:
+        """Where `group` is used next, at `place` or after it."""
+        places = self._places.get(group, [])
+        later = bisect_left(places, place)
+        return places[later] if later < len(places) else None
 
 
 class Trace:
@@ -15,7 +32,7 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self._followed: tuple[int, ...] = ()
+        self._followed = _Cycle(())
         self._recorded: list[int] = []
         self._before: tuple[int, ...] = ()
         self._used: set[int] = set()
@@ -28,12 +45,17 @@ class Trace:
     @property
     def known(self) -> bool:
         """Whether a whole cycle has been recorded, so that something can be predicted."""
-        return bool(self._followed)
+        return bool(self.cycle)
 
     @property
     def cycle(self) -> tuple[int, ...]:
         """The order that is followed; empty until one is known."""
-        return self._followed
+        return self._followed.uses
+
+    @property
+    def place(self) -> int:
+        """How many of its uses are behind."""
+        return self._place
 
     def used(self, group: int) -> bool:
         """Whether `group` was used in the cycle that is going on."""
@@ -43,17 +65,14 @@ class Trace:
         """Group `group` is used now."""
         self._recorded.append(group)
         self._used.add(group)
-        if not self._followed:
+        if not self.known:
             return
-        if self._place < len(self._followed) and self._followed[self._place] == group:
-            self._place += 1
-            return
-        self._surprised = True
-        self.surprises += 1
-        try:
-            self._place = self._followed.index(group, self._place) + 1
-        except ValueError:
-            return  # not expected in the rest of this cycle: stay, the next use may fit again
+        place = self._followed.next_use(group, self._place)
+        if place != self._place:
+            self._surprised = True
+            self.surprises += 1
+        if place is not None:  # else not expected in the rest of this cycle: stay, the next use may fit again
+            self._place = place + 1
 
     def interrupt(self) -> None:
         """Something else came in between: this cycle may differ for that reason, and the next one from this."""
@@ -71,14 +90,14 @@ class Trace:
         """
         if not self._recorded:
             return False
-        if self._followed and self._place < len(self._followed):
+        if self.known and self._place < len(self.cycle):
             self._surprised = True
             self.surprises += 1
         recorded, excused = tuple(self._recorded), self._excused > 0
         new = recorded != self._before
         surprised = self._surprised and new and not excused
-        if not (self._followed and new and excused):
-            self._followed = recorded
+        if not (self.known and new and excused):
+            self._followed = _Cycle(recorded)
         self._before, self._excused = recorded, max(0, self._excused - 1)
         self._recorded, self._used, self._place, self._surprised = [], set(), 0, False
         return surprised
@@ -88,7 +107,8 @@ class Trace:
 
         What is read before the end of a training cycle is stale after it: the step changes every group.
         """
-        for place in range(self._place, len(self._followed)):  # no slice: who looks ahead stops after a few
-            yield self._followed[place]
+        cycle = self.cycle
+        for place in range(self._place, len(cycle)):  # no slice: who looks ahead stops after a few
+            yield cycle[place]
         if into_next:
-            yield from self._followed
+            yield from cycle

@@ -15,22 +15,30 @@ changes all copies, so none is worth reading; but the state that it begins with 
 then, as much as the pool holds: those updates wait for nothing, and the step has so many bytes less to read. State whose
 gradients wait on NVMe comes with these, and so after them. Whoever writes to a sub-group in between drops what was read of it
 (`PagedModel.access`, `set_state`); a skipped step leaves it, good for the next one.
+
+[Note: Following what comes]
+What comes next is one sequence (`_coming`), and each use takes a step along it; each update that is done leaves it. So what is
+wanted is not chosen anew: a look-ahead follows, as long as the sequence is the same one. That is known from what it is made of:
+the cycle that is followed, the updates that the step left, and how far along both of them anybody is. An exception in the
+middle of following leaves no look-ahead, and the next one begins where everything is by then.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, takewhile
+from dataclasses import dataclass, field
+from itertools import takewhile
 
-from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage
+from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
 from infinity.schedule.scheme import Update
 from infinity.schedule.trace import Trace
 from infinity.swap import budget
 from infinity.swap.chunk import Chunk
 from infinity.swap.fsdp2 import in_backward
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedSubGroup
+from infinity.swap.wanted import Wanted
 
 log = logging.getLogger("infinity")
 
@@ -62,6 +70,7 @@ class StagingPolicy:
         """What is staged: by number of its group, then by number of its sub-group; then, again by number of its group, room for
         copies that the step is still to make."""
         group_bytes = [_lease_bytes(chunk) for chunk in copies]
+        self._numbers = {chunk: unit for unit, chunk in enumerate(self._units) if chunk is not None}
         self._unit_bytes = [*group_bytes, *map(_lease_bytes, states), *group_bytes]
         self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
         """The same, but nothing for sub-groups."""
@@ -76,6 +85,11 @@ class StagingPolicy:
             # One is gathered for the backward before another, whose copies wait for its update, is done with them.
             least = 2 * largest_group if update == "backward" else 0
             self._look_ahead_bytes = min(self._room_bytes, max(look_ahead_bytes, least))
+        self._limits = (self._unit_bytes, self._room_bytes), (self._gathered_bytes, self._look_ahead_bytes)
+        """What should be staged of what comes next: as much as the pool has room for, and gathers as far as they may run ahead;
+        what the updates of a group need counts with the group."""
+        self._following: _Following | None = None
+        """See [Note: Following what comes]."""
 
     @property
     def surprises(self) -> int:
@@ -100,7 +114,7 @@ class StagingPolicy:
 
     def recover(self) -> None:
         """An exception ended what was going on."""
-        self._pass_trains, self._phase = None, True
+        self._pass_trains, self._phase, self._following = None, True, None
         self._forwards.clear()
         for trace in self._traces.values():
             trace.restart()
@@ -145,9 +159,17 @@ class StagingPolicy:
 
     # What it says.
 
-    def wanted(self, using: PagedGroup | None = None) -> list[Chunk]:
-        """The chunks that should be staged now, soonest needed first; `using`: the group whose members are being updated."""
-        return [chunk for unit in self._choose(self._upcoming(using)) if (chunk := self._units[unit]) is not None]
+    def wanted(self, using: PagedGroup | None = None) -> Wanted:
+        """The chunks that should be staged now, soonest needed first; `using`: the group whose members are being updated.
+
+        It is good until the next call.
+        """
+        following, self._following = self._following, None
+        if following is None or not self._goes_on(following):
+            following = self._begin_following()
+        self._follow(following, using)
+        self._following = following
+        return following.wanted
 
     def next_gathers(self) -> Iterator[PagedGroup]:
         """The groups that are gathered next, each once, until one that is updated in the backward before it is gathered."""
@@ -195,12 +217,6 @@ class StagingPolicy:
             self._told_surprise = True
             log.info("the model took another path than in the pass before; reads follow the new one from now on")
 
-    def _choose(self, upcoming: Iterable[int]) -> list[int]:
-        """What should be staged now of what comes next: as much as the pool has room for, and gathers as far as they may run
-        ahead; what the updates of a group need counts with the group."""
-        fitting = groups_to_stage(upcoming, self._unit_bytes, self._room_bytes)
-        return groups_to_stage(fitting, self._gathered_bytes, self._look_ahead_bytes)
-
     def _unit(self, sub: PagedSubGroup) -> int:
         return len(self._paged.groups) + sub.layout.index
 
@@ -208,42 +224,106 @@ class StagingPolicy:
         """The number that stands for copies of a group that the step is still to make."""
         return len(self._paged.groups) + len(self._paged.sub_groups) + group.index
 
-    def _upcoming(self, using: PagedGroup | None) -> Iterator[int]:
-        """What is to be staged, soonest first, as numbers in `_units`: each group and what its updates need."""
+    def _goes_on(self, following: _Following) -> bool:
+        """Whether what comes is the rest of what came then."""
+        trace = self._traces[self._phase]
+        same = following.trains == self._phase and following.cycle is trace.cycle
+        return same and following.stepped is self._paged.stepped and following.place <= trace.place
+
+    def _begin_following(self) -> _Following:
+        trace, paged = self._traces[self._phase], self._paged
+        ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self._limits)
+        wanted = Wanted(ahead, self._units, self._numbers)
+        return _Following(
+            ahead, wanted, self._phase, trace.cycle, trace.place, paged.stepped, dict.fromkeys(paged.updates)
+        )
+
+    def _follow(self, following: _Following, using: PagedGroup | None) -> None:
+        """Go along to where everything is now."""
+        ahead, trace = following.ahead, self._traces[self._phase]
+        if following.pending:
+            self._leave_out_done(following, using)
+        if trace.place != following.place:
+            ahead.pass_to(trace.place)
+            following.place = trace.place
+            following.using = None
+        if using is not following.using or using is None:
+            waiting = self._paged.waiting(using) if using is not None else []
+            now = [*(~self._unit(sub) for sub in waiting), using.index] if using is not None else []
+            ahead.need_now(now)
+            following.using, following.waiting = using, deque(waiting)
+        ahead.fit()
+
+    def _leave_out_done(self, following: _Following, using: PagedGroup | None) -> None:
+        """Updates that were run since: of the group that was in use, in their order; of those that were used meanwhile; or, on
+        some other way, of any."""
+        updates, pending, waiting = self._paged.updates, following.pending, following.waiting
+        done: list[PagedSubGroup] = []
+        while waiting and waiting[0] not in updates:
+            done.append(waiting.popleft())
+        if len(pending) - len(done) != len(updates):
+            groups = self._paged.groups
+            used = following.cycle[following.place : self._traces[self._phase].place]
+            indices = dict.fromkeys(index for index in used if index < len(groups))
+            if using is not None:
+                indices[using.index] = None
+            members = dict.fromkeys(sub for index in indices for sub in (*groups[index].beside, *groups[index].members))
+            done = [*{sub: None for sub in (*done, *members) if sub in pending and sub not in updates}]
+        if len(pending) - len(done) != len(updates):
+            done = [sub for sub in pending if sub not in updates]
+        for sub in done:
+            del pending[sub]
+            following.ahead.done(self._unit(sub))
+            group = self._paged.groups[sub.layout.space] if sub.layout.space < len(self._paged.groups) else None
+            if group is not None and self._paged.may_go_direct(group) and not self._any_waits(group):
+                following.ahead.done(group.index)
+
+    def _any_waits(self, group: PagedGroup) -> bool:
+        return any(sub in self._paged.updates for sub in reversed(group.members))  # they are run in their order
+
+    def _coming(self, trains: bool, cycle: Sequence[int], place: int) -> Iterator[tuple[float, int]]:
+        """What is to be staged from a place of a cycle on, soonest first: (place, number in `_units`) of each group and of what
+        its updates need, for `LookAhead`; in evaluation also for the next cycle."""
         paged = self._paged
         groups = paged.groups
-        if using is not None:
-            yield from map(self._unit, paged.waiting(using))
-            yield using.index
-        for index in self._traces[self._phase].upcoming(into_next=not self._phase):
+        for at in range(place, len(cycle) if trains else 2 * len(cycle)):
+            index = cycle[at % len(cycle)]
             if index >= len(groups):  # an update in the backward, which needs the copies too
-                yield from self._with_copies(index)
+                yield from ((at, unit) for unit in self._with_copies(index))
                 continue
-            yield from self._units_of(groups[index], paged.updates, index)
-        yield from map(self._unit, paged.updates)
-        yield from self._next_step()
+            copies = index if not paged.may_go_direct(groups[index]) else ~index
+            yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, copies, until_done=True))
+        yield from ((UNTIL_THE_END, ~self._unit(sub)) for sub in tuple(paged.updates) if sub in paged.updates)
+        if trains:
+            yield from ((UNTIL_THE_END, unit) for unit in self._next_step(cycle))
 
-    def _next_step(self) -> Iterator[int]:
+    def _next_step(self, cycle: Sequence[int]) -> Iterator[int]:
         """What the coming step updates, if it is like the last, in its order and up to what can't be read before it: see
         [Note: State before its gradients]. Where that is in the next forward, with room for the copies that it will gather."""
-        if self._update == "backward" or not self._phase:
+        if self._update == "backward":
             return
         stepped = dict.fromkeys(self._paged.stepped)
         units: Iterable[int]
         if self._update == "step":
             units = map(self._unit, stepped)
         else:
-            groups = (self._paged.groups[index] for index in self._traces[True].cycle)
-            units = chain.from_iterable(self._units_of(group, stepped, self._room_for(group)) for group in groups)
+            groups = (self._paged.groups[index] for index in cycle)
+            units = (unit for group in groups for unit in self._units_of(group, stepped, self._room_for(group)))
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
-    def _units_of(self, group: PagedGroup, updated: Container[PagedSubGroup], copies: int) -> Iterator[int]:
-        """What a gather needs staged, its copies as number `copies`: the updates that it brings come before and after them."""
-        yield from (self._unit(sub) for sub in group.beside if sub in updated)
-        members = [sub for sub in group.members if sub in updated]
+    def _units_of(
+        self, group: PagedGroup, updated: Container[PagedSubGroup], copies: int, *, until_done: bool = False
+    ) -> Iterator[int]:
+        """What a gather needs staged, its copies as number `copies`: the updates that it brings come before and after them.
+
+        `until_done`: these are needed for that update alone, as ~unit says.
+        """
+        beside = [self._unit(sub) for sub in group.beside if sub in updated]
+        members = [self._unit(sub) for sub in group.members if sub in updated]
+        yield from (~unit if until_done else unit for unit in beside)
         if members or not self._paged.may_go_direct(group):
             yield copies
-        yield from map(self._unit, members)
+        yield from (~unit if until_done else unit for unit in members)
 
     def _with_copies(self, unit: int) -> Iterator[int]:
         """A sub-group that is updated in the backward, and before it the group whose copies that needs."""
@@ -280,7 +360,24 @@ class StagingPolicy:
                 continue
             uses += [*map(self._unit, beside), *map(self._unit, updated), index]
             reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
-        return direct_bytes + cycle_read_bytes(uses, reads, self._choose)
+        return direct_bytes + cycle_read_bytes(uses, reads, *self._limits)
+
+
+@dataclass(eq=False)
+class _Following:
+    """A look-ahead, and what it was told of."""
+
+    ahead: LookAhead
+    wanted: Wanted
+    trains: bool
+    cycle: Sequence[int]
+    place: int
+    stepped: Sequence[PagedSubGroup]
+    pending: dict[PagedSubGroup, None]
+    """Updates that were left. While `stepped` is the same they only get fewer; so they are the same where they are as many."""
+    using: PagedGroup | None = None
+    waiting: deque[PagedSubGroup] = field(default_factory=deque)
+    """Its members that waited for an update."""
 
 
 def _lease_bytes(chunk: Chunk | None) -> int:

@@ -7,14 +7,24 @@ users are few: the groups being handed to FSDP2 (two at most, however many it pr
 copied] in manager.py), or the sub-groups of one optimizer step that were read and not yet updated. The budget
 (infinity/swap/budget.py) holds these and enough holes around them for the next, so a demand either finds room, or makes it by
 dropping and waiting; it fails only where the caller breaks the sum.
+
+[Note: What a call costs]
+Thousands of chunks may be wanted, staged and on their way, and each gather or update asks what to read and what to drop next.
+So nothing here looks at all of them. What is next to be read, and what is the first to be dropped, stand in queues whose
+entries are held against the state of their chunk when they come to the front: that state alone counts, the queues are made
+from it anew whenever something else is wanted, and an entry that is missing costs a read on demand at most. And of transfers
+that may have ended, a few are looked at: a drive ends them about in the order in which they began.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count
 
 from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority, Request
 from infinity.device import Device, Landing
@@ -22,9 +32,13 @@ from infinity.errors import BudgetError, IntegrityError, IoError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.timeline import Timeline, measured
+from infinity.swap.wanted import Wanted
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
+
+_UNENDED_LOOKED_AT = 64
+"""Transfers that go on, past which nobody looks for one that has ended: more than a drive has in flight."""
 
 
 class Stager:
@@ -37,12 +51,18 @@ class Stager:
         self.device = device
         self._leased: dict[Chunk, None] = {}
         """All chunks that hold a lease, or were about to when an exception came."""
-        self._staged: list[Chunk] = []  # READING or STAGED, oldest first
-        self._arriving: list[Chunk] = []
-        self._writing: list[Chunk] = []
-        self._landing: list[Chunk] = []
-        self.wanted: Sequence[Chunk] = ()
-        """What is worth keeping staged, soonest needed first; the rest is dropped before it, and it from its end."""
+        self._staged: OrderedDict[Chunk, int] = OrderedDict()
+        """READING or STAGED, oldest first, and their numbers in that order."""
+        self._arriving: OrderedDict[Chunk, None] = OrderedDict()
+        self._writing: OrderedDict[Chunk, None] = OrderedDict()
+        self._landing: OrderedDict[Chunk, None] = OrderedDict()
+        self._staged_so_far = count()
+        self._blocked_by: dict[Chunk, int] = {}
+        """By chunk that waits for the write of another one: the number of that in its `after`, when it was asked last."""
+        self._wanted, _ = Wanted.of([])
+        self._to_read = _Queue(self._key_to_read)
+        self._unwanted = _Queue(self._key_unwanted)
+        self._farthest = _Queue(self._key_farthest)
         self.demand_reads = 0
         """Reads that nobody had started before they were needed."""
         self.timeline: Timeline | None = None
@@ -58,13 +78,43 @@ class Stager:
         finally:
             self._engine.stall_seconds += time.perf_counter() - began
 
-    def want(self, chunks: Sequence[Chunk]) -> None:
+    @property
+    def wanted(self) -> Wanted:
+        """What is worth keeping staged, soonest needed first; the rest is dropped before it, and it from its end."""
+        return self._wanted
+
+    @wanted.setter
+    def wanted(self, wanted: Wanted | Sequence[Chunk]) -> None:
+        if not isinstance(wanted, Wanted):
+            wanted, _ = Wanted.of(wanted)
+        if wanted is not self._wanted:
+            self._wanted = wanted
+            self._queue_anew()
+        else:
+            for chunk in wanted.changed():
+                self._queue(chunk)
+        wanted.told()
+
+    def want(self, chunks: Wanted | Sequence[Chunk]) -> None:
         """From now on these are worth having staged, soonest needed first: start reading what rests of them, while it fits."""
         self._write_arrived()
         self.wanted = chunks
-        for chunk in chunks:
-            if chunk.state is ChunkState.RESTING and not self.prefetch(chunk):
-                break
+        passed: list[Chunk] = []
+        read_up_to: int | None = None
+        try:
+            while (chunk := self._to_read.first()) is not None:
+                key = self._key_to_read(chunk)
+                assert key is not None
+                if read_up_to is not None and key < read_up_to:  # came to rest meanwhile: next time
+                    passed.append(chunk)
+                    self._to_read.pass_over()
+                elif self.prefetch(chunk):
+                    read_up_to = key
+                else:
+                    break
+        finally:
+            for chunk in passed:
+                self._to_read.put(chunk)
 
     def prefetch(self, chunk: Chunk) -> bool:
         """Start reading a resting chunk if that takes no waiting and displaces nothing wanted. Whether it was started."""
@@ -75,10 +125,10 @@ class Stager:
             self.reap()
             lease = self._pool.try_lease(chunk.lease_bytes)
         while lease is None:
-            idle = [c for c in self._staged if c not in self.wanted and _is_idle(c)]
-            if not idle:
+            idle = self._unwanted.first(_is_idle)
+            if idle is None:
                 return False
-            self.drop(idle[0])
+            self.drop(idle)
             lease = self._pool.try_lease(chunk.lease_bytes)
         self._start_read(chunk, lease, Priority.PREFETCH)
         return True
@@ -95,7 +145,7 @@ class Stager:
             self._wait_landed(chunk)
             chunk.landing = None
         if chunk.state is ChunkState.LANDING:
-            self._landing.remove(chunk)
+            del self._landing[chunk]
             chunk.move_to(ChunkState.IN_USE)
             assert chunk.lease is not None
             return chunk.lease
@@ -106,7 +156,7 @@ class Stager:
         if chunk.state is ChunkState.READING:
             self._finish_read(chunk)
         assert chunk.state is ChunkState.STAGED and chunk.lease is not None, f"{chunk.name} is already in use"
-        self._staged.remove(chunk)
+        del self._staged[chunk]
         chunk.move_to(ChunkState.IN_USE)
         return chunk.lease
 
@@ -138,9 +188,9 @@ class Stager:
 
     def may_be_read(self, chunk: Chunk) -> bool:
         """Whether the arena holds what a read of the chunk is to find; never blocks."""
-        if any(other.is_unwritten for other in chunk.after):
+        if self._is_blocked(chunk):
             self.reap()
-        return not any(other.is_unwritten for other in chunk.after)
+        return not self._is_blocked(chunk)
 
     def let_be_read(self, chunk: Chunk) -> None:
         """Wait until the arena holds what a read of the chunk is to find. Raises IoError when a write of it failed."""
@@ -176,12 +226,12 @@ class Stager:
         chunk.landing = None if landing.done() else landing
         if keep:
             chunk.move_to(ChunkState.STAGED)
-            self._staged.append(chunk)
+            self._stage(chunk)
         elif chunk.landing is None:
             self._rest(chunk)
         else:
             chunk.move_to(ChunkState.LANDING)
-            self._landing.append(chunk)
+            self._landing[chunk] = None
 
     def write_back(self, chunk: Chunk, *, landing: Landing | None = None) -> None:
         """The user changed the bytes: write them in the background; the lease comes back when they are on the drive.
@@ -197,7 +247,7 @@ class Stager:
             return
         chunk.landing = landing
         chunk.move_to(ChunkState.ARRIVING)
-        self._arriving.append(chunk)
+        self._arriving[chunk] = None
 
     def settle(self, chunk: Chunk, why: str = "") -> None:
         """Wait until a chunk that is to be written is on the drive; nothing to do for any other.
@@ -210,10 +260,10 @@ class Stager:
             try:
                 self._wait("write", chunk, why)
             except OSError as error:  # all of them have ended; on Ctrl-C they have not, and the lease is still theirs
-                self._writing.remove(chunk)
+                del self._writing[chunk]
                 self._lose(chunk, error)
                 raise
-            self._writing.remove(chunk)
+            del self._writing[chunk]
             self._rest(chunk)
 
     def drop(self, chunk: Chunk) -> None:
@@ -229,7 +279,7 @@ class Stager:
         if chunk.state is ChunkState.STAGED:
             if chunk.landing is not None:
                 self._wait_landed(chunk)
-            self._staged.remove(chunk)
+            del self._staged[chunk]
             self._rest(chunk)
         elif chunk.state is ChunkState.LANDING:
             self._land(chunk)
@@ -244,7 +294,7 @@ class Stager:
         failure: OSError | None = None
         while left := self._arriving or self._writing:
             try:
-                self.settle(left[0])
+                self.settle(next(iter(left)))
             except OSError as error:
                 failure = failure or error
         if failure is not None:
@@ -253,10 +303,10 @@ class Stager:
     def reap(self) -> bool:
         """Take back what has ended by itself; whether anything had. Raises IoError where a write failed."""
         self._write_arrived()
-        ended = [c for c in self._writing if all(t.done for t in c.transfers)]
+        ended = _ended(self._writing, lambda chunk: all(t.done for t in chunk.transfers))
         for chunk in ended:
             self.settle(chunk)
-        landed = [c for c in self._landing if c.landing is not None and c.landing.done()]
+        landed = _ended(self._landing, _has_landed)
         for chunk in landed:
             self._land(chunk)
         return bool(ended or landed)
@@ -270,17 +320,18 @@ class Stager:
         while (lease := self._pool.try_lease(nbytes)) is None:
             if self.reap():
                 continue
-            last = max(self._staged, key=self._distance, default=None)
-            if last is not None and last not in self.wanted:
-                self.drop(last)
+            if (unwanted := self._unwanted.first()) is not None:
+                self.drop(unwanted)
             elif self._writing:
-                self.settle(self._writing[0], f"for room for {who}")
+                self.settle(next(iter(self._writing)), f"for room for {who}")
             elif self._arriving:
-                self._write_arriving(self._arriving[0])
-            elif last is not None:
+                self._write_arriving(next(iter(self._arriving)))
+            elif (last := self._farthest.first()) is not None:
                 self.drop(last)
+            elif self._staged:  # an entry was lost
+                self._queue_anew()
             elif self._landing:
-                self._land(self._landing[0])
+                self._land(next(iter(self._landing)))
             else:
                 raise BudgetError(
                     f"{who} needs {format_bytes(nbytes)} of the pinned pool at once, which holds "
@@ -315,13 +366,48 @@ class Stager:
             chunk.put_to_rest()
             del self._leased[chunk]
         for chunks in (self._staged, self._arriving, self._writing, self._landing):
-            chunks[:] = [chunk for chunk in chunks if chunk.state is not ChunkState.RESTING]
-        self.wanted = ()
+            for chunk in [chunk for chunk in chunks if chunk.state is ChunkState.RESTING]:
+                del chunks[chunk]
+        self._blocked_by.clear()
+        self._wanted, _ = Wanted.of([])
+        self._queue_anew()
         self._pool.reclaim(kept)
 
-    def _distance(self, chunk: Chunk) -> int:
-        """How far away the next use is: the place in `wanted`, or beyond its end."""
-        return self.wanted.index(chunk) if chunk in self.wanted else len(self.wanted)
+    def _key_to_read(self, chunk: Chunk) -> int | None:
+        return self._wanted.key(chunk) if chunk.state is ChunkState.RESTING else None
+
+    def _key_unwanted(self, chunk: Chunk) -> int | None:
+        return self._staged.get(chunk) if self._wanted.key(chunk) is None else None
+
+    def _key_farthest(self, chunk: Chunk) -> int | None:
+        key = self._wanted.key(chunk) if chunk in self._staged else None
+        return -key if key is not None else None
+
+    def _queue(self, chunk: Chunk) -> None:
+        """The chunk may belong into other queues than before: its state has changed, or when it is needed."""
+        self._to_read.put(chunk)
+        self._unwanted.put(chunk)
+        self._farthest.put(chunk)
+
+    def _queue_anew(self) -> None:
+        self._to_read.fill(self._wanted)
+        self._unwanted.fill(self._staged)
+        self._farthest.fill(self._staged)
+
+    def _stage(self, chunk: Chunk) -> None:
+        self._staged[chunk] = next(self._staged_so_far)
+        self._queue(chunk)
+
+    def _is_blocked(self, chunk: Chunk) -> bool:
+        """Whether the write of another one must end before it is read. They are written about in order: asks the last one
+        first."""
+        last = self._blocked_by.get(chunk, 0)
+        for number in chain(range(last, len(chunk.after)), range(last)):
+            if chunk.after[number].is_unwritten:
+                self._blocked_by[chunk] = number
+                return True
+        self._blocked_by.pop(chunk, None)
+        return False
 
     def _start_read(self, chunk: Chunk, lease: Lease, priority: Priority) -> None:
         if self.timeline is not None:
@@ -340,13 +426,13 @@ class Stager:
                     lease.view(elements.dtype, start, elements.numel()).copy_(elements)
         chunk.lease, chunk.transfers, chunk.unverified = lease, transfers, chunk.verified_by_user
         chunk.move_to(ChunkState.READING)
-        self._staged.append(chunk)
+        self._stage(chunk)
 
     def _finish_read(self, chunk: Chunk, why: str = "") -> None:
         try:
             self._wait("read", chunk, why)
         except OSError:
-            self._staged.remove(chunk)
+            del self._staged[chunk]
             self._rest(chunk)
             raise
         chunk.transfers = []
@@ -354,12 +440,12 @@ class Stager:
 
     def _write_arrived(self) -> None:
         """Start to write what the device has brought by now."""
-        for chunk in [c for c in self._arriving if c.landing is not None and c.landing.done()]:
+        for chunk in _ended(self._arriving, _has_landed):
             self._write_arriving(chunk)
 
     def _write_arriving(self, chunk: Chunk) -> None:
         self._wait_landed(chunk)
-        self._arriving.remove(chunk)
+        del self._arriving[chunk]
         chunk.landing = None
         self._start_write(chunk)
 
@@ -380,7 +466,7 @@ class Stager:
         for span in chunk.writes:
             self._arena.count_write(span.offset, span.nbytes)
         chunk.move_to(ChunkState.WRITING)
-        self._writing.append(chunk)
+        self._writing[chunk] = None
 
     def _lose(self, chunk: Chunk, error: BaseException) -> None:
         """Nobody knows which of its bytes were written."""
@@ -424,7 +510,7 @@ class Stager:
 
     def _land(self, chunk: Chunk) -> None:
         self._wait_landed(chunk)
-        self._landing.remove(chunk)
+        del self._landing[chunk]
         self._rest(chunk)
 
     def _rest(self, chunk: Chunk) -> None:
@@ -434,6 +520,72 @@ class Stager:
         chunk.put_to_rest()
         lease.give_back()
         del self._leased[chunk]
+        self._to_read.put(chunk)
+
+
+class _Queue:
+    """Chunks by a number that follows from their state, the least first: see [Note: What a call costs].
+
+    key: a chunk's number, None for one that doesn't belong here.
+    """
+
+    def __init__(self, key: Callable[[Chunk], int | None]) -> None:
+        self._key = key
+        self._entries: list[tuple[int, int, Chunk]] = []
+        self._count = count()
+        """Where numbers are equal, of which one is out of date, chunks are not compared."""
+        self._compact_at = 64
+
+    def put(self, chunk: Chunk) -> None:
+        """One that may belong here now, or at another place."""
+        key = self._key(chunk)
+        if key is not None:
+            heapq.heappush(self._entries, (key, next(self._count), chunk))
+            if len(self._entries) > self._compact_at:
+                self.fill(dict.fromkeys(chunk for _, _, chunk in self._entries))
+
+    def fill(self, chunks: Iterable[Chunk]) -> None:
+        """Those of these that belong here, and nothing else."""
+        entries = [(key, number, chunk) for number, chunk in enumerate(chunks) if (key := self._key(chunk)) is not None]
+        heapq.heapify(entries)
+        self._entries, self._count = entries, count(len(entries))
+        self._compact_at = 64 + 2 * len(entries)
+
+    def first(self, fitting: Callable[[Chunk], bool] = lambda chunk: True) -> Chunk | None:
+        """The first that is `fitting`; it stays here."""
+        passed: list[tuple[int, int, Chunk]] = []
+        chosen = None
+        while self._entries and chosen is None:
+            key, _, chunk = self._entries[0]
+            if self._key(chunk) != key:
+                heapq.heappop(self._entries)
+            elif fitting(chunk):
+                chosen = chunk
+            else:
+                passed.append(heapq.heappop(self._entries))
+        for entry in passed:
+            heapq.heappush(self._entries, entry)
+        return chosen
+
+    def pass_over(self) -> None:
+        """Take the first out."""
+        heapq.heappop(self._entries)
+
+
+def _ended(chunks: Iterable[Chunk], has_ended: Callable[[Chunk], bool]) -> list[Chunk]:
+    """Those that have ended; not past too many that go on."""
+    ended: list[Chunk] = []
+    left = _UNENDED_LOOKED_AT
+    for chunk in chunks:
+        if has_ended(chunk):
+            ended.append(chunk)
+        elif not (left := left - 1):
+            break
+    return ended
+
+
+def _has_landed(chunk: Chunk) -> bool:
+    return chunk.landing is not None and chunk.landing.done()
 
 
 def _is_idle(chunk: Chunk) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from infinity.swap.paged_model import PagedModel, PagedSubGroup
 from infinity.swap.stager import Stager
+from infinity.swap.wanted import Wanted
 
 
 def finish_updates(paged: PagedModel, stager: Stager, sub_groups_ahead: int) -> None:
@@ -26,10 +27,12 @@ def finish_updates(paged: PagedModel, stager: Stager, sub_groups_ahead: int) -> 
 
 
 def _run(paged: PagedModel, stager: Stager, waiting: list[PagedSubGroup], sub_groups_ahead: int) -> None:
-    moving = [sub.chunk for sub in waiting if sub.moves]
+    wanted, ahead = Wanted.of([sub.chunk for sub in waiting if sub.moves], at_once=1 + sub_groups_ahead)
     done = 0
     for sub in _in_turn([sub for sub in waiting if sub.moves], [sub for sub in waiting if not sub.moves]):
-        stager.want(moving[done : done + 1 + sub_groups_ahead])
+        ahead.pass_to(done)
+        ahead.fit()
+        stager.want(wanted)
         done += sub.moves
         paged.run_update(sub)
 

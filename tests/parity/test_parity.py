@@ -11,6 +11,7 @@ import caching
 import pytest
 import torch
 import training
+from reference_policy import check_policy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("name", training.CASES)
-def test_nvme_equals_memory(name: str, nvme_path: Path) -> None:
+def test_nvme_equals_memory(name: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_policy(monkeypatch)
     case = training.CASES[name]
     assert not training.differences(
         training.in_memory(training.with_engine, case), training.with_engine(case, str(nvme_path))

@@ -5,20 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, combinations, count
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.lookahead import cycle_read_bytes, groups_to_stage, plan_look_ahead
+from infinity.schedule.lookahead import LookAhead, cycle_read_bytes, groups_to_stage, plan_look_ahead
 
 group_bytes = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
 
 def read_bytes(cycle: Sequence[int], unit_bytes: Sequence[int], reads: Sequence[int], held: int) -> int:
     """Where each use of a unit reads the same, and as much may be held after each."""
-    return cycle_read_bytes(
-        cycle, [reads[unit] for unit in cycle], lambda rest: groups_to_stage(rest, unit_bytes, held)
-    )
+    found = cycle_read_bytes(cycle, [reads[unit] for unit in cycle], (unit_bytes, held))
+    assert found == read_bytes_choosing_anew(cycle, unit_bytes, reads, held)
+    return found
+
+
+def read_bytes_choosing_anew(cycle: Sequence[int], unit_bytes: Sequence[int], reads: Sequence[int], held: int) -> int:
+    """The same, as it is defined."""
+    total = 0
+    stayed: set[int] = set()
+    for place, unit in enumerate(cycle):
+        total += reads[unit] if unit not in stayed else 0
+        stayed = {*stayed, unit} & {*groups_to_stage(cycle[place + 1 :], unit_bytes, held)}
+    return total
 
 
 @given(data=st.data(), sizes=group_bytes, look_ahead_bytes=st.integers(0, 200))
@@ -65,6 +76,73 @@ def test_a_planned_step_chooses_at_every_place_what_would_be_chosen_there(
     for place, end in enumerate(ends):
         ahead = list(dict.fromkeys(uses[place:end]))
         assert ahead == groups_to_stage(uses[place:], sizes, look_ahead_bytes)
+
+
+class Followed:
+    """What comes of some units, and a look-ahead that follows it while uses pass and updates are done."""
+
+    def __init__(self, entries: list[tuple[int, int]], limits: Sequence[tuple[Sequence[int], int]]) -> None:
+        self.entries, self.limits = sorted(entries, key=lambda entry: entry[0]), limits
+        self.now: list[int] = []
+        self.done: set[int] = set()
+        self.pulled = 0
+        self.ahead = LookAhead(self.coming(), *limits)
+        self.place = 0
+
+    def coming(self) -> Any:
+        for place, unit in list(self.entries):
+            self.pulled += 1
+            yield float(place), unit
+
+    def chosen_anew(self) -> list[int]:
+        rest = [*self.now, *(unit for place, unit in self.entries if place >= self.place)]
+        chosen: Sequence[int] = [max(unit, ~unit) for unit in rest if unit >= 0 or ~unit not in self.done]
+        for unit_bytes, bytes_max in self.limits:
+            chosen = groups_to_stage(chosen, unit_bytes, bytes_max)
+        return [*chosen]
+
+
+@settings(max_examples=400)
+@given(data=st.data(), sizes=group_bytes, bounds=st.tuples(st.integers(0, 200), st.integers(0, 200)))
+def test_what_is_followed_is_what_would_be_chosen_anew(
+    data: st.DataObject, sizes: list[int], bounds: tuple[int, int]
+) -> None:
+    """Whatever passes, is needed now or is done, and told of it is exactly what changed."""
+    units = st.integers(-len(sizes), len(sizes) - 1)
+    entries = data.draw(st.lists(st.tuples(st.integers(0, 8), units), max_size=25))
+    others = data.draw(st.lists(st.integers(0, 50), min_size=len(sizes), max_size=len(sizes)))
+    followed = Followed(entries, [(sizes, bounds[0]), (others, bounds[1])])
+    told: dict[int, int | None] = {}
+    for event in data.draw(st.lists(st.sampled_from(["pass", "now", "done", "look"]), max_size=25)):
+        if event == "pass":
+            followed.place, followed.now = data.draw(st.integers(followed.place, 9)), []
+            followed.ahead.pass_to(followed.place)
+        elif event == "now":
+            followed.now = data.draw(
+                st.lists(units.filter(lambda unit: unit >= 0 or ~unit not in followed.done), max_size=4)
+            )
+            followed.ahead.need_now(followed.now)
+        elif event == "done":
+            unit = data.draw(st.integers(0, len(sizes) - 1))
+            followed.done.add(unit)
+            followed.ahead.done(unit)
+        followed.ahead.fit()
+        assert list(followed.ahead) == followed.chosen_anew()
+        assert len(followed.ahead) == len(followed.chosen_anew())
+        told |= {unit: followed.ahead.key(unit) for unit in followed.ahead.changed}
+        followed.ahead.changed.clear()
+        assert {unit: key for unit, key in told.items() if key is not None} == {
+            unit: followed.ahead.key(unit) for unit in followed.ahead
+        }
+
+
+def test_what_is_followed_is_looked_at_once() -> None:
+    """And no farther than its bytes reach."""
+    followed = Followed([(place, place) for place in range(1000)], [([1] * 1000, 100)])
+    for place in range(1000):
+        followed.ahead.pass_to(place)
+        followed.ahead.fit()
+        assert followed.pulled == min(place + 101, 1000)
 
 
 def turns(groups: int, micro_batches: int) -> list[int]:

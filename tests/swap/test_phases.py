@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference_policy import check_policy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -21,7 +22,14 @@ WIDTH = 512
 BLOCKS = 14  # 14 MiB of what is gathered; the pool holds 10
 
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "checked_policy")
+
+
+@pytest.fixture(scope="module")
+def checked_policy() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        check_policy(patch)
+        yield
 
 
 class Model(nn.Module):
@@ -254,7 +262,7 @@ def fail_a_read(run: Run, after: int) -> None:
         finish(chunk, *waited_for)
         left[0] -= 1
         if left[0] < 0:
-            stager._staged.remove(chunk)
+            del stager._staged[chunk]
             stager._rest(chunk)
             raise infinity.IoError("read: EIO", 5)
 

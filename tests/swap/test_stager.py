@@ -667,7 +667,7 @@ def test_what_is_wanted_is_read_in_turn_until_it_no_longer_fits(bench: Bench) ->
     bench.stager.want([first, second, too_large, small])
     states = [chunk.state.name for chunk in (unwanted, first, second, too_large, small)]
     assert states == ["RESTING", "READING", "READING", "RESTING", "RESTING"]
-    assert bench.stager.wanted == [first, second, too_large, small]
+    assert list(bench.stager.wanted) == [first, second, too_large, small]
 
 
 def test_what_is_wanted_and_here_already_is_not_read_again(bench: Bench) -> None:

@@ -1,0 +1,72 @@
+"""What should be staged, as the notes of infinity/swap/policy.py define it: chosen anew each time, from all that comes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+from itertools import chain, takewhile
+from typing import Any
+
+import pytest
+
+from infinity.schedule.lookahead import groups_to_stage
+from infinity.swap.chunk import Chunk
+from infinity.swap.paged_model import PagedGroup, PagedSubGroup
+from infinity.swap.policy import StagingPolicy
+
+
+def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
+    """The chunks that should be staged now, soonest needed first."""
+    fitting = groups_to_stage(_upcoming(policy, using), policy._unit_bytes, policy._room_bytes)
+    chosen = groups_to_stage(fitting, policy._gathered_bytes, policy._look_ahead_bytes)
+    return [chunk for unit in chosen if (chunk := policy._units[unit]) is not None]
+
+
+def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
+    paged = policy._paged
+    groups = paged.groups
+    if using is not None:
+        yield from map(policy._unit, paged.waiting(using))
+        yield using.index
+    for index in policy._traces[policy._phase].upcoming(into_next=not policy._phase):
+        if index >= len(groups):
+            yield from policy._with_copies(index)
+            continue
+        yield from _units_of(policy, groups[index], paged.updates, index)
+    yield from map(policy._unit, paged.updates)
+    yield from _next_step(policy)
+
+
+def _next_step(policy: StagingPolicy) -> Iterator[int]:
+    if policy._update == "backward" or not policy._phase:
+        return
+    stepped = dict.fromkeys(policy._paged.stepped)
+    units: Iterable[int]
+    if policy._update == "step":
+        units = map(policy._unit, stepped)
+    else:
+        groups = (policy._paged.groups[index] for index in policy._traces[True].cycle)
+        units = chain.from_iterable(_units_of(policy, group, stepped, policy._room_for(group)) for group in groups)
+    yield from takewhile(lambda unit: unit not in policy._spilled, units)
+
+
+def _units_of(
+    policy: StagingPolicy, group: PagedGroup, updated: Container[PagedSubGroup], copies: int
+) -> Iterator[int]:
+    yield from (policy._unit(sub) for sub in group.beside if sub in updated)
+    members = [sub for sub in group.members if sub in updated]
+    if members or not policy._paged.may_go_direct(group):
+        yield copies
+    yield from map(policy._unit, members)
+
+
+def check_policy(patch: pytest.MonkeyPatch) -> None:
+    """From now on every policy is held against this."""
+    wanted = StagingPolicy.wanted
+
+    def checked(policy: StagingPolicy, using: PagedGroup | None = None) -> Any:
+        expected = wanted_anew(policy, using)
+        following = wanted(policy, using)
+        assert list(following) == expected
+        return following
+
+    patch.setattr(StagingPolicy, "wanted", checked)
