@@ -31,7 +31,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from infinity.errors import ConfigError
 from infinity.units import PAGE_BYTES, align_up
@@ -109,7 +110,7 @@ class SubGroup:
     moments: int = 2
     """How many numbers (fp32) the optimizer keeps of each element, where it is trained."""
 
-    @property
+    @cached_property
     def fields(self) -> tuple[Field, ...]:
         """What is kept of its elements, in order."""
         moments = MOMENTS[: self.moments] if self.trained else ()
@@ -118,7 +119,7 @@ class SubGroup:
         copy = (Field.COPY,) if self.copy_itemsize else ()
         return (*copy, Field.MASTER, *moments)
 
-    @property
+    @cached_property
     def resting(self) -> tuple[Field, ...]:
         """The fields of the extent, in order."""
         return tuple(each for each in self.fields if each not in self.held and each not in self.cached)
@@ -134,21 +135,23 @@ class SubGroup:
             return self.copy_itemsize
         return 2 if which is Field.REMAINDER else 4
 
-    @property
+    @cached_property
     def state(self) -> tuple[Field, ...]:
         """The fields of the extent that stepping it reads: all but a copy that is no part of the master."""
         return tuple(each for each in self.resting if self.split or each is not Field.COPY)
 
     def field_offset(self, which: Field) -> int:
         """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
-        offset = 0
-        for each in self.resting:
-            if each is which:
-                return offset
-            offset += self.numel * self.itemsize(each)
-        raise KeyError(f"the extent of sub-group {self.index} has no field {which.value}")
+        if which not in self._offsets:
+            raise KeyError(f"the extent of sub-group {self.index} has no field {which.value}")
+        return self._offsets[which]
 
-    @property
+    @cached_property
+    def _offsets(self) -> dict[Field, int]:
+        ends = accumulate((self.numel * self.itemsize(each) for each in self.resting), initial=0)
+        return dict(zip(self.resting, ends, strict=False))
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole extent."""
         return sum(self.numel * self.itemsize(each) for each in self.resting)

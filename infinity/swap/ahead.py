@@ -49,7 +49,7 @@ class DeviceAhead:
         asked_for: the group whose shards are being handed over, or were last. update: whether updates that wait for a group's
         gather may be run for it now.
         """
-        soon = self._soon()
+        soon = dict.fromkeys(self._soon())
         for group in self._started:
             if group not in soon and group is not asked_for:
                 group.incoming = None

@@ -52,6 +52,8 @@ class Gradients:
         self._open_stager, self._home = stager, home
         self._dtype = dtype
         self._spilled = {sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient is not None}
+        self._spilling = {sub.layout.space for sub in self._spilled}
+        """Numbers of the groups of which gradients wait on NVMe."""
         for sub, chunk in self._spilled.items():
             sub.chunk.after += (chunk,)
         self._held: dict[PagedSubGroup, _Held] = {}
@@ -73,7 +75,7 @@ class Gradients:
 
     def takes(self, group: PagedGroup) -> bool:
         """Whether gradients of the group are kept here, and not by torch."""
-        return self._dtype is not torch.float32 or any(sub in self._spilled for sub in group.members)
+        return self._dtype is not torch.float32 or group.index in self._spilling
 
     def has(self, shard: PagedShard) -> bool:
         """Whether a gradient of the shard is kept here."""

@@ -342,6 +342,8 @@ class PagedGroup:
     """Those that hold shards of it which stay resident, and perhaps shards of other groups."""
     chunk: Chunk | None = None
     cached: torch.Tensor | None = field(default=None, repr=False)
+    fetched: int = 0
+    """How many of its shards the chunk fetches, or the cache holds."""
     gathering: set[int] = field(default_factory=set)
     """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
     incoming: Incoming | None = field(default=None, repr=False)
@@ -358,7 +360,7 @@ class PagedGroup:
     @property
     def handed_over(self) -> bool:
         """Whether every shard that its chunk fetches was handed over."""
-        return all(shard.resident is not None or shard.index in self.gathering for shard in self.shards)
+        return len(self.gathering) == self.fetched
 
 
 class PagedModel:
@@ -940,6 +942,7 @@ class PagedModel:
                 at += spec.numel
                 group.residents.copies, group.residents.count = residents[first:at], group.residents.count + 1
             group.shards.append(shard)
+            group.fetched += not spec.resident
             self.shards.append(shard)
 
     def access(

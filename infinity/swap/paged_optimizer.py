@@ -63,7 +63,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """What `.grad` shows of a gradient that was taken."""
         self._shown: list[nn.Parameter] = []
         """Those whose `.grad` shows it now."""
-        self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
+        self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
+        self._arriving = {
+            group: sum(shard.trained and shard.resident is None for shard in group.shards)
+            for group in swap.paged.groups
+        }
+        """Of how many parameters gradients arrive."""
+        self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
+        """Where parameters come in `param_groups`, for the backward that goes on."""
         self._used: dict[nn.Parameter, Any] = {}
         """With what was updated in the backward since the last step."""
         self._coming: list[tuple[PagedGroup, dict[PagedSubGroup, Update]]] = []
@@ -192,10 +199,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             )
         if in_backward and not self._swap.gradients_are_final(group):
             return
-        arrived = self._arrived.setdefault(group, [])
-        if all(each is not parameter for each in arrived):
-            arrived.append(parameter)
-        if len(arrived) < sum(shard.trained and shard.resident is None for shard in group.shards):
+        arrived = self._arrived.setdefault(group, {})
+        arrived[parameter] = None
+        if len(arrived) < self._arriving[group]:
             return
         if in_backward:
             self._apply(group)
@@ -218,7 +224,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _apply(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
         self._swap.paged.health.go_ahead()
-        stepping = self._stepping(1.0, set(self._arrived.pop(group)))
+        stepping = self._stepping(1.0, self._arrived.pop(group))
         updates: dict[PagedSubGroup, Update] = {}
         for sub in group.members:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
@@ -244,9 +250,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _check_used(self, grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than this step would, ConfigError where the
         settings of a group can't be paged."""
-        settings = [self._settings(group) for group in self.param_groups]
-        pairs = zip(self.param_groups, settings, strict=True) if self._used else ()
-        now = {p: used for group, used in pairs for p in group["params"]}
+        now: dict[nn.Parameter, Any] = {}
+        for group in self.param_groups:
+            settings = self._settings(group)
+            if self._used:
+                now |= dict.fromkeys(group["params"], settings)
         if self._used and (grad_scale != 1.0 or any(now[p] != used for p, used in self._used.items())):
             raise InfinityError(
                 "the gradients were applied in the backward already, with other settings than those of this step: set the "
@@ -259,6 +267,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._coming.clear()
         self._arrived.clear()
         self._used.clear()
+        self._places.clear()
         self._swap.paged.health.arrive()
 
     def init_state(self) -> None:
@@ -307,21 +316,31 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         has = self._swap.gradients.has
         chosen = [
             (parameter, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if (parameter.grad is not None or has(trained_shard(parameter))) and (only is None or parameter in only)
+            for parameter, group in self._with_groups(only)
+            if parameter.grad is not None or has(trained_shard(parameter))
         ]
         left = {trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
         grads = dict(zip(left, self._swap.host_gradients.start([*left.values()]), strict=True))
         found: dict[int, Stepping] = {}
+        settings: dict[int, Any] = {}
         for parameter, group in chosen:
+            if id(group) not in settings:  # once for all of its parameters
+                settings[id(group)] = self._settings(group)
             self._init_state_of(parameter)
             shard = trained_shard(parameter)
             step = self.state[parameter]["step"].clone() if self.counts_steps else torch.zeros(())
             first = not shard.stepped or (self.counts_steps and not step)
             grad = grads.get(shard.index)
-            found[shard.index] = Stepping(shard, parameter, self._settings(group), step, first, grad, grad_scale)
+            found[shard.index] = Stepping(shard, parameter, settings[id(group)], step, first, grad, grad_scale)
         return found
+
+    def _with_groups(self, only: Collection[nn.Parameter] | None) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        """The parameters, or `only` these, in their order, with what `param_groups` say of them."""
+        if only is None:
+            return ((parameter, group) for group in self.param_groups for parameter in group["params"])
+        if not self._places:  # not once per group of the model: it takes as long as there are parameters
+            self._places = {p: (place, group) for place, (p, group) in enumerate(self._with_groups(None))}
+        return ((p, self._places[p][1]) for p in sorted(only, key=lambda parameter: self._places[parameter][0]))
 
     def _note_step_of(self, each: Stepping) -> None:
         if self.counts_steps:
