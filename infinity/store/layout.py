@@ -29,6 +29,7 @@ them to the update, which reads them into the same lease, behind the state.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -330,8 +331,12 @@ def pieces_of(
 ) -> tuple[Piece, ...]:
     """What of the part's shards lies in elements [start, start + numel) of their space."""
     found = []
-    for i in part.shards:
+    from_here = max(0, bisect_right(part.shards, start, key=lambda i: place[i][1]) - 1)  # they lie in order
+    for number in range(from_here, len(part.shards)):
+        i = part.shards[number]
         first = place[i][1]
+        if first >= start + numel:
+            break
         low, high = max(first, start), min(first + shards[i].numel, start + numel)
         if low < high:
             found.append(Piece(i, low - first, high - low, low - start))

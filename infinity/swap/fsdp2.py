@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,7 @@ def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
 def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
     """The groups that a model will have when `fully_shard` is applied to each of `wrap` and to the root."""
     chosen = {*wrap, model}
-    owners = [clean_name(name) for name, module in model.named_modules() if module in chosen]
+    owners = dict.fromkeys(clean_name(name) for name, module in model.named_modules() if module in chosen)
     members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
     for parameter, names in parameter_names(model).items():
         members[_owner(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
@@ -184,8 +184,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     paged (not fp32, not sharded on dim 0, 0-d).
     """
     modules = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    owners = list(modules)
-    if not owners:
+    if not modules:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
     for module in model.modules():
         if isinstance(module, FSDPModule) and _reshards_to_fewer_ranks(module):
@@ -193,9 +192,9 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
                 "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which is not paged: pass True or "
                 "False to fully_shard"
             )
-    members: dict[str, list[ShardedParameter]] = {owner: [] for owner in owners}
+    members: dict[str, list[ShardedParameter]] = {owner: [] for owner in modules}
     for parameter, names in parameter_names(model).items():
-        owner = _owner(names[0], owners)
+        owner = _owner(names[0], modules)
         members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
     return [
         ShardedGroup(owner or "root", modules[owner], tuple(found), _gathers(modules[owner], not owner))
@@ -265,7 +264,7 @@ def _groups_of(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _owner(name: str, owners: list[str]) -> str:
+def _owner(name: str, owners: Container[str]) -> str:
     """The nearest module above `name` that is an FSDP2 group."""
     while name:
         name = name.rpartition(".")[0]

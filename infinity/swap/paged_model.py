@@ -43,6 +43,7 @@ infinity/store/copying.py.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -55,6 +56,7 @@ from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.store.commit import SUM_BYTES
 from infinity.store.copying import Copying, Source
+from infinity.store.layout import Piece
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.direct import DirectReads
@@ -421,10 +423,10 @@ class PagedModel:
         for group in self.groups:
             group.chunk = _group_chunk(group)
             self.expect(group)
-        self._by_shard: list[list[PagedSubGroup]] = [[] for _ in shapes]
+        self._by_shard: list[list[tuple[PagedSubGroup, Piece]]] = [[] for _ in shapes]
         for sub in self.sub_groups:
-            for index in dict.fromkeys(piece.shard for piece in sub.layout.pieces):
-                self._by_shard[index].append(sub)
+            for piece in sub.layout.pieces:
+                self._by_shard[piece.shard].append((sub, piece))
         self._residents: HostBuffer | None = None
         self._add_shards(shapes, host_memory)
         for group in self.groups:
@@ -577,7 +579,7 @@ class PagedModel:
 
     def sub_groups_of(self, shard: int) -> list[PagedSubGroup]:
         """The sub-groups that hold a piece of shard number `shard`."""
-        return self._by_shard[shard]
+        return [sub for sub, _ in self._by_shard[shard]]
 
     def waiting(self, group: PagedGroup) -> list[PagedSubGroup]:
         """The group's members that wait for an update."""
@@ -993,13 +995,15 @@ class PagedModel:
 
     def ranges(self, shard: PagedShard, start: int, numel: int) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
         """(sub-group, first element of the shard, first element of the sub-group, count), each of a bounded size."""
-        for sub in shard.sub_groups:
-            for piece in sub.layout.pieces:
-                if piece.shard != shard.index:
-                    continue
-                low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
-                for at in range(low, high, _RANGE_NUMEL):
-                    yield sub, at, piece.offset + at - piece.start, min(_RANGE_NUMEL, high - at)
+        pieces = self._by_shard[shard.index]
+        first = bisect_right(pieces, start, key=lambda piece_of: piece_of[1].start) - 1
+        for number in range(max(0, first), len(pieces)):
+            sub, piece = pieces[number]
+            if piece.start >= start + numel:
+                break
+            low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+            for at in range(low, high, _RANGE_NUMEL):
+                yield sub, at, piece.offset + at - piece.start, min(_RANGE_NUMEL, high - at)
 
 
 def _whole(sub: PagedSubGroup, half: int) -> tuple[Span, ...]:
