@@ -103,6 +103,11 @@ class Commits:
         self._pending = _Pending(step, training, found, stored)
 
     @property
+    def pending_step(self) -> int | None:
+        """The step that is to be committed; None where none is."""
+        return self._pending.step if self._pending is not None else None
+
+    @property
     def _stepped(self) -> set[str]:
         """The parameters that have moments."""
         return {shard.name for shard in self._swap.paged.shards if shard.stepped}
@@ -124,7 +129,6 @@ class Commits:
         pending, self._pending = self._pending, None
         with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
             sequence = self._write_together(pending)
-            self._swap.paged.mark_committed()  # whoever fails from here on: what all have a record of is written over by nobody
             self._note_way_back(pending.step)
             with together():
                 self._leave_one_record(sequence)
@@ -141,6 +145,7 @@ class Commits:
             with together():
                 record = self._write(pending)
                 self._check_restorable(record, pending)
+            self._swap.paged.mark_committed()  # from here on, what all have a record of is written over by nobody
         except BaseException as error:
             if record is None or isinstance(error, InfinityError):
                 self._leave_one_record(self._run.sequence)

@@ -190,6 +190,12 @@ class Engine:
         else:
             self._partial = self._partial or why
 
+    def standing(self) -> list[str]:
+        """For its peers: where this rank stands after an error. Ranks go on together only from the same place."""
+        pending = self._commits.pending_step if self._commits is not None else None
+        partial = "part of the gradients" if self._partial is not None else "gradients"
+        return [f"step {self.global_steps}.{self.micro_steps}", self.health.state.value, partial, f"commit of {pending}"]
+
     def _check_gradients_whole(self) -> None:
         if self._partial is not None:
             raise InfinityError(
@@ -208,7 +214,7 @@ class Engine:
         saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.activations is not None and torch.is_grad_enabled():
             saving = self.activations.saving()
-        with self.peers.in_pass(), self._passing(_FORWARD), timing(self, "fwd"), saving:
+        with self.peers.in_pass(self.standing), self._passing(_FORWARD), timing(self, "fwd"), saving:
             yield
 
     @as_pass

@@ -7,8 +7,9 @@ A pass (forward, backward, step) is full of collectives. A rank on which an erro
 others would wait for it until the process group's timeout. So it tells its error through the group's store, which is no
 collective, and:
 
-  1. It waits a little whether all others tell of one in the same pass, after the same number of collectives. An error that came
-     everywhere leaves nobody waiting: each raises its own, and the program may go on.
+  1. It waits a little whether all others tell of one in the same pass, after the same number of collectives, and stand where
+     it stands: at the same step, with gradients and values in the same state. An error that came everywhere leaves nobody
+     waiting: each raises its own, and the program may go on.
   2. Else the ranks have parted. The first to know notes its error as the cause, and ends its operations: gloo's by cutting the
      links (infinity/runtime/links.py), NCCL's by `ProcessGroup.abort`. Who waits for it gets an error then, finds the cause,
      ends its own operations, so that those who wait for it go on, too, and raises the cause's words. Where operations run on a
@@ -52,12 +53,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Report:
-    """What ended a pass on a rank, and how many operations each of its groups had begun by then."""
+    """What ended a pass on a rank, how many operations each of its groups had begun by then, and where the rank stands."""
 
     rank: int
     kind: str
     text: str
     operations: list[int]
+    standing: list[str]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -105,10 +107,11 @@ class Peers:
         return self._cause is not None
 
     @contextlib.contextmanager
-    def in_pass(self) -> Iterator[None]:
+    def in_pass(self, standing: Callable[[], list[str]]) -> Iterator[None]:
         """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
-        Where it fails on another rank, raises an error of the same kind, which names the rank and quotes it.
+        `standing`: says where this rank stands after an error; ranks that stand elsewhere have parted. Where the pass fails on
+        another rank, raises an error of the same kind, which names the rank and quotes it.
         """
         if self._alone or self._depth:
             yield
@@ -119,7 +122,7 @@ class Peers:
         try:
             yield
         except BaseException as error:
-            self._fail(error)
+            self._fail(error, standing())
             raise
         finally:
             self._depth -= 1
@@ -133,9 +136,9 @@ class Peers:
             self._watcher.join()
             self._watcher = None
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, standing: list[str]) -> None:
         """The pass has failed here. Returns where this rank's own error is to be raised; raises that of another rank."""
-        own = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations())
+        own = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
         try:
             cause = self._known_cause()
             if cause is None and self._all_failed_alike(own):
@@ -161,7 +164,8 @@ class Peers:
         self._store.set(keys[own.rank], own.to_json())
         if not self._are_there(keys):
             return False
-        return all(_Report.of(self._store.get(key)).operations == own.operations for key in keys)
+        others = [_Report.of(self._store.get(key)) for key in keys]
+        return all(each.operations == own.operations and each.standing == own.standing for each in others)
 
     def _let_hear(self, own: _Report) -> None:
         """Wait a little until all ranks know the cause, as the store may end with this process."""
@@ -209,6 +213,8 @@ def _can_abort(group: dist.ProcessGroup) -> bool:
 class HasPeers(Protocol):
     peers: Peers
 
+    def standing(self) -> list[str]: ...
+
 
 H = TypeVar("H", bound=HasPeers)
 
@@ -218,7 +224,7 @@ def as_pass(does: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
 
     @functools.wraps(does)
     def doing(self: H, /, *arguments: P.args, **named: P.kwargs) -> T:
-        with self.peers.in_pass():
+        with self.peers.in_pass(self.standing):
             return does(self, *arguments, **named)
 
     return doing

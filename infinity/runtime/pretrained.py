@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import nn
 
 from infinity.errors import CheckpointError, InfinityError
-from infinity.runtime.checkpoint import SAFETENSORS_BYTES_MAX
+from infinity.runtime.model_files import SAFETENSORS_BYTES_MAX
 from infinity.runtime.engine import Engine
 from infinity.runtime.materialize import full_tensor
 from infinity.swap.fsdp2 import reshard

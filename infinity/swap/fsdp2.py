@@ -38,8 +38,8 @@ def abandon_unfinished_pass(model: nn.Module) -> bool:
     FSDP2 keeps what a pass has come to in its states and groups, and an exception leaves it there: a group that was running
     stays gathered, whatever `reshard` is told; the next forward takes itself for a part of the one before, hooks no gradient of
     what is gathered already, and the step after it leaves these parameters as they were, without a word. What autograd had
-    summed of a group's unsharded gradients would be added to those of the next backward. `reset_iter_state` mends all but the
-    last, and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
+    summed of a group's unsharded gradients would be added to those of the next backward. `reset_iter_state` mends most of it,
+    and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
     """
     assert isinstance(model, FSDPModule)
     if not _is_in_pass(model):
@@ -52,6 +52,7 @@ def abandon_unfinished_pass(model: nn.Module) -> bool:
     reduced = [parameter.sharded_param.grad for parameter in parameters]
     model.reset_iter_state()
     for parameter, grad in zip(parameters, reduced, strict=True):
+        parameter.to_sharded()  # its group may not know that some are gathered
         parameter.sharded_param.grad = grad
         if "unsharded_accumulated_grad" in vars(parameter):  # a property over the next one from torch 2.15 on
             parameter.unsharded_accumulated_grad = None

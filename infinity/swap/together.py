@@ -43,7 +43,7 @@ def restated(rank: int, kind: str, text: str) -> Exception:
     """An error of that rank, as another one raises it."""
     found = getattr(errors, kind, None)
     if not (isinstance(found, type) and issubclass(found, InfinityError)):
-        return InfinityError(f"rank {rank}: {kind}: {text}")
+        return InfinityError(f"rank {rank}: {kind}: {text}" if text else f"rank {rank} was ended by {kind}")
     message = f"rank {rank}: {text}"
     if issubclass(found, StoreError):
         return found(0, message)

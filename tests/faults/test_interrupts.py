@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from campaign import Report, run, seeds
+from campaign import HANG_SECONDS, Report, run, seeds
+from conftest import Ranks
 from interrupts import trial
+
+RANKS = Path(__file__).with_name("interrupt_ranks.py")
+SEEDS_AT_ONCE = 20
 
 
 @pytest.mark.timeout(0)  # each seed has its own alarm
@@ -14,3 +18,15 @@ from interrupts import trial
 def test_an_exception_at_any_line_changes_no_number(nvme_path: Path) -> None:
     report = Report("interrupts")
     run(report, seeds(40), lambda seed: trial(seed, nvme_path))
+
+
+@pytest.mark.timeout(0)
+def test_two_ranks_agree_after_an_exception_on_one_or_both(nvme_path: Path, forked_ranks: Ranks) -> None:
+    report, which = Report("interrupts of two ranks"), seeds(6, share=0.1)
+    for first in range(which.start, which.stop, SEEDS_AT_ONCE):
+        count = min(SEEDS_AT_ONCE, which.stop - first)
+        ran = forked_ranks(RANKS, str(nvme_path), str(first), str(count), timeout_seconds=count * HANG_SECONDS)
+        outcomes = [line.removeprefix("outcome ") for line in ran.stdout.splitlines() if line.startswith("outcome ")]
+        assert len(outcomes) == count, ran.stdout
+        report.outcomes.update(outcomes)
+    report.tell()
