@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import infinity
-from infinity.runtime import checkpoint
+from infinity.runtime import checkpoint, model_files
 from infinity.swap.paged_model import PagedShard
 
 
@@ -98,8 +98,7 @@ def failing_alone(folder: Path) -> None:
             "can't be stored",
             lambda: engine.save_checkpoint(folder / "c", client_state=state),
         )
-        own = folder / "d" / ".one.partial" / "rank1.pt"
-        with mock.patch.object(checkpoint, "write_durably", _failing_for(own)):
+        with mock.patch.object(checkpoint, "write_durably", _failing_for("rank1.pt")):
             told(infinity.CheckpointError, "rank1.pt", lambda: engine.save_checkpoint(folder / "d", tag="one"))
         assert not (folder / "d" / "one").exists()
         engine.save_checkpoint(folder / "e", tag="one")
@@ -153,7 +152,7 @@ def set_by_one(folder: Path) -> None:
 def writing_rank_fails(folder: Path) -> None:
     """Only rank 0 writes a 16-bit model; when it can't, the others don't wait for it."""
     engine, *_ = infinity.initialize(model=model(), config=config(folder))
-    with engine, mock.patch.object(checkpoint, "save_file", _failing(OSError)):
+    with engine, mock.patch.object(model_files, "save_file", _failing(OSError)):
         try:
             engine.save_16bit_model(folder / "m")
         except infinity.CheckpointError as error:
@@ -198,11 +197,11 @@ def _failing(kind: type[Exception]) -> Any:
     return fail
 
 
-def _failing_for(file: Path) -> Any:
+def _failing_for(name: str) -> Any:
     write = checkpoint.write_durably
 
     def write_or_fail(path: Path, content: bytes) -> None:
-        if path == file:
+        if path.name == name:
             raise OSError(5, "EIO", str(path))
         write(path, content)
 
