@@ -647,8 +647,9 @@ class Engine:
     def close(self) -> None:
         """Wait for what is in flight and give memory and drive space back; commit the last step of a durable run. Idempotent.
 
-        A collective then, and where a checkpoint is on its way; but while an error is being handled nothing is committed, and
-        that checkpoint is finished without the other ranks, which may be elsewhere: the log tells whether it could be.
+        A collective then, and where a checkpoint is on its way; but while an error is being handled, or when a pass has failed
+        on one rank, nothing is committed, and that checkpoint is finished without the other ranks, which may be elsewhere: the
+        log tells whether it could be.
         """
         if self._closed:
             return

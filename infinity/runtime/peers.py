@@ -191,7 +191,8 @@ class Peers:
             link.cut()
         for group in self._groups:
             if _can_abort(group):
-                group.abort()
+                with contextlib.suppress(RuntimeError):  # it has ended already
+                    group.abort()
 
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
