@@ -33,6 +33,7 @@ from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.materialize import named_full_tensors
 from infinity.runtime.peers import Peers, as_pass
+from infinity.runtime.routes import Routes
 from infinity.runtime.stored_arena import is_arena_checkpoint
 from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
@@ -82,6 +83,7 @@ class Engine:
         swap: SwapManager | None,
         live: LiveParameters | None,
         activations: Activations | None,
+        routes: Routes | None,
         commits: Commits | None,
         peers: Peers,
         compute_dtype: torch.dtype,
@@ -100,6 +102,7 @@ class Engine:
         self.client_state: dict[str, Any] = {}
         """Plain values and tensors of your own, such as the position in the data, that go into the commit of each step (with
         `infinity.durability`) as they are when `step` returns; after a resume, what they were."""
+        self._routes = routes
         self._commits = commits
         self.peers = peers
         """The other ranks, and whether they still work together."""
@@ -194,7 +197,9 @@ class Engine:
         """For its peers: where this rank stands after an error. Ranks go on together only from the same place."""
         pending = self._commits.pending_step if self._commits is not None else None
         partial = "part of the gradients" if self._partial is not None else "gradients"
-        return [f"step {self.global_steps}.{self.micro_steps}", self.health.state.value, partial, f"commit of {pending}"]
+        forwards = self._routes.forwards if self._routes is not None else 0
+        counts = f"step {self.global_steps}.{self.micro_steps}, forward {forwards}"
+        return [counts, self.health.state.value, partial, f"commit of {pending}"]
 
     def _check_gradients_whole(self) -> None:
         if self._partial is not None:
@@ -214,7 +219,8 @@ class Engine:
         saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.activations is not None and torch.is_grad_enabled():
             saving = self.activations.saving()
-        with self.peers.in_pass(self.standing), self._passing(_FORWARD), timing(self, "fwd"), saving:
+        explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
+        with self.peers.in_pass(self.standing), self._passing(_FORWARD), timing(self, "fwd"), saving, explained:
             yield
 
     @as_pass

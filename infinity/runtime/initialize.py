@@ -32,6 +32,7 @@ from infinity.runtime.optimizers import make_early, make_optimizer, make_schedul
 from infinity.runtime.peers import Peers
 from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.process_group import ensure_process_group
+from infinity.runtime.routes import Routes
 from infinity.runtime.saved import make_activations
 from infinity.runtime.scalars import hold_as_rows
 from infinity.runtime.storage import choose_storage
@@ -127,6 +128,9 @@ def initialize(
         moments = stepper.moments if stepper is not None else ADAM_MOMENTS
         swap, live, activations = _shard_and_page(model, settled, moments, run, undo)
         remember_sharded(model)
+        peers = Peers(_groups_of(model))
+        undo.callback(peers.close)
+        routes = _watch_routes(model, settled, peers)
         with together():
             outside = outside_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
@@ -135,8 +139,6 @@ def initialize(
             made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
-        peers = Peers(_groups_of(model))
-        undo.callback(peers.close)
         engine = Engine(
             module=model,
             optimizer=made,
@@ -146,6 +148,7 @@ def initialize(
             swap=swap,
             live=live,
             activations=activations,
+            routes=routes,
             commits=Commits(run, swap) if run is not None and swap is not None else None,
             peers=peers,
             compute_dtype=_compute_dtype(settled),
@@ -280,6 +283,16 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
             groups.setdefault(group.group_name, group)
         break  # all are sharded over the same mesh
     return [*groups.values()]
+
+
+def _watch_routes(model: nn.Module, config: Config, peers: Peers) -> Routes | None:
+    """What holds the ranks to one way through the model; None where one rank gathers alone."""
+    shards = config.zero_optimization.mics_shard_size
+    ranks = dist.get_world_size() if shards == -1 else shards
+    if ranks == 1:
+        return None
+    first = dist.get_rank() // ranks * ranks
+    return Routes(model, range(first, first + ranks), dist.distributed_c10d._get_default_store(), peers.hear)
 
 
 def _device_type() -> str:

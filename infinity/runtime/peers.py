@@ -106,6 +106,12 @@ class Peers:
         """Whether the ranks can't do anything together any more."""
         return self._cause is not None
 
+    def hear(self) -> None:
+        """For who waits for the others otherwise than in an operation: raise what ended a pass on one of them."""
+        cause = None if self._alone else self._known_cause()
+        if cause is not None:
+            raise restated(cause.rank, cause.kind, cause.text)
+
     @contextlib.contextmanager
     def in_pass(self, standing: Callable[[], list[str]]) -> Iterator[None]:
         """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].

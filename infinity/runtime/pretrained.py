@@ -23,9 +23,9 @@ from safetensors import safe_open
 from torch import nn
 
 from infinity.errors import CheckpointError, InfinityError
-from infinity.runtime.model_files import SAFETENSORS_BYTES_MAX
 from infinity.runtime.engine import Engine
 from infinity.runtime.materialize import full_tensor
+from infinity.runtime.model_files import SAFETENSORS_BYTES_MAX
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
