@@ -110,6 +110,16 @@ class HostBuffers:
         tensor = torch.frombuffer(slab.memory, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
         return HostBuffer(self, slab, offset, nbytes, tensor)
 
+    def reset(self) -> None:
+        """Nothing is lent any more, whoever has what: for when an exception may have lost some. Every copy has landed."""
+        self._returned.clear()
+        self._lent_bytes = 0
+        self._idle = {}
+        for slab in self._slabs:
+            slab.ranges.reset(())
+            self._idle.setdefault(slab.nbytes, []).append(slab)
+        self.nbytes = sum(slab.nbytes for slab in self._slabs)
+
     def close(self) -> None:
         """Every copy has landed, and nobody uses a buffer any more."""
         for slab in self._slabs:

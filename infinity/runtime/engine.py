@@ -185,6 +185,8 @@ class Engine:
         reshard(self.module)
         if self.swap is not None:
             self.swap.recover()
+        if self.activations is not None:
+            self.activations.recover()
         self.health.settle()
         if what == _FORWARD or (what == _STEP and isinstance(error, (InfinityError, OSError))):
             return

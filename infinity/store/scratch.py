@@ -23,6 +23,7 @@ class Scratch:
     def __init__(self, arena: Arena, what: str) -> None:
         self._arena, self._what = arena, what
         self._ranges = FreeRanges(0)
+        self._reserved: list[Extent] = []
 
     @property
     def nbytes(self) -> int:
@@ -42,10 +43,17 @@ class Scratch:
         size = align_up(nbytes, PAGE_BYTES)
         if size > self._ranges.free_bytes:
             (more,) = self._arena.reserve([size - self._ranges.free_bytes], self._what)
+            self._reserved.append(more)
             self._ranges.grow(more.offset, more.nbytes)
         pieces = self._ranges.take_pieces(size)
         assert pieces is not None
         return [Extent(offset, length) for offset, length in pieces]
+
+    def reset(self) -> None:
+        """Nothing is taken any more, whoever has what: for when an exception may have lost some. Nobody reads or writes it."""
+        self._ranges = FreeRanges(0)
+        for extent in self._reserved:
+            self._ranges.grow(extent.offset, extent.nbytes)
 
     def give_back(self, extents: Sequence[Extent]) -> None:
         """They were taken, and nothing reads or writes them any more."""

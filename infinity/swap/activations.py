@@ -12,6 +12,9 @@ A tensor is forgotten when autograd has let go of it: after its backward, or whe
 is thrown away, an exception). Python may tell so at any moment and on any thread, so it is only noted then; the place is given
 free the next time that something is saved or asked for, or the engine closes.
 
+An exception that ends this code itself, at any line, leaves nobody who knows what is where: then all is forgotten that was
+saved so far, and a backward that asks for any of it is refused (`recover`).
+
 With activation checkpointing a forward saves the inputs of what is checkpointed, and those move. What the recomputation in the
 backward saves stays where it is, because it is used at once.
 """
@@ -30,6 +33,7 @@ from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.errors import InfinityError
 from infinity.swap.shelves import Item, Shelf
 from infinity.units import format_bytes
 
@@ -59,6 +63,7 @@ class _Entry:
     asked: int = 0
     back: torch.Tensor | None = field(default=None, repr=False)
     """The tensor, for those who still ask."""
+    is_lost: bool = False
 
 
 class _Handle:
@@ -82,6 +87,8 @@ class Activations:
         self._known: dict[tuple[object, ...], tuple[StorageWeakRef, _Entry]] = {}
         self._ended: deque[_Entry] = deque()
         """One for each handle that autograd let go of."""
+        self._moving = False
+        """Whether something is being put away, or brought back, or was when an exception came."""
         self._next = self._moved = self._moved_bytes = self._left = 0
         self._drive_bytes = (0, 0)
         """As they were at the end of the last step."""
@@ -98,9 +105,21 @@ class Activations:
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Around a forward that a backward follows: what is saved in it moves."""
+        self.recover()
         self._forget()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
+
+    def recover(self) -> None:
+        """After a pass that an exception ended: where it ended this code too, forget all that was saved."""
+        if not self._moving:
+            return
+        entries, self._entries = [*self._entries.values()], {}
+        self._known.clear()
+        for entry in entries:
+            entry.back, entry.is_lost = None, True
+        self._shelf.reset([entry.item for entry in entries])
+        self._moving = False
 
     def end_step(self) -> None:
         """What moves from now on belongs to the next step."""
@@ -119,6 +138,12 @@ class Activations:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         if not self._is_worth_it(tensor):
             return tensor
+        self._moving = True
+        packed = self._put_away(tensor)
+        self._moving = False
+        return packed
+
+    def _put_away(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         self._forget()
         entry = self._find(tensor) or self._put(tensor)
         if entry is None:
@@ -132,7 +157,17 @@ class Activations:
     def _unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        entry = packed.entry
+        self._moving = True
+        tensor = self._brought_back(packed.entry)
+        self._moving = False
+        return tensor
+
+    def _brought_back(self, entry: _Entry) -> torch.Tensor:
+        if entry.is_lost:
+            raise InfinityError(
+                "what this forward saved for its backward is lost, since an exception ended another pass while saved "
+                "activations moved: do the forward again"
+            )
         self._forget()
         if entry.back is None:
             flat = self._shelf.take_back(entry.item)

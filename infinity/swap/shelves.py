@@ -54,6 +54,9 @@ class Shelf(Protocol):
     def drop(self, item: Item) -> None:
         """Forget it."""
 
+    def reset(self, items: Iterable[Item]) -> None:
+        """Everything is forgotten, `items` and whatever an exception left otherwise."""
+
     def close(self) -> None:
         """Every item was dropped."""
 
@@ -99,6 +102,12 @@ class HostShelf:
         landing.wait()
         kept.incoming = None
         kept.buffer.give_back()
+
+    def reset(self, items: Iterable[Item]) -> None:
+        for item in items:
+            kept = cast(_InHost, item)
+            (kept.incoming.landing if kept.incoming is not None else kept.landing).wait()
+        self._host_memory.reset()
 
     def close(self) -> None:
         self._host_memory.close()
@@ -202,6 +211,14 @@ class ArenaShelf:
         self._stager.drop(kept.chunk)
         self._ending.append(kept)
         self._sweep()
+
+    def reset(self, items: Iterable[Item]) -> None:
+        for landing in self._in_hand.values():
+            landing.wait()
+        self._in_hand.clear()
+        self._ending.clear()
+        self._stager.recover(())
+        self._places.reset()
 
     def close(self) -> None:
         self._stager.drop_all()

@@ -38,11 +38,12 @@ class Training:
     accumulation: int = 1
     clipping: float = 0.0
     cached: bool = False
+    activations: bool = False
 
     @property
     def oracle(self) -> Training:
         """The same held in memory."""
-        return replace(self, place="memory", update="auto", durable=False, cached=False)
+        return replace(self, place="memory", update="auto", durable=False, cached=False, activations=False)
 
     def config(self, folder: Path) -> dict[str, Any]:
         config = scene.config(folder if self.place == "nvme" else None, self.update)
@@ -52,6 +53,8 @@ class Training:
             config["infinity"] |= {"durability": "step"}
         if self.cached:
             config["infinity"] |= {"host_cache_bytes": 100_000}
+        if self.activations:
+            config["infinity"] |= {"offload_activations": {"device": "nvme", "bytes_min": 100, "buffer_bytes": "1MiB"}}
         return config
 
     @staticmethod
@@ -66,7 +69,8 @@ class Training:
             clipping, accumulation = 0.0, 1
         durable = draw.random() < 0.4
         cached = not durable and draw.random() < 0.25
-        return Training("nvme", update, durable, accumulation, clipping, cached)
+        activations = draw.random() < 0.25
+        return Training("nvme", update, durable, accumulation, clipping, cached, activations)
 
     @property
     def acts(self) -> list[str]:
