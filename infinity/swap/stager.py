@@ -22,6 +22,7 @@ import contextlib
 import heapq
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
@@ -526,15 +527,21 @@ class Stager:
 class _Queue:
     """Chunks by a number that follows from their state, the least first: see [Note: What a call costs].
 
-    key: a chunk's number, None for one that doesn't belong here.
+    key: a chunk's number, None for one that doesn't belong here; a method of its owner, whom it must not keep.
     """
 
     def __init__(self, key: Callable[[Chunk], int | None]) -> None:
-        self._key = key
+        self._method = weakref.WeakMethod(key)
         self._entries: list[tuple[int, int, Chunk]] = []
         self._count = count()
         """Where numbers are equal, of which one is out of date, chunks are not compared."""
         self._compact_at = 64
+
+    @property
+    def _key(self) -> Callable[[Chunk], int | None]:
+        key = self._method()
+        assert key is not None
+        return key
 
     def put(self, chunk: Chunk) -> None:
         """One that may belong here now, or at another place."""
@@ -546,7 +553,8 @@ class _Queue:
 
     def fill(self, chunks: Iterable[Chunk]) -> None:
         """Those of these that belong here, and nothing else."""
-        entries = [(key, number, chunk) for number, chunk in enumerate(chunks) if (key := self._key(chunk)) is not None]
+        key_of = self._key
+        entries = [(key, number, chunk) for number, chunk in enumerate(chunks) if (key := key_of(chunk)) is not None]
         heapq.heapify(entries)
         self._entries, self._count = entries, count(len(entries))
         self._compact_at = 64 + 2 * len(entries)

@@ -73,7 +73,7 @@ class Aborting:
 
 
 def wait_for_the_abort(ours: Peers, group: Any, cause: peers._Report) -> None:
-    with ours.in_pass():
+    with ours.in_pass(list):
         group.store.set(f"{ours._name}/cause", cause.to_json())
         assert group.aborted.wait(20)
 
@@ -87,12 +87,12 @@ def test_operations_on_a_gpu_are_aborted_by_a_thread_that_hears_of_the_cause(mon
     monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.01)
     group: Any = Aborting(dist.HashStore())
     ours = Peers([group])
-    cause = peers._Report(1, "StoreError", "the drive is full", [3])
+    cause = peers._Report(1, "StoreError", "the drive is full", [3], [])
     with pytest.raises(infinity.StoreError, match="rank 1: the drive is full"):
         wait_for_the_abort(ours, group, cause)
     with (
         pytest.raises(infinity.InfinityError, match="the ranks have parted, as a pass failed on rank 1"),
-        ours.in_pass(),
+        ours.in_pass(list),
     ):
         pass
     ours.close()
@@ -101,9 +101,9 @@ def test_operations_on_a_gpu_are_aborted_by_a_thread_that_hears_of_the_cause(mon
 def test_alone_nothing_is_done(one_rank: None) -> None:
     assert dist.group.WORLD is not None
     ours = Peers([dist.group.WORLD])
-    with pytest.raises(KeyError), ours.in_pass():
+    with pytest.raises(KeyError), ours.in_pass(list):
         raise KeyError
-    with ours.in_pass():
+    with ours.in_pass(list):
         pass
     assert not ours.parted
     ours.close()
