@@ -7,10 +7,9 @@ name and renamed when it is whole; `DIR/latest` names it last. DCP reshards on l
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from infinity.runtime.rest import RANDOM_STATES, decode, encode
 from infinity.runtime.stored import Planner, Reader, Writer, cause_of
 from infinity.store.files import open_regular, write_durably
 from infinity.store.manifest import StoredFile, others
-from infinity.swap import PagedOptimizer
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
@@ -102,9 +100,17 @@ def save(
         draft.discard()
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, verified: bool = True) -> dict[str, Any]:
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    begin: Callable[[], None],
+    *,
+    verified: bool = True,
+) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the optimizer, whose state must exist. A collective.
 
+    `begin`: called before the first value changes; nothing was touched by what fails before.
     `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
     held to it always.
 
@@ -117,11 +123,11 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, veri
         reshard(model)  # what is gathered now would be stale
         state = _state_of(model, optimizer)
         _check_fits(path, state)
-    with optimizer.loading() if isinstance(optimizer, PagedOptimizer) else contextlib.nullcontext():
-        failure = _read(state, path)
-        with together():
-            if failure is not None:
-                raise failure
+    begin()
+    failure = _read(state, path)
+    with together():
+        if failure is not None:
+            raise failure
     for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
         group.update(saved)
     _restore_steps(state, model, optimizer)

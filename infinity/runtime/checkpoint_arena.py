@@ -23,7 +23,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ from infinity.store.files import read_small, write_durably
 from infinity.store.layout import MOMENTS, Field, SubGroup
 from infinity.store.manifest import Manifest, StoredFile
 from infinity.store.snapshot import Snapshot, rows_of
-from infinity.swap import PagedOptimizer, SwapManager
+from infinity.swap import SwapManager
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.together import together
@@ -258,10 +258,17 @@ def start(
 
 
 def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, swap: SwapManager | None, *, verified: bool = True
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    swap: SwapManager | None,
+    begin: Callable[[], None],
+    *,
+    verified: bool = True,
 ) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the moments, which must exist. A collective.
 
+    `begin`: called before the first value changes; nothing was touched by what fails before.
     Where the state lies here as it lay there, ranges are copied; else it is put together from all ranks' files, piece by piece.
     `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
     held to it always.
@@ -277,7 +284,8 @@ def load(
             verify(path, (), everything=verified)
             reshard(model)  # what is gathered now would be stale
             _check_fits(stored, outside, model, optimizer)
-        with optimizer.loading() if isinstance(optimizer, PagedOptimizer) else contextlib.nullcontext(), together():
+        begin()
+        with together():
             same = stored.alike(swap.place) if swap is not None else None
             if swap is not None and same is not None:
                 _copy_back(same, swap)

@@ -40,7 +40,7 @@ from infinity.runtime.wall_clock import WallClock
 from infinity.schedule.floor import step_floor_seconds
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.activations import Activations
-from infinity.swap.fsdp2 import reshard
+from infinity.swap.fsdp2 import abandon_unfinished_pass, in_backward, reshard
 from infinity.swap.health import Health, ModelHealth
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.taken_gradient import TakenGradient
@@ -138,8 +138,10 @@ class Engine:
         self._hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._mark = self._counters()
-        if isinstance(optimizer, PagedOptimizer):  # parameters don't show what was taken of their gradients
-            module.zero_grad = partial(_zero_grad_of, weakref.ref(self))  # type: ignore[method-assign]
+        module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
+        if not isinstance(optimizer, PagedOptimizer):  # which does so itself
+            health = self.health
+            optimizer.register_load_state_dict_post_hook(lambda _: health.mend())
         if config.fp16.enabled:
             self._tell_optimizer(overflow=False)
 
@@ -167,6 +169,16 @@ class Engine:
             self._under_way = outer
             raise
         self._under_way = outer
+
+    def _leave_unfinished_pass(self) -> None:
+        """A forward begins: whatever an exception left of one that didn't pass through the engine is made anew."""
+        if (
+            self._under_way is None
+            and not in_backward()
+            and abandon_unfinished_pass(self.module)
+            and self.swap is not None
+        ):
+            self.swap.recover()
 
     def _settle(self) -> None:
         """No backward and no step is going on: one that never ended was ended by an exception that came twice. (In a forward a
@@ -199,16 +211,33 @@ class Engine:
         """For its peers: where this rank stands after an error. Ranks go on together only from the same place."""
         pending = self._commits.pending_step if self._commits is not None else None
         partial = "part of the gradients" if self._partial is not None else "gradients"
-        forwards = self._routes.forwards if self._routes is not None else 0
-        counts = f"step {self.global_steps}.{self.micro_steps}, forward {forwards}"
-        return [counts, self.health.state.value, partial, f"commit of {pending}"]
+        place = self._routes.place if self._routes is not None else ""
+        return [
+            f"step {self.global_steps}.{self.micro_steps}",
+            place,
+            self.health.state.value,
+            partial,
+            f"commit of {pending}",
+        ]
 
     def _check_gradients_whole(self) -> None:
-        if self._partial is not None:
+        if self._partial is None:
+            return
+        if self._has_gradients():
             raise InfinityError(
                 f"the gradients of this step are those of a part of the model, since this failed: {self._partial}; call "
-                "zero_grad() to drop them, and begin the step anew with its first micro-batch"
+                "engine.zero_grad() to drop them, and begin the step anew with its first micro-batch"
             )
+        self._begin_step_anew()
+
+    def _has_gradients(self) -> bool:
+        """Whether any gradient came since the last step, or since they were dropped."""
+        taken = isinstance(self.optimizer, PagedOptimizer) and bool(self.optimizer.norms)
+        return taken or any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
+
+    def _begin_step_anew(self) -> None:
+        """Its gradients were dropped: with its first micro-batch."""
+        self.micro_steps, self._boundary, self._partial = self._micro_steps_before, None, None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. With gradients, what it saves for the backward goes where the config keeps activations."""
@@ -221,6 +250,7 @@ class Engine:
         saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.activations is not None and torch.is_grad_enabled():
             saving = self.activations.saving()
+        self._leave_unfinished_pass()
         explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
         with self.peers.in_pass(self.standing), self._passing(_FORWARD), timing(self, "fwd"), saving, explained:
             yield
@@ -276,7 +306,8 @@ class Engine:
             self._commits.make()
         if self._saving is not None and self._saving.finish_if_copied():
             self._saving = None
-        with self._passing(_STEP):
+        alone = self.swap.alone() if self.swap is not None else contextlib.nullcontext()
+        with self._passing(_STEP), alone:
             reshard(
                 self.module
             )  # what an evaluation left gathered would be stale after the step, and hides the gradients
@@ -294,8 +325,10 @@ class Engine:
         self._note_step()
 
     def _change_values(self, factor: float | torch.Tensor | None) -> None:
-        """All that a step changes, with the gradients multiplied by `factor` (None: nothing is updated)."""
+        """All that a step changes, with the gradients multiplied by `factor` (None: they overflowed, nothing is updated)."""
         self._applied = factor is not None
+        if self.config.fp16.enabled:
+            self._note_overflow(factor is None)
         if factor is not None:
             self._step_optimizer(factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
@@ -307,6 +340,7 @@ class Engine:
         self._boundary = None
         self._micro_steps_before = self.micro_steps
 
+    @as_pass
     def commit(self, client_state: dict[str, Any] | None = None) -> None:
         """Commit now, with all that was done since the last step, instead of when the next step begins. A collective.
 
@@ -364,11 +398,11 @@ class Engine:
         self._check_not_applied()
         self._partial = self._partial or "zero_grad"
         self._drop_gradients(set_to_none)
-        self.micro_steps, self._boundary, self._partial = self._micro_steps_before, None, None
+        self._begin_step_anew()
 
     def _drop_gradients(self, set_to_none: bool = True) -> None:
-        type(self.module).zero_grad(self.module, set_to_none)
         self.optimizer.zero_grad(set_to_none)  # the module shows others while a group is gathered
+        type(self.module).zero_grad(self.module, set_to_none)
 
     @property
     def gradient_bytes(self) -> int:
@@ -518,6 +552,7 @@ class Engine:
             compute_seconds=compute_seconds,
         )
 
+    @as_pass
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -575,6 +610,7 @@ class Engine:
             saving.cancel()
             raise
 
+    @as_pass
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -605,11 +641,12 @@ class Engine:
             self._commits.try_to_make()
         self._make_optimizer_state()
         self._discard_step()
+        begin = partial(self.health.tear, "loading a checkpoint")  # all is set by its end, or nothing is right
         if is_arena_checkpoint(path):
-            rest = checkpoint_arena.load(path, self.module, self.optimizer, self.swap, verified=verify)
+            rest = checkpoint_arena.load(path, self.module, self.optimizer, self.swap, begin, verified=verify)
             self._set_outside(rest)
         else:
-            rest = checkpoint.load(path, self.module, self.optimizer, verified=verify)
+            rest = checkpoint.load(path, self.module, self.optimizer, begin, verified=verify)
         self._set_rest(rest, schedule=load_lr_scheduler_states)
         self.health.mend()
         if self._commits is not None:
@@ -828,7 +865,7 @@ class Engine:
         if isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.discard()
         self._drop_gradients()
-        self._partial = None
+        self._begin_step_anew()
 
     def _check_not_applied(self) -> None:
         if self.health.state is Health.AHEAD:
@@ -840,8 +877,7 @@ class Engine:
     def _check_between_steps(self) -> None:
         self._settle()
         self.health.check_not_torn()
-        taken = isinstance(self.optimizer, PagedOptimizer) and bool(self.optimizer.norms)
-        if taken or any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+        if self._has_gradients():
             raise CheckpointError(
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
                 f"that ends it, after every {self.gradient_accumulation_steps()} of them"
@@ -898,7 +934,7 @@ class Engine:
         ):
             known, factor = torch.stack([norm, torch.as_tensor(factor, device=norm.device)]).tolist()
             self._grad_norm = known
-            if self.config.fp16.enabled and self._overflowed(known):
+            if self.config.fp16.enabled and not math.isfinite(known):
                 return None
         return factor
 
@@ -926,15 +962,13 @@ class Engine:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0)  # as torch.nn.utils.get_total_norm computes it
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _overflowed(self, norm: float) -> bool:
-        """Whether the step must be skipped; the loss scale hears of it, and so do those who ask the optimizer."""
-        overflow = not math.isfinite(norm)
+    def _note_overflow(self, overflow: bool) -> None:
+        """Whether the step is skipped: the loss scale hears of it, and so do those who ask the optimizer."""
         told = self._loss_scale.update(overflow=overflow)
         if told and dist.get_rank() == 0:
             log.warning(told)
         self.skipped_steps += overflow
         self._tell_optimizer(overflow)
-        return overflow
 
     def _tell_optimizer(self, overflow: bool) -> None:
         """What trainers look for on an optimizer that scales its loss."""
@@ -966,8 +1000,10 @@ def _local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _zero_grad_of(engine: weakref.ref[Engine], set_to_none: bool = True) -> None:
-    """`zero_grad` of a module that an engine trains; of one that has outlived it there are no gradients."""
-    alive = engine()
+def _zero_grad_of(engine: weakref.ref[Engine], module: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
+    """`zero_grad` of a module that an engine trains, or trained."""
+    alive, trained = engine(), module()
     if alive is not None:
         alive.zero_grad(set_to_none)
+    elif trained is not None:
+        type(trained).zero_grad(trained, set_to_none)

@@ -63,7 +63,7 @@ class Routes:
         self._places = 1
         self._here: _Place | None = None
         """None outside of a forward."""
-        self.forwards = self._depth = 0
+        self._forwards = self._depth = 0
         self._told: str | None = None
         """The key under which this rank said where it is, last."""
         for name, module in model.named_modules():
@@ -74,22 +74,26 @@ class Routes:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
+    @property
+    def place(self) -> str:
+        """Where this rank is, or was when an exception came. Keys are of no use to ranks that are elsewhere."""
+        return f"forward {self._forwards}, group {self._depth}, {self._places} places"
+
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
         """Around a forward: where another rank has left the way and said so, that is the error."""
         try:
             yield
-        except InfinityError:
-            raise
-        except RuntimeError as error:
-            if words := self._left():
+        except BaseException as error:
+            self._here = None
+            if isinstance(error, RuntimeError) and not isinstance(error, InfinityError) and (words := self._left()):
                 raise InfinityError(words) from error
             raise
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not in_backward():  # activation checkpointing runs a forward again
             self._here, self._depth = self._start, 0
-            self.forwards += 1
+            self._forwards += 1
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not in_backward():
@@ -117,7 +121,7 @@ class Routes:
 
     def _agree(self, name: str, known: str | None) -> None:
         """Raise InfinityError unless all ranks go on to `name`. `known`: the only way that was ever gone from here."""
-        keys = {rank: self._key(f"{self.forwards}.{self._depth}.{rank}") for rank in self._ranks}
+        keys = {rank: self._key(f"{self._forwards}.{self._depth}.{rank}") for rank in self._ranks}
         self._store.set(keys[self._rank], name)
         if not self._come(list(keys.values()), self._seconds_max if known is None else LEAVING_SECONDS_MAX):
             here = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}

@@ -212,6 +212,11 @@ class Activations:
         return (each for each in reversed(self._entries) if each < number)
 
     def _forget(self) -> None:
+        moving, self._moving = self._moving, True
+        self._forget_ended()
+        self._moving = moving
+
+    def _forget_ended(self) -> None:
         while self._ended:
             entry = self._ended.popleft()
             entry.handles -= 1

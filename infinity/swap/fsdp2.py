@@ -30,9 +30,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def abandon_unfinished_pass(model: nn.Module) -> bool:
+def abandon_unfinished_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
     """Where no pass of this root is going on: bring FSDP2's own state to where a pass begins, if an exception left it
     elsewhere. Whether it had. Raises InfinityError where this torch can't.
+
+    `root_may_run`: the root's forward may be called by another method of it that was registered as one.
 
     [Note: A pass that never ended]
     FSDP2 keeps what a pass has come to in its states and groups, and an exception leaves it there: a group that was running
@@ -42,7 +44,7 @@ def abandon_unfinished_pass(model: nn.Module) -> bool:
     and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
     """
     assert isinstance(model, FSDPModule)
-    if not _is_in_pass(model):
+    if not _is_in_pass(model, root_may_run=root_may_run):
         return False
     if not hasattr(model, "reset_iter_state"):
         raise InfinityError(
@@ -61,17 +63,20 @@ def abandon_unfinished_pass(model: nn.Module) -> bool:
     return True
 
 
-def is_at_rest(model: nn.Module) -> bool:
-    """Whether no pass of this root is going on, and nothing of it is gathered."""
+def is_at_rest(model: nn.Module, *, gathered: bool) -> bool:
+    """Whether no pass of this root is going on. `gathered`: whether something of it may be gathered all the same."""
     assert isinstance(model, FSDPModule)
-    return not _is_in_pass(model) and all(group.is_sharded for group in _all_groups(model))
+    return not _is_in_pass(model) and (gathered or all(group.is_sharded for group in _all_groups(model)))
 
 
-def _is_in_pass(model: FSDPModule) -> bool:
-    shared = model._get_fsdp_state()._state_ctx
-    if shared.iter_forward_root is not None or shared.post_backward_final_callback_queued:
+def _is_in_pass(model: FSDPModule, *, root_may_run: bool = False) -> bool:
+    root = model._get_fsdp_state()
+    shared = root._state_ctx
+    if shared.post_backward_final_callback_queued or (shared.iter_forward_root is not None and not root_may_run):
         return True
-    return any(each._training_state.name != "IDLE" for each in (*shared.all_states, *_all_groups(model)))
+    running = [root, *_groups_of(root)] if root_may_run and root._training_state.name == "FORWARD" else []
+    holders = (*shared.all_states, *_all_groups(model))
+    return any(each._training_state.name != "IDLE" and each not in running for each in holders)
 
 
 def _all_groups(model: FSDPModule) -> list[Any]:
@@ -84,11 +89,13 @@ def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.Abstract
     that trains."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.__dict__["state_dict"] = functools.partial(_guarded_state_dict, weakref.ref(module), entered)
+            own = module.__dict__.get("state_dict")
+            module.__dict__["state_dict"] = functools.partial(_guarded_state_dict, weakref.ref(module), own, entered)
 
 
 def _guarded_state_dict(
     module: weakref.ref[nn.Module],
+    own: Callable[..., Any] | None,
     entered: Callable[[], contextlib.AbstractContextManager[None]],
     *args: Any,
     **kwargs: Any,
@@ -96,7 +103,7 @@ def _guarded_state_dict(
     alive = module()
     assert alive is not None
     with entered():
-        return type(alive).state_dict(alive, *args, **kwargs)
+        return type(alive).state_dict(alive, *args, **kwargs) if own is None else own(*args, **kwargs)
 
 
 @dataclass(frozen=True)

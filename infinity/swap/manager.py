@@ -57,6 +57,7 @@ from infinity.swap.fsdp2 import (
     sharded_groups,
 )
 from infinity.swap.gradients import Gradients
+from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
@@ -164,6 +165,8 @@ class SwapManager:
         self._model: weakref.ref[nn.Module] | None = None
         self._thread = threading.get_ident()
         """The training thread: where the last pass began."""
+        self._backward_follows = False
+        """Whether the last forward was one that a backward may follow."""
         self._in_use = self._broken = False
         """Whether somebody is in here now, or an exception ended what he did."""
         self._copying: PagedGroup | None = None
@@ -201,10 +204,11 @@ class SwapManager:
         if self._machinery is None and not self._closed:
             return  # nothing was ever stored
         machinery = self._open()
-        if self._paged is not None:
-            self.finish_updates()
-        machinery.stager.settle_all()
-        machinery.arena.sync()
+        with self._lock:
+            if self._paged is not None:
+                self.finish_updates()
+            machinery.stager.settle_all()
+            machinery.arena.sync()
 
     # A model.
 
@@ -372,9 +376,10 @@ class SwapManager:
 
     def settle(self) -> None:
         """Run the updates that wait, and wait for what is being written. Raises IoError, InfinityError after a torn step."""
-        self.finish_updates()
-        self.stager.settle_all()
-        self.paged.check_whole()
+        with self._lock:
+            self.finish_updates()
+            self.stager.settle_all()
+            self.paged.check_whole()
 
     def start_copying(self, path: Path, finish: Callable[[StoredFile], None]) -> Copying:
         """Begin to copy the model's state as it is now into the new file `path`, while training goes on; then run `finish` with
@@ -430,36 +435,41 @@ class SwapManager:
                 raise
             self._in_use = False
 
+    def alone(self) -> contextlib.AbstractContextManager[object]:
+        """Around what no other thread may look into: others wait."""
+        return self._lock
+
     def recover(self) -> None:
         """Where no pass is going on: make anew all that one leaves which an exception ended, at whatever line.
 
         What was staged, gathered or on its way is dropped, what was being written is waited for, and a change of values that
         never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients stay as they are.
         """
-        machinery, paged = self._machinery, self._paged
-        if machinery is not None and paged is not None:
-            kept = [*self._tensors.leases, *paged.leases]
-            if self._activation_part is not None:
-                kept.append(self._activation_part.lease)
-            machinery.stager.recover(kept)
-            paged.recover()
-            self._staging.recover()
-            if self._ahead is not None:
-                self._ahead.recover()
-            self._copying = None
-        self._in_use = self._broken = False
+        with self._lock:
+            machinery, paged = self._machinery, self._paged
+            if machinery is not None and paged is not None:
+                kept = [*self._tensors.leases, *paged.leases]
+                if self._activation_part is not None:
+                    kept.append(self._activation_part.lease)
+                machinery.stager.recover(kept)
+                paged.recover()
+                self._staging.recover()
+                if self._ahead is not None:
+                    self._ahead.recover()
+                self._copying = None
+            self._in_use = self._broken = False
 
     def _check_thread(self) -> None:
         """[Note: Other threads]
         A look at a weight or a state_dict moves bytes through the same pool and the same groups as the training thread, and
-        makes FSDP2 release what is gathered, which that thread may be computing with. So another thread is let in where nothing
-        is gathered, between steps, one at a time, and what begins meanwhile waits. (Autograd has threads of its own, for
-        devices; what they do is the training thread's.)
+        makes FSDP2 release what is gathered, which that thread may be computing with. So another thread is let in between
+        steps, where nothing is gathered for a backward that may follow, one at a time, and what begins meanwhile waits.
+        (Autograd has threads of its own, for devices; what they do is the training thread's.)
         """
         if threading.get_ident() == self._thread or in_backward():
             return
         model = self._model() if self._model is not None else None
-        if model is not None and not is_at_rest(model):
+        if model is not None and not is_at_rest(model, gathered=not self._backward_follows):
             raise InfinityError(
                 "another thread trains the model, whose parameters rest on NVMe, and it is in the middle of a step: look at "
                 "them (state_dict, a weight, a forward) on that thread, or on this one between steps"
@@ -602,11 +612,12 @@ class SwapManager:
 
     def end_step(self) -> None:
         """For the optimizer: the step is over; the next one's first groups are read as soon as they are written."""
-        self._staging.end_step()
-        if self.timeline is not None:
-            self.timeline.steps += 1
-        self._look_ahead()
-        self._start_ahead(update=False)  # the step returns at once
+        with self.entered():
+            self._staging.end_step()
+            if self.timeline is not None:
+                self.timeline.steps += 1
+            self._look_ahead()
+            self._start_ahead(update=False)  # the step returns at once
 
     # What it took.
 
@@ -689,19 +700,20 @@ class SwapManager:
 
         Raises IoError when a write failed that nobody waited for.
         """
-        if self._closed:
-            return
-        self._closed = True
-        machinery, self._machinery = self._machinery, None
-        try:
-            if self._gradients is not None:
-                self._gradients.forget()
-            if self._paged is not None:
-                self._paged.close()  # the model outlives this, and must not keep the pool
-            if machinery is not None:
-                machinery.close()
-        finally:
-            self._drives.close()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            machinery, self._machinery = self._machinery, None
+            try:
+                if self._gradients is not None:
+                    self._gradients.forget()
+                if self._paged is not None:
+                    self._paged.close()  # the model outlives this, and must not keep the pool
+                if machinery is not None:
+                    machinery.close()
+            finally:
+                self._drives.close()
 
     def __enter__(self) -> SwapManager:
         return self
@@ -788,13 +800,24 @@ class SwapManager:
         with self._lock:
             self._check_thread()
             self._thread = threading.get_ident()
-            if abandon_unfinished_pass(module) or self._pass_goes_on or self._in_use or self._broken:
-                self.recover()
+            self.leave_unfinished_pass(at_root=True)
             self._staging.begin_pass(trains=module.training and torch.is_grad_enabled())
 
-    @property
-    def _pass_goes_on(self) -> bool:
-        return self._policy is not None and self._policy.in_pass
+    def leave_unfinished_pass(self, *, at_root: bool = False) -> None:
+        """Where no pass is going on: make anew what is left of one that an exception ended. Where that was a backward which had
+        updated a part of the model, the values are torn.
+
+        `at_root`: the root's own forward begins, perhaps out of another method of it that FSDP2 takes for its forward.
+        """
+        assert self._model is not None
+        model = self._model()
+        assert model is not None
+        began = self._staging.in_pass or self._in_use or self._broken
+        unfinished = abandon_unfinished_pass(model, root_may_run=at_root and not began)
+        if unfinished and self.paged.health.state is Health.AHEAD:
+            self.paged.health.tear("a backward that an exception ended")
+        if unfinished or began:
+            self.recover()
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -802,6 +825,7 @@ class SwapManager:
 
     def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not in_backward():
+            self._backward_follows = torch.is_grad_enabled()
             self._staging.end_pass()
 
     def _use(self, group: PagedGroup, training: bool) -> None:

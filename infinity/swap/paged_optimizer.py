@@ -7,7 +7,6 @@ in paged_adam.py and hosted_optimizer.py.
 from __future__ import annotations
 
 import abc
-import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -61,6 +60,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Norms (0-D) of the gradients that were taken in the backward since the last step."""
         self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
         """What `.grad` shows of a gradient that was taken."""
+        self._taking = False
+        """Whether gradients are being taken, or were when an exception came."""
         self._shown: list[nn.Parameter] = []
         """Those whose `.grad` shows it now."""
         self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
@@ -105,8 +106,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
         """All of a step that may fail and leave everything as it was: checks, and updates that the last step left."""
+        self._swap.leave_unfinished_pass()
         with self._swap.entered():
             self._swap.paged.check_not_torn()
+            if self._taking:
+                raise InfinityError(
+                    "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
+                    "step anew with its first micro-batch"
+                )
             self._check_used(grad_scale)
             self._swap.finish_updates()
             self.take_gradients()
@@ -210,6 +217,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _take(self, group: PagedGroup) -> None:
         """Keep the gradients that arrived of a group until the update, and note their norms."""
+        self._taking = True
         arrived = [parameter for parameter in self._arrived.pop(group) if parameter.grad is not None]
         grads = {}
         for parameter in arrived:
@@ -220,6 +228,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             assert parameter.grad is not None
             self.norms[parameter] = torch._foreach_norm([parameter.grad])[0]
             parameter.grad = None
+        self._taking = False
 
     def _apply(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
@@ -267,6 +276,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._coming.clear()
         self._arrived.clear()
         self._used.clear()
+        self._taking = False
         self._places.clear()
         self._swap.paged.health.arrive()
 
@@ -286,14 +296,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                     self._init_state_of(parameter, zero=False)
         for parameter, step in steps.items():
             self.state[parameter]["step"].copy_(step)
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Around setting all parameters and their state in place: they are torn until the end of the block, and whole after."""
-        health = self._swap.paged.health
-        health.tear("loading a checkpoint")
-        yield
-        health.mend()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""

@@ -365,7 +365,7 @@ class Stager:
             if chunk.landing is not None:
                 chunk.landing.wait()
             chunk.put_to_rest()
-            del self._leased[chunk]
+            self._leased.pop(chunk, None)
         for chunks in (self._staged, self._arriving, self._writing, self._landing):
             for chunk in [chunk for chunk in chunks if chunk.state is ChunkState.RESTING]:
                 del chunks[chunk]

@@ -69,7 +69,7 @@ class Training:
             clipping, accumulation = 0.0, 1
         durable = draw.random() < 0.4
         cached = not durable and draw.random() < 0.25
-        activations = draw.random() < 0.25
+        activations = not durable and draw.random() < 0.25
         return Training("nvme", update, durable, accumulation, clipping, cached, activations)
 
     @property

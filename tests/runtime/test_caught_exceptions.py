@@ -235,6 +235,105 @@ def test_a_loop_of_ones_own_goes_on_too(update: Any, nvme_path: Path) -> None:
     assert losses(True) == losses(False)
 
 
+def test_a_loop_of_ones_own_whose_backward_updated_a_part_is_torn(nvme_path: Path) -> None:
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+        swap.page(model, sub_group_size=4096, resident_numel_below=100, update="backward")
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=0.01)
+        with failing(model.blocks[1], backward=True):
+            loss = model(batch(0))
+            with pytest.raises(OutOfMemory):
+                loss.backward()
+        optimizer.zero_grad()
+        for use in (optimizer.step, lambda: model(batch(1))):
+            with pytest.raises(infinity.InfinityError, match=r"torn.*backward"):
+                use()
+
+
+@pytest.mark.parametrize("way", ["memory", "forward"])
+@pytest.mark.parametrize("at", ["_set_rest", "_set_outside"])
+def test_a_load_that_an_exception_ended_is_not_gone_on_from(
+    way: str, at: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = "dcp" if at == "_set_rest" else "arena"
+    if (way, form) == ("memory", "arena"):
+        pytest.skip("arenas are of what rests on NVMe")
+
+    def fail(*args: Any, **named: Any) -> None:
+        raise OutOfMemory
+
+    with make(nvme_path, **PLACES[way]) as engine:
+        step(engine)
+        engine.save_checkpoint(tmp_path, format=form)
+        expected = [step(engine) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(infinity.Engine, at, fail)
+            with pytest.raises(OutOfMemory):
+                engine.load_checkpoint(tmp_path)
+        with pytest.raises(infinity.InfinityError, match=r"torn.*loading a checkpoint"):
+            step(engine)
+        engine.load_checkpoint(tmp_path)
+        assert [step(engine) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize("way", ["memory", "forward", "forward, accumulated"])
+def test_gradients_may_be_dropped_in_any_usual_way(way: str, nvme_path: Path) -> None:
+    ways: list[Callable[[infinity.Engine], object]] = [
+        lambda engine: engine.zero_grad(),
+        lambda engine: engine.zero_grad(set_to_none=False),
+        lambda engine: engine.optimizer.zero_grad(),
+        lambda engine: engine.module.zero_grad(),
+    ]
+    with make(nvme_path, **PLACES[way]) as engine:
+        expected = [step(engine) for _ in range(len(ways))]
+    with make(nvme_path, **PLACES[way]) as engine:
+        found = []
+        for drop in ways:
+            with failing(engine.module.blocks[1], backward=True):  # type: ignore[index, union-attr]
+                loss = engine(batch(99))
+                with pytest.raises(OutOfMemory):
+                    engine.backward(loss)
+            drop(engine)
+            found.append(step(engine))
+        assert found == expected
+
+
+def test_a_step_that_fails_before_its_changes_scales_no_gradient_twice(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses(fails: bool) -> list[float]:
+        offload = {"device": "nvme", "nvme_path": str(nvme_path)}
+        config = {
+            "fp16": {"enabled": True, "loss_scale_window": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+            "infinity": {"pinned_bytes_max": "16MiB"},
+        }
+        engine, *_ = infinity.initialize(model=Model(), config=config)
+
+        def fail(self: infinity.SwapManager) -> None:
+            raise infinity.IoError("read of rank0.arena: EIO")
+
+        with engine:
+            found = []
+            for number in range(4):
+                loss = engine(batch(number))
+                engine.backward(loss)
+                if fails and number == 1:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(infinity.SwapManager, "finish_updates", fail)
+                        with pytest.raises(infinity.IoError):
+                            engine.step()
+                engine.step()
+                found.append(loss.item())
+        return found
+
+    assert losses(True) == losses(False)
+
+
 @pytest.mark.parametrize("update", ["step", "forward", "backward"])
 def test_a_gradient_changed_by_hand_takes_effect_or_is_refused(update: str, nvme_path: Path) -> None:
     changes: dict[str, Callable[[infinity.Engine], object]] = {
@@ -322,6 +421,12 @@ def test_another_thread_is_served_or_refused_in_words(update: str, nvme_path: Pa
         found.append(step(engine))
         handle.remove()
         assert refused
+        refused.clear()
+        with torch.no_grad():
+            engine.eval()(batch(99))
+        engine.train()
+        begin()  # what an evaluation leaves gathered is in nobody's way
+        assert not refused
         thread = threading.Thread(target=look)
         thread.start()
         found += [step(engine) for _ in range(2)]
