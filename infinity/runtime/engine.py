@@ -200,7 +200,11 @@ class Engine:
         if self.activations is not None:
             self.activations.recover()
         self.health.settle()
-        if what == _FORWARD or (what == _STEP and isinstance(error, (InfinityError, OSError))):
+        if what == _FORWARD:
+            return
+        if what == _STEP and isinstance(error, (InfinityError, OSError)):  # before anything was changed
+            if isinstance(self.optimizer, PagedOptimizer):
+                self.optimizer.show_taken()
             return
         if self.health.state is Health.AHEAD:
             self.health.tear(why)
@@ -270,13 +274,13 @@ class Engine:
         self._check_none_unfrozen()
         self._settle()
         self._check_gradients_whole()
-        if self._commits is not None and self._updates_in_backward():
-            self._commits.make()
         if self.live is not None:
             self.live.begin_backward(last=self._ends_a_step(self.micro_steps + 1))
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         scaled = divided.float() * self.cur_scale if self.config.fp16.enabled else divided
         with self._passing(_BACKWARD):
+            if self._commits is not None and self._updates_in_backward():
+                self._commits.make()
             if isinstance(self.optimizer, PagedOptimizer):
                 self.optimizer.hide_taken()
             scaled.backward(retain_graph=retain_graph)
@@ -301,16 +305,14 @@ class Engine:
         self._check_gradients_whole()
         if isinstance(self.optimizer, PagedOptimizer):
             self.optimizer.hide_taken()
-        if self._commits is not None:
-            self._commits.check_storable(self.client_state)
-            self._commits.make()
-        if self._saving is not None and self._saving.finish_if_copied():
-            self._saving = None
         alone = self.swap.alone() if self.swap is not None else contextlib.nullcontext()
         with self._passing(_STEP), alone:
-            reshard(
-                self.module
-            )  # what an evaluation left gathered would be stale after the step, and hides the gradients
+            if self._commits is not None:
+                self._commits.check_storable(self.client_state)
+                self._commits.make()
+            if self._saving is not None and self._saving.finish_if_copied():
+                self._saving = None
+            reshard(self.module)  # what an evaluation left would be stale after the step, and hides the gradients
             with measured(self.timeline, "gradients", "norm of the gradients"):
                 factor = self._gradient_factor()
             if isinstance(self.optimizer, PagedOptimizer) and factor is not None:

@@ -1,6 +1,6 @@
 """Floor 4. The health of a model's values: whether they are those of one step, and may be used, stored and written.
 
-One object per model, asked before its values are used. Used by the training thread only.
+One object per model, asked before its values are used. Used by one thread at a time.
 
 [Note: What an exception may end]
 An exception can end a pass at any line, an asynchronous one (KeyboardInterrupt) at any line of ours too. So whatever changes

@@ -2,7 +2,8 @@
 
 Two faces, in fact. `page(model)` hands a model that FSDP2 sharded over to the arena; `register / prefetch / use / update /
 flush` do the same for plain tensors of any other engine. What a gather, an update or a step sets off comes together here: what
-to stage when is decided in policy.py and carried out by the stager. All calls come from the training thread.
+to stage when is decided in policy.py and carried out by the stager. One thread
+at a time: see [Note: Other threads].
 
 [Note: When a group has been copied]
 FSDP2 asks for all shards of a group, one after the other, and copies them at once into the buffer it gathers from; only then
@@ -204,7 +205,7 @@ class SwapManager:
         if self._machinery is None and not self._closed:
             return  # nothing was ever stored
         machinery = self._open()
-        with self._lock:
+        with self.entered():
             if self._paged is not None:
                 self.finish_updates()
             machinery.stager.settle_all()
@@ -376,7 +377,7 @@ class SwapManager:
 
     def settle(self) -> None:
         """Run the updates that wait, and wait for what is being written. Raises IoError, InfinityError after a torn step."""
-        with self._lock:
+        with self.entered():
             self.finish_updates()
             self.stager.settle_all()
             self.paged.check_whole()
@@ -703,6 +704,8 @@ class SwapManager:
         with self._lock:
             if self._closed:
                 return
+            if self._in_use or self._broken:
+                self.recover()
             self._closed = True
             machinery, self._machinery = self._machinery, None
             try:

@@ -1,6 +1,6 @@
 """Floor 4. A model whose state rests in the arena: its groups, shards and sub-groups, and access to single ranges.
 
-Knows bytes and chunks; knows neither FSDP2 nor the optimizer. Used by the training thread only.
+Knows bytes and chunks; knows neither FSDP2 nor the optimizer. Used by one thread at a time.
 
 [Note: Updates that wait]
 An optimizer step may leave the update of a sub-group for later: the values of the sub-group are then those that the update

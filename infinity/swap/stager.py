@@ -43,7 +43,7 @@ _UNENDED_LOOKED_AT = 64
 
 
 class Stager:
-    """Moves chunks between one arena and one pool. All calls come from the training thread."""
+    """Moves chunks between one arena and one pool. Used by one thread at a time."""
 
     def __init__(self, engine: IoEngine, pool: PinnedPool | PoolPart, arena: Arena, device: Device) -> None:
         self._engine = engine
@@ -294,10 +294,12 @@ class Stager:
         """Wait until everything written is on the drive. Raises the first failure, after all have ended."""
         failure: OSError | None = None
         while left := self._arriving or self._writing:
+            chunk = next(iter(left))
             try:
-                self.settle(next(iter(left)))
+                self.settle(chunk)
             except OSError as error:
                 failure = failure or error
+            left.pop(chunk, None)  # one that an exception left here after its write
         if failure is not None:
             raise failure
 
