@@ -28,6 +28,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -69,6 +70,14 @@ class _Report:
         return cls(**json.loads(stored))
 
 
+class _Pass:
+    """One that is going on."""
+
+
+def _no_pass() -> None:
+    return None
+
+
 class Peers:
     """This rank among those that train one model. Made by all ranks at once: a collective.
 
@@ -79,7 +88,9 @@ class Peers:
         self._groups = groups
         self._alone = dist.get_world_size() == 1
         self._name = f"infinity/peers/{next(_numbers)}"
-        self._passes = self._depth = 0
+        self._passes = 0
+        self._pass: Callable[[], _Pass | None] = _no_pass
+        """Gives the pass that is going on, None where none is."""
         self._cause: _Report | None = None
         """What ended the work of the ranks together; None while they do."""
         self._links: list[Link] = []
@@ -119,19 +130,22 @@ class Peers:
         `standing`: says where this rank stands after an error; ranks that stand elsewhere have parted. Where the pass fails on
         another rank, raises an error of the same kind, which names the rank and quotes it.
         """
-        if self._alone or self._depth:
+        if self._alone or self._pass() is not None:
             yield
             return
-        self.check()
-        self._passes += 1
-        self._depth += 1
+        had_parted = self.parted
         try:
+            running = _Pass()  # goes with this frame, at whatever line an exception ends it
+            self._pass = weakref.ref(running)
+            self.check()
+            self._passes += 1
             yield
         except BaseException as error:
-            self._fail(error, standing())
+            if not had_parted:
+                self._fail(error, standing())
             raise
         finally:
-            self._depth -= 1
+            self._pass = _no_pass
         if self._cause is not None:  # operations that were aborted end as if they had been done
             raise restated(self._cause.rank, self._cause.kind, self._cause.text)
 
