@@ -55,14 +55,14 @@ def measure(nbytes: int, rounds: int, where: torch.device) -> dict[str, object]:
     plain = torch.empty(nbytes, dtype=torch.uint8, pin_memory=where.type == "cuda")
 
     def take() -> None:
-        incoming = device.start_take(staged)
-        incoming.hand_over()
-        incoming.landing.wait()
+        in_flight = device.start_h2d(staged)
+        in_flight.on_device()
+        in_flight.copy_event.wait()
 
     ways: dict[str, Callable[[], object]] = {
         "ours_in": take,
         "alone_in": lambda: there.copy_(plain, non_blocking=True),
-        "ours_out": lambda: device.start_give(there, buffer.tensor).wait(),
+        "ours_out": lambda: device.start_d2h(there, buffer.tensor).wait(),
         "alone_out": lambda: plain.copy_(there, non_blocking=True),
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}

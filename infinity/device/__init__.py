@@ -3,7 +3,7 @@
 from infinity.device.buffers import HostBuffer, HostBuffers
 from infinity.device.choice import device_for, direct_reader_for
 from infinity.device.direct import DirectRead, DirectReader
-from infinity.device.staging import CpuDevice, Device, Incoming, Landing
+from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
 from infinity.device.streams import Runtime, StreamDevice
 
 __all__ = [
@@ -13,8 +13,8 @@ __all__ = [
     "DirectReader",
     "HostBuffer",
     "HostBuffers",
-    "Incoming",
-    "Landing",
+    "InFlightCopy",
+    "CopyEvent",
     "Runtime",
     "StreamDevice",
     "device_for",

@@ -111,7 +111,7 @@ class HostBuffers:
         return HostBuffer(self, slab, offset, nbytes, tensor)
 
     def reset(self) -> None:
-        """Nothing is lent any more, whoever has what: for when an exception may have lost some. Every copy has landed."""
+        """Nothing is lent any more, whoever has what: for when an exception may have lost some. Every copy has ended."""
         self._returned.clear()
         self._lent_bytes = 0
         self._idle = {}
@@ -121,7 +121,7 @@ class HostBuffers:
         self.nbytes = sum(slab.nbytes for slab in self._slabs)
 
     def close(self) -> None:
-        """Every copy has landed, and nobody uses a buffer any more."""
+        """Every copy has ended, and nobody uses a buffer any more."""
         for slab in self._slabs:
             self._device.unregister(slab.memory)
         self._slabs.clear()

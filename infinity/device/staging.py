@@ -15,7 +15,7 @@ from infinity.aio import PinnedSlab
 from infinity.device.direct import DirectRead
 
 
-class Landing(Protocol):
+class CopyEvent(Protocol):
     """Says when bytes that a copy reads or writes in host memory may be touched."""
 
     def done(self) -> bool:
@@ -25,13 +25,13 @@ class Landing(Protocol):
         """Block until it has."""
 
 
-class Incoming(Protocol):
-    """Bytes on their way to the device. Whoever drops it before `hand_over` wants them no more."""
+class InFlightCopy(Protocol):
+    """Bytes on their way to the device. Whoever drops it before `on_device` wants them no more."""
 
-    landing: Landing
+    copy_event: CopyEvent
     """Fires when they have come, so that the host bytes may be reused."""
 
-    def hand_over(self) -> torch.Tensor:
+    def on_device(self) -> torch.Tensor:
         """All of them on the device (1-D): whatever the current stream does from now on comes after their arrival.
 
         Where they come straight from a drive this blocks until they have; it raises IoError where a read failed then.
@@ -57,28 +57,28 @@ class Device(Protocol):
         """Make the slab known to the device's copy engine; in words why that was refused, or None."""
 
     def unregister(self, slab: PinnedSlab) -> None:
-        """Undo `register`, before the slab is unmapped. Every copy from or to it has landed."""
+        """Undo `register`, before the slab is unmapped. Every copy from or to it has ended."""
 
-    def start_take(self, staged: torch.Tensor) -> Incoming:
+    def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
         """Begin to copy `staged` (1-D, host memory) to the device, whatever that computes meanwhile."""
 
-    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
+    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
         """Have memory of the device (1-D) filled by reads, whatever the device computes meanwhile.
 
-        Whoever wants it no more keeps what is returned until its landing has fired.
+        Whoever wants it no more keeps what is returned until its copy event has fired.
         """
 
-    def landing(self) -> Landing:
-        """Fires when everything taken so far has landed."""
+    def copy_event(self) -> CopyEvent:
+        """Fires when everything taken so far has ended."""
 
-    def start_give(self, found: torch.Tensor, into: torch.Tensor) -> Landing:
+    def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> CopyEvent:
         """Begin to copy `found`, as the current stream leaves it, `into` host memory of the same shape and dtype.
 
-        `found` may be forgotten at once; nobody may look into `into` before the landing fired.
+        `found` may be forgotten at once; nobody may look into `into` before the copy event fired.
         """
 
 
-class Landed:
+class AlreadyCopied:
     """Where no copy touches host memory."""
 
     def done(self) -> bool:
@@ -90,10 +90,10 @@ class Landed:
 
 class _InPlace:
     def __init__(self, staged: torch.Tensor) -> None:
-        self.landing: Landing = Landed()
+        self.copy_event: CopyEvent = AlreadyCopied()
         self._staged = staged
 
-    def hand_over(self) -> torch.Tensor:
+    def on_device(self) -> torch.Tensor:
         return self._staged
 
 
@@ -102,10 +102,10 @@ class _Filled(_InPlace):
         super().__init__(filled)
         self._reads = reads
 
-    def hand_over(self) -> torch.Tensor:
+    def on_device(self) -> torch.Tensor:
         for read in self._reads:
             read.check()
-        return super().hand_over()
+        return super().on_device()
 
 
 class CpuDevice:
@@ -121,16 +121,16 @@ class CpuDevice:
     def unregister(self, slab: PinnedSlab) -> None:
         pass
 
-    def start_take(self, staged: torch.Tensor) -> Incoming:
+    def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
         return _InPlace(staged)
 
-    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
+    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
         filled = torch.empty(numel, dtype=dtype)
         return _Filled(filled, fill(filled, None))
 
-    def landing(self) -> Landing:
-        return Landed()
+    def copy_event(self) -> CopyEvent:
+        return AlreadyCopied()
 
-    def start_give(self, found: torch.Tensor, into: torch.Tensor) -> Landing:
+    def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> CopyEvent:
         into.copy_(found)
-        return Landed()
+        return AlreadyCopied()

@@ -11,11 +11,11 @@ runtime's matter (cuda.py; a fake in the tests, which holds this file to its pro
                        asked for; the source is noted as used by the outward stream, so it may be forgotten at once.
     past host memory   reads of a drive into memory of the device are work of the inward stream, too. The host waits for the
                        event behind them before it hands the memory over: only then is it known whether they went well.
-    host memory        is touched only after the landing of the copy that reads or writes it has fired; by another copy also
+    host memory        is touched only after the copy event of the copy that reads or writes it has fired; by another copy also
                        where its stream comes after that one: a sum may go back to where its first part was taken from.
 
-Nobody waits for a whole stream, or for the device. A copy that is dropped before it was handed over needs no care: its memory
-goes back to the inward stream, which reuses it in its own order; the host bytes are free when its landing has fired.
+Nobody waits for a whole stream, or for the device. A copy that is dropped before it was asked for needs no care: its memory
+goes back to the inward stream, which reuses it in its own order; the host bytes are free when its copy event has fired.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 from infinity.aio import PinnedSlab
 from infinity.device.direct import DirectRead
-from infinity.device.staging import Fill, Incoming, Landing
+from infinity.device.staging import CopyEvent, Fill, InFlightCopy
 
 
 class Event(Protocol):
@@ -82,8 +82,8 @@ class Runtime(Protocol):
         """`stream` uses the tensor's memory too, as far as its work reaches when the tensor is freed."""
 
 
-class EventLanding:
-    """A landing that an event tells."""
+class StreamCopyEvent:
+    """A copy event that an event tells."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
@@ -99,10 +99,10 @@ class _Copied:
     """On its way, or there: [Note: The order of copies]."""
 
     def __init__(self, runtime: Runtime, taken: torch.Tensor, event: Event) -> None:
-        self.landing: Landing = EventLanding(event)
+        self.copy_event: CopyEvent = StreamCopyEvent(event)
         self._runtime, self._taken, self._event = runtime, taken, event
 
-    def hand_over(self) -> torch.Tensor:
+    def on_device(self) -> torch.Tensor:
         user = self._runtime.current_stream()
         user.wait_event(self._event)
         self._runtime.note_use(self._taken, user)
@@ -113,14 +113,14 @@ class _Filled:
     """Being filled by reads, or full."""
 
     def __init__(self, copied: _Copied, reads: Sequence[DirectRead]) -> None:
-        self.landing = copied.landing
+        self.copy_event = copied.copy_event
         self._copied, self._reads = copied, reads
 
-    def hand_over(self) -> torch.Tensor:
-        self.landing.wait()
+    def on_device(self) -> torch.Tensor:
+        self.copy_event.wait()
         for read in self._reads:
             read.check()
-        return self._copied.hand_over()
+        return self._copied.on_device()
 
 
 class StreamDevice:
@@ -144,21 +144,21 @@ class StreamDevice:
     def unregister(self, slab: PinnedSlab) -> None:
         self._runtime.unpin(slab)
 
-    def start_take(self, staged: torch.Tensor) -> Incoming:
+    def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
         taken = self._runtime.empty(staged.numel(), staged.dtype, self._inward)
         self._runtime.start_copy(taken, staged, self._inward)
         return _Copied(self._runtime, taken, self._inward.record_event())
 
-    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> Incoming:
+    def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
         filled = self._runtime.empty(numel, dtype, self._inward)
         reads = fill(filled, self._inward)
         return _Filled(_Copied(self._runtime, filled, self._inward.record_event()), reads)
 
-    def landing(self) -> Landing:
-        return EventLanding(self._inward.record_event())
+    def copy_event(self) -> CopyEvent:
+        return StreamCopyEvent(self._inward.record_event())
 
-    def start_give(self, found: torch.Tensor, into: torch.Tensor) -> Landing:
+    def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> CopyEvent:
         self._outward.wait_event(self._runtime.current_stream().record_event())
         self._runtime.start_copy(into, found, self._outward)
         self._runtime.note_use(found, self._outward)
-        return EventLanding(self._outward.record_event())
+        return StreamCopyEvent(self._outward.record_event())

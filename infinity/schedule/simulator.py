@@ -401,7 +401,7 @@ class _Thread:
         self._filling: int | None = None
         """The group whose copy is being made."""
         self._holders = [0] * len(step.group_bytes)
-        """Uses of each group that were handed over and are not gathered yet."""
+        """Uses of each group that were given out and are not gathered yet."""
         self._next_uses = _next_uses(self._chunks, len(self._lease_bytes))
         self._read_up_to = 0
         """What all items before it need is staged, being read, or behind us."""
@@ -446,7 +446,7 @@ class _Thread:
             return
         if isinstance(item, Use):
             self._demanded = None
-            self._hand_over(time, place, item)
+            self._copy_to_group(time, place, item)
         elif item.after is None or self._gradients_at[item.after] is not None:
             self._demanded = None
             self._update(time, place, item)
@@ -543,7 +543,7 @@ class _Thread:
 
     # Groups.
 
-    def _hand_over(self, time: float, place: int, use: Use) -> None:
+    def _copy_to_group(self, time: float, place: int, use: Use) -> None:
         """The group is staged: copy, gather and compute follow in order."""
         timeline = self._result.timeline
         self._holders[use.group] += 1

@@ -170,9 +170,9 @@ class Activations:
             )
         self._forget()
         if entry.back is None:
-            flat = self._shelf.take_back(entry.item)
+            flat = self._shelf.fetch(entry.item)
             entry.back = flat.as_strided(entry.shape, entry.stride)
-            self._shelf.start_back(self._entries[each].item for each in self._before(entry.number))
+            self._shelf.start_fetch(self._entries[each].item for each in self._before(entry.number))
         tensor = entry.back
         entry.asked += 1
         if entry.asked >= entry.handles:

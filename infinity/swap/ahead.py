@@ -39,21 +39,21 @@ class DeviceAhead:
         self._started = []
 
     def ask(self, shard: PagedShard) -> None:
-        """A shard is about to be handed over."""
-        incoming = shard.group.incoming if shard.resident is None else shard.group.residents.incoming
-        self.late += incoming is None
+        """A shard is about to be given out."""
+        in_flight = shard.group.in_flight if shard.resident is None else shard.group.residents.in_flight
+        self.late += in_flight is None
 
     def start(self, *, asked_for: PagedGroup | None, update: bool) -> None:
         """Start what comes next, as far as it is staged and fits, and let go of what doesn't come next any more.
 
-        asked_for: the group whose shards are being handed over, or were last. update: whether updates that wait for a group's
+        asked_for: the group whose shards are being given out, or were last. update: whether updates that wait for a group's
         gather may be run for it now.
         """
         soon = dict.fromkeys(self._soon())
         for group in self._started:
             if group not in soon and group is not asked_for:
-                group.incoming = None
-                group.residents.let_go()
+                group.in_flight = None
+                group.residents.drop_in_flight()
         self._started = []
         for group in soon:
             if not self._paged.start_ahead(group, partial(self._look_ahead, group), update=update):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Lease, Transfer
-from infinity.device import Landing
+from infinity.device import CopyEvent
 
 
 class ChunkState(enum.Enum):
@@ -23,9 +23,9 @@ class ChunkState(enum.Enum):
     """Its lease holds what the arena holds; nobody uses it. May be dropped, once the device has copied what it took."""
     IN_USE = "in use"
     """Somebody reads or changes its lease. Must not be dropped."""
-    LANDING = "landing"
+    COPYING_TO_DEVICE = "copy_event"
     """Given back by its user; the device is still copying out of the lease, which is free when the event fires."""
-    ARRIVING = "arriving"
+    COPYING_FROM_DEVICE = "arriving"
     """The device is copying new bytes into its lease, which is written when the event has fired."""
     WRITING = "writing"
     """Its lease is being written to the arena; free when the write has ended."""
@@ -37,13 +37,13 @@ _ALLOWED = {
     ChunkState.STAGED: {ChunkState.IN_USE, ChunkState.RESTING},
     ChunkState.IN_USE: {
         ChunkState.STAGED,
-        ChunkState.LANDING,
-        ChunkState.ARRIVING,
+        ChunkState.COPYING_TO_DEVICE,
+        ChunkState.COPYING_FROM_DEVICE,
         ChunkState.WRITING,
         ChunkState.RESTING,
     },
-    ChunkState.LANDING: {ChunkState.RESTING, ChunkState.IN_USE},
-    ChunkState.ARRIVING: {ChunkState.WRITING, ChunkState.RESTING},
+    ChunkState.COPYING_TO_DEVICE: {ChunkState.RESTING, ChunkState.IN_USE},
+    ChunkState.COPYING_FROM_DEVICE: {ChunkState.WRITING, ChunkState.RESTING},
     ChunkState.WRITING: {ChunkState.RESTING},
 }
 
@@ -83,12 +83,12 @@ class Chunk:
     state: ChunkState = ChunkState.RESTING
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)
-    landing: Landing | None = field(default=None, repr=False)
+    copy_event: CopyEvent | None = field(default=None, repr=False)
 
     @property
     def is_unwritten(self) -> bool:
         """Whether the arena doesn't hold its last bytes yet."""
-        return self.state in (ChunkState.ARRIVING, ChunkState.WRITING)
+        return self.state in (ChunkState.COPYING_FROM_DEVICE, ChunkState.WRITING)
 
     def move_to(self, state: ChunkState) -> None:
         """The one door of the state."""
@@ -99,5 +99,5 @@ class Chunk:
         """It holds no memory any more; nothing is in flight for it."""
         if self.state is not ChunkState.RESTING:
             self.move_to(ChunkState.RESTING)
-        self.lease, self.transfers, self.landing = None, [], None
+        self.lease, self.transfers, self.copy_event = None, [], None
         self.unverified, self.sums = False, None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from infinity.device import Device, DirectRead, DirectReader, Incoming
+from infinity.device import Device, DirectRead, DirectReader, InFlightCopy
 from infinity.errors import IoError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk
@@ -26,13 +26,13 @@ class DirectReads:
 
     def __init__(self, reader: DirectReader, arena: Arena, device: Device, stager: Stager) -> None:
         self._reader, self._arena, self._device, self._stager = reader, arena, device, stager
-        self._under_way: list[Incoming] = []
+        self._under_way: list[InFlightCopy] = []
         self.read_bytes = 0
 
-    def start(self, chunk: Chunk, dtype: torch.dtype) -> Incoming:
+    def start(self, chunk: Chunk, dtype: torch.dtype) -> InFlightCopy:
         """Begin to read all that the chunk reads into device memory, as it would lie in a lease, for elements of `dtype`.
 
-        The arena must hold it: `Stager.let_be_read`. What fails is raised when it is handed over.
+        The arena must hold it: `Stager.let_be_read`. What fails is raised when it is asked for.
         """
 
         def fill(into: torch.Tensor, stream: Any) -> Sequence[DirectRead]:
@@ -46,14 +46,14 @@ class DirectReads:
                 self.read_bytes += span.nbytes
             return reads
 
-        incoming = self._device.start_filling(chunk.lease_bytes // dtype.itemsize, dtype, fill)
-        self.let_go()
-        self._under_way.append(incoming)
-        return _Coming(self, incoming, chunk.name)
+        in_flight = self._device.start_filling(chunk.lease_bytes // dtype.itemsize, dtype, fill)
+        self.drop_in_flight()
+        self._under_way.append(in_flight)
+        return _Coming(self, in_flight, chunk.name)
 
-    def let_go(self) -> None:
+    def drop_in_flight(self) -> None:
         """Of what has come."""
-        self._under_way = [incoming for incoming in self._under_way if not incoming.landing.done()]
+        self._under_way = [in_flight for in_flight in self._under_way if not in_flight.copy_event.done()]
 
     def waiting(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A block in which the training thread waits for a read."""
@@ -61,8 +61,8 @@ class DirectReads:
 
     def close(self) -> None:
         """Wait for what is under way, which nobody wants any more, and let go of the files."""
-        for incoming in self._under_way:
-            incoming.landing.wait()
+        for in_flight in self._under_way:
+            in_flight.copy_event.wait()
         self._under_way.clear()
         self._reader.close()
 
@@ -70,17 +70,17 @@ class DirectReads:
 class _Coming:
     """Waits for its reads as for any other: the wait is a stall, and what failed has a name."""
 
-    def __init__(self, owner: DirectReads, incoming: Incoming, name: str) -> None:
-        self.landing = incoming.landing
-        self._owner, self._incoming, self._name = owner, incoming, name
+    def __init__(self, owner: DirectReads, in_flight: InFlightCopy, name: str) -> None:
+        self.copy_event = in_flight.copy_event
+        self._owner, self._in_flight, self._name = owner, in_flight, name
 
-    def hand_over(self) -> torch.Tensor:
-        if not self.landing.done():
+    def on_device(self) -> torch.Tensor:
+        if not self.copy_event.done():
             with self._owner.waiting(self._name):
-                self.landing.wait()
-        self._owner.let_go()
+                self.copy_event.wait()
+        self._owner.drop_in_flight()
         try:
-            return self._incoming.hand_over()
+            return self._in_flight.on_device()
         except IoError as error:
             error.concerning(self._name)
             raise

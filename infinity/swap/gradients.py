@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.aio import Lease
-from infinity.device import Landing
+from infinity.device import CopyEvent
 from infinity.store.layout import Piece
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.host_gradients import HostGradients
@@ -28,15 +28,15 @@ from infinity.swap.timeline import measured
 
 @dataclass
 class _Held:
-    """Gradients in host memory, all of them there once `landing` has fired."""
+    """Gradients in host memory, all of them there once `copy_event` has fired."""
 
     tensor: torch.Tensor
-    landing: Landing | None = None
+    copy_event: CopyEvent | None = None
 
     def wait(self) -> torch.Tensor:
-        if self.landing is not None:
-            self.landing.wait()
-            self.landing = None
+        if self.copy_event is not None:
+            self.copy_event.wait()
+            self.copy_event = None
         return self.tensor
 
 
@@ -102,7 +102,7 @@ class Gradients:
                     held = self._held[sub]
                     if any(piece.shard in self._came for piece in pieces):
                         held.wait()  # for what the last micro-batch brought, not for anything of this one
-                    held.landing = self._put(held.tensor, pieces, grads) or held.landing
+                    held.copy_event = self._put(held.tensor, pieces, grads) or held.copy_event
         self._came.update(grads)
 
     def claim(self, sub: PagedSubGroup) -> torch.Tensor | None:
@@ -129,9 +129,9 @@ class Gradients:
         spilled = sum(sub.layout.gradient_bytes for sub in self._spilled)
         return spilled * (micro_batches - 1), spilled * micro_batches
 
-    def _put(self, kept: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> Landing | None:
+    def _put(self, kept: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> CopyEvent | None:
         """Begin to bring gradients to their places in `kept`, added to what is there of them; what says when all are there."""
-        landing = None
+        copy_event = None
         for piece in pieces:
             grad = grads[piece.shard]
             numel = min(piece.numel, grad.numel() - piece.start)  # less the padding
@@ -141,8 +141,8 @@ class Gradients:
             place = kept[piece.offset : piece.offset + numel]
             if piece.shard in self._came:
                 grad.add_(self._home().take_back(place))
-            landing = self._home().fetch(grad, place)
-        return landing
+            copy_event = self._home().fetch(grad, place)
+        return copy_event
 
     def _spill(self, sub: PagedSubGroup, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
         chunk = self._spilled[sub]
@@ -151,12 +151,12 @@ class Gradients:
         nbytes = sub.layout.gradient_bytes
         self._moved = (self._moved[0] + nbytes * begun, self._moved[1] + nbytes)
         try:
-            landing = self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
+            copy_event = self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
         except BaseException:
             self._home().settle()
             self._stager.release(chunk, keep=False)
             raise
-        self._stager.write_back(chunk, landing=landing)
+        self._stager.write_back(chunk, copy_event=copy_event)
 
     def _widen(self, sub: PagedSubGroup) -> None:
         """See [Note: Gradients in 16 bits]."""

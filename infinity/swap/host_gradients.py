@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from infinity.device import Device, HostBuffer, HostBuffers, Landing
+from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers
 from infinity.units import align_up
 
 _ALIGN = 64
@@ -21,23 +21,23 @@ _ALIGN = 64
 class HostGradient:
     """One gradient (1-D). On a CPU it is used where it lies."""
 
-    def __init__(self, tensor: torch.Tensor, landing: Landing | None = None, keeps: object = None) -> None:
+    def __init__(self, tensor: torch.Tensor, copy_event: CopyEvent | None = None, keeps: object = None) -> None:
         self.numel, self.dtype = tensor.numel(), tensor.dtype
-        self._tensor, self._landing, self._keeps = tensor, landing, keeps
+        self._tensor, self._copy_event, self._keeps = tensor, copy_event, keeps
 
     def wait(self) -> torch.Tensor:
         """Its elements in host memory, once they are there."""
-        if self._landing is not None:
-            self._landing.wait()
-            self._landing = None
+        if self._copy_event is not None:
+            self._copy_event.wait()
+            self._copy_event = None
         return self._tensor
 
 
 class _Lent:
     """Keeps a buffer lent for as long as somebody holds this."""
 
-    def __init__(self, buffer: HostBuffer, landings: Sequence[Landing]) -> None:
-        finalizer = weakref.finalize(self, _end, buffer, landings)
+    def __init__(self, buffer: HostBuffer, copy_events: Sequence[CopyEvent]) -> None:
+        finalizer = weakref.finalize(self, _end, buffer, copy_events)
         finalizer.atexit = False
 
 
@@ -46,8 +46,8 @@ class HostGradients:
 
     def __init__(self, device: Device, host_memory: HostBuffers) -> None:
         self._device, self._host_memory = device, host_memory
-        self._last: Landing | None = None
-        """Of the copy that was started last: all go through one stream, so when it has landed, all have."""
+        self._last: CopyEvent | None = None
+        """Of the copy that was started last: all go through one stream, so when it has ended, all have."""
 
     def start(self, gradients: Sequence[torch.Tensor]) -> list[HostGradient]:
         """Begin to bring gradients (1-D, on the device, as the current stream leaves them) to the host, in this order.
@@ -58,14 +58,14 @@ class HostGradients:
             return [HostGradient(gradient) for gradient in gradients]
         places = [*accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
         buffer = self._host_memory.lend(places[-1], torch.uint8)
-        landings: list[Landing] = []
-        lent = _Lent(buffer, landings)
+        copy_events: list[CopyEvent] = []
+        lent = _Lent(buffer, copy_events)
         found = []
         for at, gradient in zip(places, gradients, strict=False):
             into = buffer.tensor[at : at + gradient.nbytes].view(gradient.dtype)
-            landings.append(self._device.start_give(gradient, into))
-            found.append(HostGradient(into, landings[-1], lent))
-            self._last = landings[-1]
+            copy_events.append(self._device.start_d2h(gradient, into))
+            found.append(HostGradient(into, copy_events[-1], lent))
+            self._last = copy_events[-1]
         return found
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,19 +77,19 @@ class HostGradients:
         weakref.finalize(tensor, self._take_memory_back, buffer).atexit = False
         return tensor
 
-    def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> Landing | None:
-        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the landing fires when it is
+    def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> CopyEvent | None:
+        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the copy event fires when it is
         there (None where it is already), and so does `settle`."""
         if not self._device.copies:
             into.copy_(gradient)
             return None
-        self._last = self._device.start_give(gradient.to(into.dtype), into)
+        self._last = self._device.start_d2h(gradient.to(into.dtype), into)
         return self._last
 
     def take_back(self, kept: torch.Tensor) -> torch.Tensor:
-        """What came before (1-D, landed) on the device, for what the current stream does from now on; a `fetch` of what that
+        """What came before (1-D, copied) on the device, for what the current stream does from now on; a `fetch` of what that
         makes of it may go to the same place."""
-        return self._device.start_take(kept).hand_over()
+        return self._device.start_h2d(kept).on_device()
 
     def settle(self) -> None:
         """Wait until everything that was fetched so far has come."""
@@ -106,7 +106,7 @@ class HostGradients:
         self.settle()
 
 
-def _end(buffer: HostBuffer, landings: Sequence[Landing]) -> None:
-    for landing in landings[-1:]:
-        landing.wait()
+def _end(buffer: HostBuffer, copy_events: Sequence[CopyEvent]) -> None:
+    for copy_event in copy_events[-1:]:
+        copy_event.wait()
     buffer.give_back()

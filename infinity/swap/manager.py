@@ -515,8 +515,8 @@ class SwapManager:
             taken = model.gathered_view(shard)
         if shard.resident is None:
             group.gathering.add(shard.index)
-        if group.gathering and group.handed_over:
-            group.incoming = None  # the device's memory is FSDP2's now
+        if group.gathering and group.all_delivered:
+            group.in_flight = None  # the device's memory is FSDP2's now
         return taken
 
     def gathered(self, shard: PagedShard) -> None:
@@ -841,16 +841,16 @@ class SwapManager:
     def _give_back_copied(self) -> None:
         """The lease of the group that was asked for last, if FSDP2 has all of it."""
         group = self._copying
-        if group is not None and group.gathering and group.handed_over:
+        if group is not None and group.gathering and group.all_delivered:
             self._give_back(group)
             group.gathering.clear()
 
     def _give_back(self, group: PagedGroup) -> None:
         if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
             stager = self._open().stager
-            stager.release(group.chunk, keep=group.chunk in stager.wanted, landing=group.landing)
-        if group.cached is None:  # what is cached must have landed before it is stepped: see PagedModel.forget
-            group.landing = None
+            stager.release(group.chunk, keep=group.chunk in stager.wanted, copy_event=group.copy_event)
+        if group.cached is None:  # what is cached must have ended before it is stepped: see PagedModel.forget
+            group.copy_event = None
 
     def _look_ahead(self, using: PagedGroup | None = None) -> None:
         """Start the reads for what comes next; `using`: the group whose members are being updated now."""

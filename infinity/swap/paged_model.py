@@ -11,7 +11,7 @@ hyper-parameters, the number of the step) was fixed by the step, so the numbers 
 
 [Note: Ahead on the device]
 A device with memory of its own gets a group's copies in one piece, before the group is gathered where they are staged by then:
-the manager asks for it whenever a group was gathered. Until the gather the chunk stays staged, and its landing
+the manager asks for it whenever a group was gathered. Until the gather the chunk stays staged, and its copy event
 says when the device has the bytes; whatever is about to change the copies forgets the group, and what is on the device with it.
 An update that only waits for the gather, with everything that it reads staged, is run at that moment too: the host updates one
 group while the device computes the one before it. Copies that stay in host memory go with those of their group, in one piece of
@@ -50,7 +50,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.aio import Lease
-from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
+from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, InFlightCopy
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
@@ -286,48 +286,48 @@ class Residents:
     copies: torch.Tensor | None = field(default=None, repr=False)
     """1-D; None where there are none."""
     count: int = 0
-    handed: set[int] = field(default_factory=set)
-    """Numbers of the shards that were handed over since the copies were taken."""
-    incoming: Incoming | None = field(default=None, repr=False)
-    """On their way to the device, until the last shard is handed over."""
-    landing: Landing | None = None
+    delivered: set[int] = field(default_factory=set)
+    """Numbers of the shards that were given out since the copies were taken."""
+    in_flight: InFlightCopy | None = field(default=None, repr=False)
+    """On their way to the device, until the last shard is asked for."""
+    copy_event: CopyEvent | None = None
     """Fires when the device has them as they were taken last."""
 
     @property
     def nbytes(self) -> int:
         return self.copies.nbytes if self.copies is not None else 0
 
-    def start_taking(self, device: Device) -> None:
+    def start_h2d(self, device: Device) -> None:
         """Begin to bring them to the device, whatever was taken of them before."""
         assert self.copies is not None
-        self.incoming = device.start_take(self.copies)
-        self.landing = self.incoming.landing
-        self.handed.clear()
+        self.in_flight = device.start_h2d(self.copies)
+        self.copy_event = self.in_flight.copy_event
+        self.delivered.clear()
 
-    def hand_over(self, index: int, copy: torch.Tensor, device: Device) -> torch.Tensor:
+    def on_device(self, index: int, copy: torch.Tensor, device: Device) -> torch.Tensor:
         """That of one shard, on the device."""
         assert self.copies is not None
-        if self.incoming is None or index in self.handed:
-            self.start_taking(device)
-        assert self.incoming is not None
+        if self.in_flight is None or index in self.delivered:
+            self.start_h2d(device)
+        assert self.in_flight is not None
         start = copy.storage_offset() - self.copies.storage_offset()
-        taken = self.incoming.hand_over()[start : start + copy.numel()]
-        self.handed.add(index)
-        if len(self.handed) == self.count:
-            self.let_go()
+        taken = self.in_flight.on_device()[start : start + copy.numel()]
+        self.delivered.add(index)
+        if len(self.delivered) == self.count:
+            self.drop_in_flight()
         return taken
 
-    def let_go(self) -> None:
+    def drop_in_flight(self) -> None:
         """Nobody gathers them soon."""
-        self.incoming = None
-        self.handed.clear()
+        self.in_flight = None
+        self.delivered.clear()
 
     def forget(self) -> None:
         """They are about to change: what the device was given is stale, and it has copied them after this."""
-        self.let_go()
-        if self.landing is not None:
-            self.landing.wait()
-            self.landing = None
+        self.drop_in_flight()
+        if self.copy_event is not None:
+            self.copy_event.wait()
+            self.copy_event = None
 
 
 @dataclass(eq=False)
@@ -348,9 +348,9 @@ class PagedGroup:
     """How many of its shards the chunk fetches, or the cache holds."""
     gathering: set[int] = field(default_factory=set)
     """Numbers of the shards that were handed to FSDP2 and not yet gathered."""
-    incoming: Incoming | None = field(default=None, repr=False)
-    """Its copies on their way to the device, from before the first shard is handed over until the last one is."""
-    landing: Landing | None = None
+    in_flight: InFlightCopy | None = field(default=None, repr=False)
+    """Its copies on their way to the device, from before the first shard is asked for until the last one is."""
+    copy_event: CopyEvent | None = None
     """Fires when the device has the copies, so that they may change where they rest in host memory."""
     residents: Residents = field(default_factory=Residents)
 
@@ -360,8 +360,8 @@ class PagedGroup:
         return self.chunk if any(sub.rests and sub.layout.split for sub in self.members) else None
 
     @property
-    def handed_over(self) -> bool:
-        """Whether every shard that its chunk fetches was handed over."""
+    def all_delivered(self) -> bool:
+        """Whether every shard that its chunk fetches was asked for."""
         return len(self.gathering) == self.fetched
 
 
@@ -489,15 +489,15 @@ class PagedModel:
         """The shard's copy (1-D, padded) on the device. The group's chunk must be in use, where there is one."""
         group = shard.group
         if shard.resident is not None:
-            return group.residents.hand_over(shard.index, shard.resident, self._stager.device)
-        if group.incoming is None:
-            self._start_taking(group)
-        assert group.incoming is not None
+            return group.residents.on_device(shard.index, shard.resident, self._stager.device)
+        if group.in_flight is None:
+            self._start_h2d(group)
+        assert group.in_flight is not None
         _, start = self.layout.place[shard.index]
         try:
-            copies = group.incoming.hand_over()
+            copies = group.in_flight.on_device()
         except BaseException:
-            group.incoming = None  # whoever asks again has it read again
+            group.in_flight = None  # whoever asks again has it read again
             raise
         return copies[start : start + self.layout.shards[shard.index].numel]
 
@@ -514,8 +514,8 @@ class PagedModel:
         `update`: where members wait for an update that nothing has to be read for any more, they get it now, and `look_ahead`
         is called after each. Returns whether the copies are on their way.
         """
-        of_members = bool(self._moved_bytes(group)) and group.incoming is None
-        of_residents = bool(group.residents.nbytes) and group.residents.incoming is None
+        of_members = bool(self._moved_bytes(group)) and group.in_flight is None
+        of_residents = bool(group.residents.nbytes) and group.residents.in_flight is None
         beside = [sub for sub in group.beside if of_residents and sub in self.updates]
         waiting = beside + [sub for sub in self.waiting(group) if of_members]
         needed = [sub.chunk for sub in waiting if sub.moves]
@@ -531,13 +531,13 @@ class PagedModel:
         if of_members:
             self.acquire(group, look_ahead)
             try:
-                if group.incoming is None:
-                    self._start_taking(group)
+                if group.in_flight is None:
+                    self._start_h2d(group)
             finally:
                 if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
-                    self._stager.release(group.chunk, keep=True, landing=group.landing)
+                    self._stager.release(group.chunk, keep=True, copy_event=group.copy_event)
         if of_residents:
-            group.residents.start_taking(self._stager.device)
+            group.residents.start_h2d(self._stager.device)
         return True
 
     def may_go_direct(self, group: PagedGroup) -> bool:
@@ -551,14 +551,14 @@ class PagedModel:
         staged = group.chunk is not None and group.chunk.state in (ChunkState.READING, ChunkState.STAGED)
         return self.may_go_direct(group) and not self.waiting(group) and not staged
 
-    def _start_taking(self, group: PagedGroup) -> None:
+    def _start_h2d(self, group: PagedGroup) -> None:
         copies = group.cached
         if copies is None:
             assert group.chunk is not None and group.chunk.lease is not None
             numel = sum(sub.layout.numel for sub in group.members)
             copies = group.chunk.lease.view(self.copy_dtype, 0, numel)
-        group.incoming = self._stager.device.start_take(copies)
-        group.landing = group.incoming.landing
+        group.in_flight = self._stager.device.start_h2d(copies)
+        group.copy_event = group.in_flight.copy_event
 
     def forget(self, group: PagedGroup) -> None:
         """Drop the group's staged copies, which are about to be stale, whoever was to gather them. Cached ones, which are about
@@ -567,10 +567,10 @@ class PagedModel:
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
         group.gathering.clear()
-        group.incoming = None
-        if group.cached is not None and group.landing is not None:
-            group.landing.wait()
-        group.landing = None
+        group.in_flight = None
+        if group.cached is not None and group.copy_event is not None:
+            group.copy_event.wait()
+        group.copy_event = None
         if group.chunk is None:
             return
         if group.chunk.state is ChunkState.IN_USE:
@@ -630,9 +630,9 @@ class PagedModel:
         """
         waiting, chunk = self.waiting(group), group.chunk
         if self._direct is not None and chunk is not None and self.goes_direct(group):
-            if group.incoming is None:
+            if group.in_flight is None:
                 self._stager.let_be_read(chunk)
-                group.incoming, group.landing = self._direct.start(chunk, self.copy_dtype), None
+                group.in_flight, group.copy_event = self._direct.start(chunk, self.copy_dtype), None
             return
         lease = self._stager.acquire(chunk) if chunk is not None else None
         try:
@@ -720,7 +720,7 @@ class PagedModel:
                     self.updates[sub](lease)
                 if into is not None:
                     with measured(timeline, "copy", sub.chunk.name):
-                        _hand_over(sub, lease, into)
+                        _copy_to_group(sub, lease, into)
                 with self.health.change("an optimizer step"):
                     self._unfinished = None
                     del self.updates[sub]
@@ -759,10 +759,10 @@ class PagedModel:
         self._undo()
         for group in self.groups:
             group.gathering.clear()
-            group.incoming = None
-            if group.landing is not None:
-                group.landing.wait()
-                group.landing = None
+            group.in_flight = None
+            if group.copy_event is not None:
+                group.copy_event.wait()
+                group.copy_event = None
             group.residents.forget()
             self.expect(group)
         for sub in self.sub_groups:
@@ -1011,7 +1011,7 @@ def _whole(sub: PagedSubGroup, half: int) -> tuple[Span, ...]:
     return (Span(sub.halves[half].offset, 0, sub.layout.nbytes),) if sub.layout.nbytes else ()
 
 
-def _hand_over(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
+def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
     """Copy what is gathered of a sub-group, which is under `lease`, into the lease of its group."""
     which = sub.layout.gathered
     start = sub.layout.start * sub.layout.itemsize(which)

@@ -65,7 +65,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._shown: list[nn.Parameter] = []
         """Those whose `.grad` shows it now."""
         self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
-        self._arriving = {
+        self._from_device = {
             group: sum(shard.trained and shard.resident is None for shard in group.shards)
             for group in swap.paged.groups
         }
@@ -208,7 +208,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             return
         arrived = self._arrived.setdefault(group, {})
         arrived[parameter] = None
-        if len(arrived) < self._arriving[group]:
+        if len(arrived) < self._from_device[group]:
             return
         if in_backward:
             self._apply(group)

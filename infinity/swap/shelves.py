@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 
 from infinity.aio import Lease, PoolPart
-from infinity.device import Device, HostBuffer, HostBuffers, Incoming, Landing
+from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, InFlightCopy
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
 from infinity.store import Arena, Extent, Scratch
@@ -45,10 +45,10 @@ class Shelf(Protocol):
         Raises StoreError without space on the drives, IoError where a transfer failed.
         """
 
-    def start_back(self, items: Iterable[Item]) -> None:
+    def start_fetch(self, items: Iterable[Item]) -> None:
         """These are asked for next, soonest first: start what the shelf has room for."""
 
-    def take_back(self, item: Item) -> torch.Tensor:
+    def fetch(self, item: Item) -> torch.Tensor:
         """The tensor on the device. May be asked for again. Raises IoError, or InfinityError where it was lost."""
 
     def drop(self, item: Item) -> None:
@@ -64,9 +64,9 @@ class Shelf(Protocol):
 @dataclass(eq=False)
 class _InHost:
     buffer: HostBuffer
-    landing: Landing
+    copy_event: CopyEvent
     nbytes: int
-    incoming: Incoming | None = field(default=None, repr=False)
+    in_flight: InFlightCopy | None = field(default=None, repr=False)
 
 
 class HostShelf:
@@ -82,40 +82,40 @@ class HostShelf:
         if buffer is None:
             self._tell_full()
             return None
-        return _InHost(buffer, self._device.start_give(tensor, buffer.tensor), buffer.nbytes)
+        return _InHost(buffer, self._device.start_d2h(tensor, buffer.tensor), buffer.nbytes)
 
-    def start_back(self, items: Iterable[Item]) -> None:
+    def start_fetch(self, items: Iterable[Item]) -> None:
         for item in islice(items, 1):  # on the device it takes what it saves there
             self._start(cast(_InHost, item))
 
-    def take_back(self, item: Item) -> torch.Tensor:
+    def fetch(self, item: Item) -> torch.Tensor:
         kept = cast(_InHost, item)
         self._start(kept)
-        assert kept.incoming is not None
-        tensor = kept.incoming.hand_over()
-        kept.landing, kept.incoming = kept.incoming.landing, None
+        assert kept.in_flight is not None
+        tensor = kept.in_flight.on_device()
+        kept.copy_event, kept.in_flight = kept.in_flight.copy_event, None
         return tensor if self._device.copies else tensor.clone()
 
     def drop(self, item: Item) -> None:
         kept = cast(_InHost, item)
-        landing = kept.incoming.landing if kept.incoming is not None else kept.landing
-        landing.wait()
-        kept.incoming = None
+        copy_event = kept.in_flight.copy_event if kept.in_flight is not None else kept.copy_event
+        copy_event.wait()
+        kept.in_flight = None
         kept.buffer.give_back()
 
     def reset(self, items: Iterable[Item]) -> None:
         for item in items:
             kept = cast(_InHost, item)
-            (kept.incoming.landing if kept.incoming is not None else kept.landing).wait()
+            (kept.in_flight.copy_event if kept.in_flight is not None else kept.copy_event).wait()
         self._host_memory.reset()
 
     def close(self) -> None:
         self._host_memory.close()
 
     def _start(self, kept: _InHost) -> None:
-        if kept.incoming is None:
-            kept.landing.wait()
-            kept.incoming = self._device.start_take(kept.buffer.tensor)
+        if kept.in_flight is None:
+            kept.copy_event.wait()
+            kept.in_flight = self._device.start_h2d(kept.buffer.tensor)
 
     def _tell_full(self) -> None:
         bytes_max = self._host_memory.bytes_max
@@ -147,7 +147,7 @@ class ArenaShelf:
     def __init__(self, stager: Stager, part: PoolPart, arena: Arena) -> None:
         self._stager, self._part = stager, part
         self._places = Scratch(arena, "saved activations")
-        self._in_hand: dict[_InArena, Landing] = {}
+        self._in_hand: dict[_InArena, CopyEvent] = {}
         """In their leases, the first one first, and not written yet; the device may still copy into or out of them."""
         self._ending: deque[_InArena] = deque()
         """Dropped while being written."""
@@ -164,14 +164,14 @@ class ArenaShelf:
         try:
             lease = self._with_room(partial(self._stager.occupy, item.chunk))
             into = lease.view(tensor.dtype, 0, tensor.numel())
-            self._in_hand[item] = self._stager.device.start_give(tensor, into)
+            self._in_hand[item] = self._stager.device.start_d2h(tensor, into)
             self._write_early()
         except BaseException:
             self._abandon(item)
             raise
         return item
 
-    def start_back(self, items: Iterable[Item]) -> None:
+    def start_fetch(self, items: Iterable[Item]) -> None:
         self._stager.reap()
         room = self._part.nbytes - self._part.nbytes // BUFFER_SHARES
         coming = []
@@ -183,7 +183,7 @@ class ArenaShelf:
                 coming.append(cast(_InArena, item).chunk)
         self._stager.want(coming)
 
-    def take_back(self, item: Item) -> torch.Tensor:
+    def fetch(self, item: Item) -> torch.Tensor:
         kept = cast(_InArena, item)
         if kept in self._in_hand:
             self._in_hand[kept].wait()
@@ -197,24 +197,24 @@ class ArenaShelf:
                 f"{kept.chunk.name} is lost, since a write of it failed: {kept.lost}; do the step again"
             )
         lease = self._with_room(partial(self._stager.acquire, kept.chunk))
-        tensor, landing = self._copied(kept, lease)
+        tensor, copy_event = self._copied(kept, lease)
         self.drive_bytes = self.drive_bytes[0] + kept.nbytes, self.drive_bytes[1]
-        self._stager.release(kept.chunk, keep=False, landing=landing)
+        self._stager.release(kept.chunk, keep=False, copy_event=copy_event)
         return tensor
 
     def drop(self, item: Item) -> None:
         kept = cast(_InArena, item)
         if kept in self._in_hand:
-            landing = self._in_hand.pop(kept)
-            landing.wait()
-            self._stager.release(kept.chunk, keep=False, landing=landing)
+            copy_event = self._in_hand.pop(kept)
+            copy_event.wait()
+            self._stager.release(kept.chunk, keep=False, copy_event=copy_event)
         self._stager.drop(kept.chunk)
         self._ending.append(kept)
         self._sweep()
 
     def reset(self, items: Iterable[Item]) -> None:
-        for landing in self._in_hand.values():
-            landing.wait()
+        for copy_event in self._in_hand.values():
+            copy_event.wait()
         self._in_hand.clear()
         self._ending.clear()
         self._stager.recover(())
@@ -237,10 +237,10 @@ class ArenaShelf:
         chunk.on_lost = item.lose
         return item
 
-    def _copied(self, kept: _InArena, lease: Lease) -> tuple[torch.Tensor, Landing]:
-        incoming = self._stager.device.start_take(lease.view(kept.dtype, 0, kept.numel))
-        tensor = incoming.hand_over()
-        return tensor if self._stager.device.copies else tensor.clone(), incoming.landing
+    def _copied(self, kept: _InArena, lease: Lease) -> tuple[torch.Tensor, CopyEvent]:
+        in_flight = self._stager.device.start_h2d(lease.view(kept.dtype, 0, kept.numel))
+        tensor = in_flight.on_device()
+        return tensor if self._stager.device.copies else tensor.clone(), in_flight.copy_event
 
     def _with_room(self, take: Callable[[], Lease]) -> Lease:
         """A lease, for which what is in hand is written, the first one first, where there is no other room."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count
 
 from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority, Request
-from infinity.device import Device, Landing
+from infinity.device import CopyEvent, Device
 from infinity.errors import BudgetError, IntegrityError, IoError
 from infinity.store import Arena
 from infinity.swap.chunk import Chunk, ChunkState, Span
@@ -54,9 +54,9 @@ class Stager:
         """All chunks that hold a lease, or were about to when an exception came."""
         self._staged: OrderedDict[Chunk, int] = OrderedDict()
         """READING or STAGED, oldest first, and their numbers in that order."""
-        self._arriving: OrderedDict[Chunk, None] = OrderedDict()
+        self._from_device: OrderedDict[Chunk, None] = OrderedDict()
         self._writing: OrderedDict[Chunk, None] = OrderedDict()
-        self._landing: OrderedDict[Chunk, None] = OrderedDict()
+        self._to_device: OrderedDict[Chunk, None] = OrderedDict()
         self._staged_so_far = count()
         self._blocked_by: dict[Chunk, int] = {}
         """By chunk that waits for the write of another one: the number of that in its `after`, when it was asked last."""
@@ -142,11 +142,11 @@ class Stager:
         """
         if chunk.is_unwritten:
             self.settle(chunk)
-        if chunk.landing is not None and chunk.writes:  # they may be changed now: the device must have copied them
-            self._wait_landed(chunk)
-            chunk.landing = None
-        if chunk.state is ChunkState.LANDING:
-            del self._landing[chunk]
+        if chunk.copy_event is not None and chunk.writes:  # they may be changed now: the device must have copied them
+            self._wait_copied(chunk)
+            chunk.copy_event = None
+        if chunk.state is ChunkState.COPYING_TO_DEVICE:
+            del self._to_device[chunk]
             chunk.move_to(ChunkState.IN_USE)
             assert chunk.lease is not None
             return chunk.lease
@@ -205,7 +205,9 @@ class Stager:
                 self._finish_read(chunk)
             except OSError as error:
                 log.warning("a read ahead failed: %s", str(error))  # who keeps the record keeps no frames
-        return chunk.state is ChunkState.STAGED and (not chunk.writes or chunk.landing is None or chunk.landing.done())
+        return chunk.state is ChunkState.STAGED and (
+            not chunk.writes or chunk.copy_event is None or chunk.copy_event.done()
+        )
 
     def occupy(self, chunk: Chunk) -> Lease:
         """A lease for a chunk whose old bytes are not needed: as `acquire`, without the read."""
@@ -217,46 +219,46 @@ class Stager:
         chunk.move_to(ChunkState.IN_USE)
         return lease
 
-    def release(self, chunk: Chunk, *, keep: bool, landing: Landing | None = None) -> None:
-        """The user is done and changed nothing: keep the bytes staged, or give the lease back once they have landed.
+    def release(self, chunk: Chunk, *, keep: bool, copy_event: CopyEvent | None = None) -> None:
+        """The user is done and changed nothing: keep the bytes staged, or give the lease back once the device has copied them.
 
-        `landing`: fires when the device has taken the bytes over; all that it took so far where None.
+        `copy_event`: fires when the device has taken the bytes over; all that it took so far where None.
         """
         chunk.sums = None
-        landing = landing or self.device.landing()
-        chunk.landing = None if landing.done() else landing
+        copy_event = copy_event or self.device.copy_event()
+        chunk.copy_event = None if copy_event.done() else copy_event
         if keep:
             chunk.move_to(ChunkState.STAGED)
             self._stage(chunk)
-        elif chunk.landing is None:
+        elif chunk.copy_event is None:
             self._rest(chunk)
         else:
-            chunk.move_to(ChunkState.LANDING)
-            self._landing[chunk] = None
+            chunk.move_to(ChunkState.COPYING_TO_DEVICE)
+            self._to_device[chunk] = None
 
-    def write_back(self, chunk: Chunk, *, landing: Landing | None = None) -> None:
+    def write_back(self, chunk: Chunk, *, copy_event: CopyEvent | None = None) -> None:
         """The user changed the bytes: write them in the background; the lease comes back when they are on the drive.
 
-        `landing`: fires when the device has brought them; nobody waits for it, and the write starts with the first call of
+        `copy_event`: fires when the device has brought them; nobody waits for it, and the write starts with the first call of
         this stager that finds it fired. Raises IoError where the engine starts nothing any more, then or now: the new bytes
         are lost then, and the lease is back.
         """
         self._write_arrived()
-        assert chunk.lease is not None and chunk.landing is None
-        if landing is None or landing.done():
+        assert chunk.lease is not None and chunk.copy_event is None
+        if copy_event is None or copy_event.done():
             self._start_write(chunk)
             return
-        chunk.landing = landing
-        chunk.move_to(ChunkState.ARRIVING)
-        self._arriving[chunk] = None
+        chunk.copy_event = copy_event
+        chunk.move_to(ChunkState.COPYING_FROM_DEVICE)
+        self._from_device[chunk] = None
 
     def settle(self, chunk: Chunk, why: str = "") -> None:
         """Wait until a chunk that is to be written is on the drive; nothing to do for any other.
 
         `why`: for a trace. Raises IoError when the write failed.
         """
-        if chunk.state is ChunkState.ARRIVING:
-            self._write_arriving(chunk)
+        if chunk.state is ChunkState.COPYING_FROM_DEVICE:
+            self._write_from_device(chunk)
         if chunk.state is ChunkState.WRITING:
             try:
                 self._wait("write", chunk, why)
@@ -278,22 +280,22 @@ class Stager:
             except OSError as error:
                 log.warning("a read ahead failed: %s", str(error))  # who keeps the record keeps no frames
         if chunk.state is ChunkState.STAGED:
-            if chunk.landing is not None:
-                self._wait_landed(chunk)
+            if chunk.copy_event is not None:
+                self._wait_copied(chunk)
             del self._staged[chunk]
             self._rest(chunk)
-        elif chunk.state is ChunkState.LANDING:
-            self._land(chunk)
+        elif chunk.state is ChunkState.COPYING_TO_DEVICE:
+            self._end_h2d(chunk)
 
     def drop_all(self) -> None:
         """Forget everything that is staged and nobody uses."""
-        for chunk in [*self._staged, *self._landing]:
+        for chunk in [*self._staged, *self._to_device]:
             self.drop(chunk)
 
     def settle_all(self) -> None:
         """Wait until everything written is on the drive. Raises the first failure, after all have ended."""
         failure: OSError | None = None
-        while left := self._arriving or self._writing:
+        while left := self._from_device or self._writing:
             chunk = next(iter(left))
             try:
                 self.settle(chunk)
@@ -309,10 +311,10 @@ class Stager:
         ended = _ended(self._writing, lambda chunk: all(t.done for t in chunk.transfers))
         for chunk in ended:
             self.settle(chunk)
-        landed = _ended(self._landing, _has_landed)
-        for chunk in landed:
-            self._land(chunk)
-        return bool(ended or landed)
+        copied = _ended(self._to_device, _is_copied)
+        for chunk in copied:
+            self._end_h2d(chunk)
+        return bool(ended or copied)
 
     def make_room(self, nbytes: int, who: str) -> Lease:
         """A lease of `nbytes`. What is staged and not wanted is dropped for it, then writes are waited for, then what is wanted
@@ -327,14 +329,14 @@ class Stager:
                 self.drop(unwanted)
             elif self._writing:
                 self.settle(next(iter(self._writing)), f"for room for {who}")
-            elif self._arriving:
-                self._write_arriving(next(iter(self._arriving)))
+            elif self._from_device:
+                self._write_from_device(next(iter(self._from_device)))
             elif (last := self._farthest.first()) is not None:
                 self.drop(last)
             elif self._staged:  # an entry was lost
                 self._queue_anew()
-            elif self._landing:
-                self._land(next(iter(self._landing)))
+            elif self._to_device:
+                self._end_h2d(next(iter(self._to_device)))
             else:
                 raise BudgetError(
                     f"{who} needs {format_bytes(nbytes)} of the pinned pool at once, which holds "
@@ -354,9 +356,9 @@ class Stager:
         for chunk in [*self._leased]:
             if any(chunk.lease is lease for lease in kept):
                 continue
-            if chunk.state is ChunkState.ARRIVING:
+            if chunk.state is ChunkState.COPYING_FROM_DEVICE:
                 with contextlib.suppress(OSError):  # is told by `on_lost`
-                    self._write_arriving(chunk)
+                    self._write_from_device(chunk)
             if chunk.state is ChunkState.WRITING:
                 try:
                     self._engine.wait(chunk.transfers)
@@ -364,11 +366,11 @@ class Stager:
                     self._forget_sums(chunk)
                     if chunk.on_lost is not None:
                         chunk.on_lost(str(error))
-            if chunk.landing is not None:
-                chunk.landing.wait()
+            if chunk.copy_event is not None:
+                chunk.copy_event.wait()
             chunk.put_to_rest()
             self._leased.pop(chunk, None)
-        for chunks in (self._staged, self._arriving, self._writing, self._landing):
+        for chunks in (self._staged, self._from_device, self._writing, self._to_device):
             for chunk in [chunk for chunk in chunks if chunk.state is ChunkState.RESTING]:
                 del chunks[chunk]
         self._blocked_by.clear()
@@ -443,13 +445,13 @@ class Stager:
 
     def _write_arrived(self) -> None:
         """Start to write what the device has brought by now."""
-        for chunk in _ended(self._arriving, _has_landed):
-            self._write_arriving(chunk)
+        for chunk in _ended(self._from_device, _is_copied):
+            self._write_from_device(chunk)
 
-    def _write_arriving(self, chunk: Chunk) -> None:
-        self._wait_landed(chunk)
-        del self._arriving[chunk]
-        chunk.landing = None
+    def _write_from_device(self, chunk: Chunk) -> None:
+        self._wait_copied(chunk)
+        del self._from_device[chunk]
+        chunk.copy_event = None
         self._start_write(chunk)
 
     def _start_write(self, chunk: Chunk) -> None:
@@ -499,10 +501,10 @@ class Stager:
             error.concerning(chunk.name)
             raise
 
-    def _wait_landed(self, chunk: Chunk) -> None:
-        assert chunk.landing is not None
+    def _wait_copied(self, chunk: Chunk) -> None:
+        assert chunk.copy_event is not None
         with measured(self.timeline, "copy", chunk.name):
-            chunk.landing.wait()
+            chunk.copy_event.wait()
 
     def _requests(self, operation: str, chunk: Chunk, lease: Lease, priority: Priority) -> list[Request]:
         spans: tuple[Span, ...] = chunk.reads if operation == "read" else chunk.writes
@@ -511,9 +513,9 @@ class Stager:
     def _request(self, operation: str, lease: Lease, span: Span, priority: Priority) -> Request:
         return Request(operation, self._arena.file, span.offset, lease, span.lease_offset, span.nbytes, priority)
 
-    def _land(self, chunk: Chunk) -> None:
-        self._wait_landed(chunk)
-        del self._landing[chunk]
+    def _end_h2d(self, chunk: Chunk) -> None:
+        self._wait_copied(chunk)
+        del self._to_device[chunk]
         self._rest(chunk)
 
     def _rest(self, chunk: Chunk) -> None:
@@ -594,10 +596,10 @@ def _ended(chunks: Iterable[Chunk], has_ended: Callable[[Chunk], bool]) -> list[
     return ended
 
 
-def _has_landed(chunk: Chunk) -> bool:
-    return chunk.landing is not None and chunk.landing.done()
+def _is_copied(chunk: Chunk) -> bool:
+    return chunk.copy_event is not None and chunk.copy_event.done()
 
 
 def _is_idle(chunk: Chunk) -> bool:
     """Whether dropping a staged chunk takes no waiting."""
-    return all(t.done for t in chunk.transfers) and (chunk.landing is None or chunk.landing.done())
+    return all(t.done for t in chunk.transfers) and (chunk.copy_event is None or chunk.copy_event.done())

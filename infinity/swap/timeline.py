@@ -85,7 +85,7 @@ class Timeline:
         self._gather_ended = False
 
     def gathered(self, group: str, *, at_once: bool) -> None:
-        """FSDP2 has gathered a shard of `group`; `at_once`: it did nothing else since it was handed over."""
+        """FSDP2 has gathered a shard of `group`; `at_once`: it did nothing else since it was asked for."""
         last = self._gather
         if last is not None and self._intervals[last].what == _PREFIXES["gather"] + group:
             self._gather_ended = True

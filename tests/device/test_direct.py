@@ -210,7 +210,7 @@ def without_a_wait(filled: Any) -> torch.Tensor:
 
 
 def without_a_note(filled: Any) -> torch.Tensor:
-    filled.landing.wait()
+    filled.copy_event.wait()
     found: torch.Tensor = filled._copied._taken
     return found
 
@@ -218,14 +218,14 @@ def without_a_note(filled: Any) -> torch.Tensor:
 def checked_too_soon(filled: Any) -> torch.Tensor:
     for read in filled._reads:
         read.check()
-    found: torch.Tensor = filled._copied.hand_over()
+    found: torch.Tensor = filled._copied.on_device()
     return found
 
 
 BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "handed over before it was read": (streams._Filled, "hand_over", without_a_wait),
-    "handed over without a note of who uses it": (streams._Filled, "hand_over", without_a_note),
-    "held to be right before it was read": (streams._Filled, "hand_over", checked_too_soon),
+    "given out before it was read": (streams._Filled, "on_device", without_a_wait),
+    "given out without a note of who uses it": (streams._Filled, "on_device", without_a_note),
+    "held to be right before it was read": (streams._Filled, "on_device", checked_too_soon),
 }
 
 
@@ -238,7 +238,7 @@ def test_what_is_left_out_is_found(bug: str, nvme_path: Path, monkeypatch: pytes
     machine = Machine(LateRuntime(), monkeypatch)
     case = dataclasses.replace(training.CASES["updated in the step"], persistence_threshold=1000)
     if "too_soon" in broken.__name__ or "without_a_wait" in broken.__name__:
-        monkeypatch.setattr(direct_reads._Coming, "hand_over", lambda coming: coming._incoming.hand_over())
+        monkeypatch.setattr(direct_reads._Coming, "on_device", lambda coming: coming._in_flight.on_device())
     with pytest.raises(Hazard):
         machine.train(case, nvme_path)
 
@@ -421,6 +421,6 @@ def test_the_cpu_fills_memory_too(written: int) -> None:
         assert stream is None
         return [SimpleNamespace(nbytes=into.numel(), check=check)]
 
-    incoming = CpuDevice().start_filling(4, torch.uint8, fill)
-    assert incoming.landing.done()
-    assert incoming.hand_over().tolist() == [1, 2, 3, 4]
+    in_flight = CpuDevice().start_filling(4, torch.uint8, fill)
+    assert in_flight.copy_event.done()
+    assert in_flight.on_device().tolist() == [1, 2, 3, 4]

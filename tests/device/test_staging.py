@@ -19,22 +19,22 @@ def test_cpu_uses_staged_bytes_where_they_lie() -> None:
     pool = PinnedPool(4096)
     device = CpuDevice()
     staged = pool.lease(4096).view(torch.float32)
-    incoming = device.start_take(staged)
-    taken = incoming.hand_over()
+    in_flight = device.start_h2d(staged)
+    taken = in_flight.on_device()
     assert taken.data_ptr() == staged.data_ptr()
     assert taken.device == device.torch_device == torch.device("cpu")
-    assert incoming.landing.done() and not device.copies
+    assert in_flight.copy_event.done() and not device.copies
 
 
 def test_cpu_has_landed_at_once() -> None:
-    landing = CpuDevice().landing()
-    assert landing.done()
-    landing.wait()
+    copy_event = CpuDevice().copy_event()
+    assert copy_event.done()
+    copy_event.wait()
 
 
 def test_cpu_gives_at_once() -> None:
     into = torch.zeros(4)
-    assert CpuDevice().start_give(torch.ones(4), into).done()
+    assert CpuDevice().start_d2h(torch.ones(4), into).done()
     assert torch.equal(into, torch.ones(4))
 
 
@@ -57,11 +57,11 @@ def test_bytes_are_on_the_device_when_handed_over_and_the_landing_says_when_they
     staged = pool.lease(4096).view(torch.int32)
     staged.copy_(torch.arange(1024, dtype=torch.int32))
     with runtime.watching():
-        incoming = device.start_take(staged)
-        assert not incoming.landing.done() and not device.landing().done()
-        taken = incoming.hand_over()
+        in_flight = device.start_h2d(staged)
+        assert not in_flight.copy_event.done() and not device.copy_event().done()
+        taken = in_flight.on_device()
         assert torch.equal(taken, torch.arange(1024, dtype=torch.int32))
-        incoming.landing.wait()
+        in_flight.copy_event.wait()
         staged.zero_()
         assert taken[7] == 7
 
@@ -72,10 +72,10 @@ def test_bytes_come_back_as_the_current_stream_leaves_them() -> None:
     buffers = HostBuffers(device, pin=True)
     buffer = buffers.lend(1000, torch.float32)
     with runtime.watching():
-        landing = device.start_give(torch.ones(1000) * 3, buffer.tensor)
+        copy_event = device.start_d2h(torch.ones(1000) * 3, buffer.tensor)
         with pytest.raises(Hazard, match="before the copy into it has ended"):
             buffer.give_back()
-        landing.wait()
+        copy_event.wait()
         assert torch.equal(buffer.tensor, torch.full((1000,), 3.0))
 
 
@@ -180,10 +180,10 @@ def test_cuda_takes_bytes_over_and_frees_them_when_landed() -> None:
     assert device.register(pool.slab) is None
     staged = pool.lease(pool.nbytes).view(torch.int32)
     staged.copy_(torch.arange(staged.numel(), dtype=torch.int32))
-    incoming = device.start_take(staged)
-    taken = incoming.hand_over()
-    incoming.landing.wait()
-    assert incoming.landing.done()
+    in_flight = device.start_h2d(staged)
+    taken = in_flight.on_device()
+    in_flight.copy_event.wait()
+    assert in_flight.copy_event.done()
     staged.zero_()
     assert taken.device.type == "cuda"
     assert torch.equal(taken.cpu(), torch.arange(taken.numel(), dtype=torch.int32))

@@ -159,7 +159,9 @@ def test_nobody_waits_for_a_gradient_that_spills(nvme_path: Path, monkeypatch: p
     def spilling(self: gradients.Gradients, sub: Any, pieces: Any, grads: Any) -> None:
         spill(self, sub, pieces, grads)
         chunk = self._spilled[sub]
-        waited.append(chunk.state is not ChunkState.ARRIVING or chunk.landing is None or chunk.landing.done())
+        waited.append(
+            chunk.state is not ChunkState.COPYING_FROM_DEVICE or chunk.copy_event is None or chunk.copy_event.done()
+        )
 
     monkeypatch.setattr(gradients.Gradients, "_spill", spilling)
     case = training.CASES["some gradients on NVMe, accumulated"]
@@ -187,29 +189,29 @@ def without_noting(copied: Any) -> torch.Tensor:
     return copied._taken
 
 
-def write_too_soon(stager: Any, chunk: Any, *, landing: Any = None) -> None:
+def write_too_soon(stager: Any, chunk: Any, *, copy_event: Any = None) -> None:
     stager._start_write(chunk)
 
 
 def give_too_soon(device: Any, found: torch.Tensor, into: torch.Tensor) -> Any:
     device._runtime.start_copy(into, found, device._outward)
     device._runtime.note_use(found, device._outward)
-    return streams.EventLanding(device._outward.record_event())
+    return streams.StreamCopyEvent(device._outward.record_event())
 
 
 def give_unnoted(device: Any, found: torch.Tensor, into: torch.Tensor) -> Any:
     device._outward.wait_event(device._runtime.current_stream().record_event())
     device._runtime.start_copy(into, found, device._outward)
-    return streams.EventLanding(device._outward.record_event())
+    return streams.StreamCopyEvent(device._outward.record_event())
 
 
 BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "handed over before it has come": (streams._Copied, "hand_over", without_waiting),
-    "handed over without a note of who uses it": (streams._Copied, "hand_over", without_noting),
-    "brought back before it was computed": (StreamDevice, "start_give", give_too_soon),
-    "brought back from memory that was reused": (StreamDevice, "start_give", give_unnoted),
-    "a landing that is a guess": (streams.EventLanding, "done", lambda landing: True),
-    "a landing that nobody waits for": (streams.EventLanding, "wait", lambda landing: None),
+    "given out before it has come": (streams._Copied, "on_device", without_waiting),
+    "given out without a note of who uses it": (streams._Copied, "on_device", without_noting),
+    "brought back before it was computed": (StreamDevice, "start_d2h", give_too_soon),
+    "brought back from memory that was reused": (StreamDevice, "start_d2h", give_unnoted),
+    "a copy event that is a guess": (streams.StreamCopyEvent, "done", lambda copy_event: True),
+    "a copy event that nobody waits for": (streams.StreamCopyEvent, "wait", lambda copy_event: None),
     "gradients in 16 bits used before they have come": (host_gradients.HostGradients, "settle", lambda home: None),
     "gradients written to the drive before they have come": (Stager, "write_back", write_too_soon),
     "gradients used before they have come": (

@@ -197,7 +197,7 @@ class LateLanding:
 class LateDevice(CpuDevice):
     """Its copies to host memory end late, as those of a GPU that the program runs ahead of."""
 
-    def start_give(self, found: torch.Tensor, into: torch.Tensor) -> LateLanding:  # type: ignore[override]
+    def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> LateLanding:  # type: ignore[override]
         into.copy_(found)
         return LateLanding()
 
@@ -220,7 +220,7 @@ def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme
         for number in (0, 7, 3, 0, 6, 5, 4, 3, 2, 1, 0):
             item = items[number]
             assert item is not None
-            assert (shelf.take_back(item) == number).all()
+            assert (shelf.fetch(item) == number).all()
         for item in items:
             assert item is not None
             shelf.drop(item)
@@ -242,7 +242,7 @@ def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], nvm
                 shelf.drop(kept.pop(random.randrange(len(kept)))[0])
             if kept and random.random() < 0.3:
                 item, value = random.choice(kept)
-                assert (shelf.take_back(item) == value).all()
+                assert (shelf.fetch(item) == value).all()
         for item, _ in kept:
             shelf.drop(item)
 
@@ -279,7 +279,7 @@ def test_shapes_that_vary_take_what_the_largest_step_takes(where: str, nvme_path
             most = max(most, sum(pages) * PAGE_BYTES)
             for number, item in reversed(list(enumerate(items))):
                 assert item is not None
-                assert shelf.take_back(item).unique().tolist() == [number]
+                assert shelf.fetch(item).unique().tolist() == [number]
                 shelf.drop(item)
         held = shelf._places.nbytes if isinstance(shelf, ArenaShelf) else shelf._host_memory.nbytes
         assert held == most == sum((16, 3, 9, 16, 5, 16)) * PAGE_BYTES
@@ -299,8 +299,8 @@ def test_the_drive_moves_what_the_sum_says(pages: list[int], nvme_path: Path) ->
         for number, item in reversed(list(enumerate(items))):
             if item is None:
                 continue
-            assert shelf.take_back(item).unique().tolist() == [number]
-            shelf.start_back([each for each in reversed(items[:number]) if each is not None])
+            assert shelf.fetch(item).unique().tolist() == [number]
+            shelf.start_fetch([each for each in reversed(items[:number]) if each is not None])
             shelf.drop(item)
         machinery.engine.drain()
         moved = sum(bytes_on_drive(sizes, part.nbytes))

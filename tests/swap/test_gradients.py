@@ -128,7 +128,7 @@ def test_they_wait_in_sixteen_bits_and_not_in_grad(both: list[infinity.Engine]) 
 
 @pytest.mark.parametrize("update", ["forward", "backward"])
 def test_what_stays_in_grad_keeps_no_more_than_itself(update: str, nvme_path: Path) -> None:
-    """FSDP2 hands gradients over as views into those of the whole group, which would all live as long as the smallest."""
+    """FSDP2 gives gradients out as views into those of the whole group, which would all live as long as the smallest."""
     with made(nvme_path, clipping=0.0, update=update, persistence=100) as engine:
         backward(engine)
         shown = [p.grad for group in engine.optimizer.param_groups for p in group["params"]]

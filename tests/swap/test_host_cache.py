@@ -153,10 +153,10 @@ class LateLanding:
 
 class LateIncoming:
     def __init__(self, taken: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.landing = LateLanding(taken)
+        self.copy_event = LateLanding(taken)
         self.tensor = taken[-1][1]
 
-    def hand_over(self) -> torch.Tensor:
+    def on_device(self) -> torch.Tensor:
         return self.tensor
 
 
@@ -164,11 +164,11 @@ class LateDevice(CpuDevice):
     def __init__(self) -> None:
         self.taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def start_take(self, staged: torch.Tensor) -> LateIncoming:
+    def start_h2d(self, staged: torch.Tensor) -> LateIncoming:
         self.taken.append((staged, staged.clone()))
         return LateIncoming(self.taken)
 
-    def landing(self) -> LateLanding:
+    def copy_event(self) -> LateLanding:
         return LateLanding(self.taken)
 
 

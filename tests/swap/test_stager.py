@@ -97,7 +97,7 @@ class ScriptedEngine:
 
 
 class Scripted:
-    """A landing that fires when the script says so, or somebody waits."""
+    """A copy event that fires when the script says so, or somebody waits."""
 
     def __init__(self, *, fired: bool) -> None:
         self.fired, self.waited = fired, False
@@ -142,20 +142,20 @@ class ScriptedArrival(Scripted):
 
 
 class ScriptedDevice(CpuDevice):
-    """A device that copies late. One queue of copies: a landing covers all that were taken before it."""
+    """A device that copies late. One queue of copies: a copy event covers all that were taken before it."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.landings: list[ScriptedLanding | ScriptedArrival] = []
+        self.copy_events: list[ScriptedLanding | ScriptedArrival] = []
 
     def take(self, staged: torch.Tensor) -> torch.Tensor:
         self.queue.append((staged, staged.clone()))
         return self.queue[-1][1]
 
-    def landing(self) -> ScriptedLanding:
-        landing = ScriptedLanding(self.queue)
-        self.landings.append(landing)
-        return landing
+    def copy_event(self) -> ScriptedLanding:
+        copy_event = ScriptedLanding(self.queue)
+        self.copy_events.append(copy_event)
+        return copy_event
 
 
 @dataclass
@@ -184,9 +184,9 @@ class Bench:
 
     def write_late(self, chunk: Chunk, value: int) -> ScriptedArrival:
         """The same with a device that brings them when it fires."""
-        landing = ScriptedArrival(self.stager.occupy(chunk), value)
-        self.stager.write_back(chunk, landing=landing)
-        return landing
+        copy_event = ScriptedArrival(self.stager.occupy(chunk), value)
+        self.stager.write_back(chunk, copy_event=copy_event)
+        return copy_event
 
     def read(self, chunk: Chunk) -> list[int]:
         """The distinct bytes of the chunk."""
@@ -444,12 +444,12 @@ def test_write_starts_once_the_device_has_brought_the_bytes_and_nobody_waits(
     bench: Bench, turn: Callable[[Bench], None]
 ) -> None:
     chunk = bench.chunk()
-    landing = bench.write_late(chunk, 5)
+    copy_event = bench.write_late(chunk, 5)
     turn(bench)
-    assert chunk.state is ChunkState.ARRIVING and bench.engine.transfers == []
-    landing.fire()
+    assert chunk.state is ChunkState.COPYING_FROM_DEVICE and bench.engine.transfers == []
+    copy_event.fire()
     turn(bench)
-    assert chunk.state is ChunkState.WRITING and not landing.waited
+    assert chunk.state is ChunkState.WRITING and not copy_event.waited
     assert [transfer.done for transfer in bench.engine.transfers] == [False]
     bench.stager.settle_all()
     assert bench.is_clean()
@@ -458,20 +458,20 @@ def test_write_starts_once_the_device_has_brought_the_bytes_and_nobody_waits(
 
 def test_what_has_arrived_is_written_at_once(bench: Bench) -> None:
     chunk = bench.chunk()
-    landing = ScriptedArrival(bench.stager.occupy(chunk), 5)
-    landing.fire()
-    bench.stager.write_back(chunk, landing=landing)
+    copy_event = ScriptedArrival(bench.stager.occupy(chunk), 5)
+    copy_event.fire()
+    bench.stager.write_back(chunk, copy_event=copy_event)
     assert chunk.state is ChunkState.WRITING
 
 
 def test_whoever_reads_what_is_arriving_waits_for_device_and_drive(bench: Bench) -> None:
     chunk = bench.chunk()
     other = Chunk("the same bytes", PAGE, (Span(0, 0, PAGE),), (), after=(chunk,))
-    landing = bench.write_late(chunk, 5)
-    assert not bench.stager.prefetch(other) and not landing.waited
+    copy_event = bench.write_late(chunk, 5)
+    assert not bench.stager.prefetch(other) and not copy_event.waited
     assert bench.read(other) == [5]
     assert bench.read(chunk) == [5]
-    assert landing.waited
+    assert copy_event.waited
 
 
 def test_room_is_made_of_what_arrives(bench: Bench) -> None:
@@ -487,13 +487,13 @@ def test_write_that_can_not_start_after_the_arrival_frees_its_lease(
 ) -> None:
     chunk, lost = bench.chunk(), []
     chunk.on_lost = lost.append
-    landing = bench.write_late(chunk, 5)
+    copy_event = bench.write_late(chunk, 5)
 
     def refuse(requests: Sequence[Request], **_: Any) -> None:
         raise IoError("the engine starts nothing any more", errno.EIO, "write")
 
     monkeypatch.setattr(bench.engine, "start", refuse)
-    landing.fire()
+    copy_event.fire()
     with pytest.raises(IoError, match="starts nothing"):
         bench.stager.reap()
     assert bench.is_clean() and len(lost) == 1
@@ -702,16 +702,16 @@ def test_prefetch_takes_the_room_of_what_is_not_wanted(bench: Bench) -> None:
 
 def test_prefetch_never_waits(bench: Bench) -> None:
     """Not for a read, not for a write, not for the device."""
-    reading, writing, landing = bench.chunk(3), bench.chunk(3), bench.chunk(2)
-    bench.device.take(bench.stager.acquire(landing).view(torch.uint8))
-    bench.stager.release(landing, keep=False)
+    reading, writing, copy_event = bench.chunk(3), bench.chunk(3), bench.chunk(2)
+    bench.device.take(bench.stager.acquire(copy_event).view(torch.uint8))
+    bench.stager.release(copy_event, keep=False)
     bench.stager.prefetch(reading)
     bench.write(writing, 1)
     pending = bench.engine.pending
     assert not bench.stager.prefetch(bench.chunk(1))
-    assert [chunk.state.name for chunk in (reading, writing, landing)] == ["READING", "WRITING", "LANDING"]
+    assert [chunk.state.name for chunk in (reading, writing, copy_event)] == ["READING", "WRITING", "COPYING_TO_DEVICE"]
     assert bench.engine.pending == pending
-    assert not any(each.waited for each in bench.device.landings)
+    assert not any(each.waited for each in bench.device.copy_events)
     assert bench.pool.leased_bytes == bench.pool.nbytes
 
 
@@ -726,7 +726,7 @@ def test_prefetch_takes_the_room_of_what_ended(bench: Bench) -> None:
 # Landing.
 
 
-def hand_over(bench: Bench, chunk: Chunk, *, keep: bool) -> None:
+def on_device(bench: Bench, chunk: Chunk, *, keep: bool) -> None:
     """Use the chunk as a gather does: the device is still copying when it is released."""
     bench.device.take(bench.stager.acquire(chunk).view(torch.uint8))
     bench.stager.release(chunk, keep=keep)
@@ -734,11 +734,11 @@ def hand_over(bench: Bench, chunk: Chunk, *, keep: bool) -> None:
 
 def test_lease_returns_only_when_the_device_has_copied(bench: Bench) -> None:
     chunk = bench.chunk()
-    hand_over(bench, chunk, keep=False)
-    assert chunk.state is ChunkState.LANDING
+    on_device(bench, chunk, keep=False)
+    assert chunk.state is ChunkState.COPYING_TO_DEVICE
     assert bench.pool.leased_bytes == PAGE
-    assert not bench.device.landings[0].waited
-    bench.device.landings[0].fire()
+    assert not bench.device.copy_events[0].waited
+    bench.device.copy_events[0].fire()
     bench.stager.drop_all()
     assert bench.is_clean()
 
@@ -752,9 +752,9 @@ def test_lease_returns_at_once_where_the_device_has_copied(bench: Bench) -> None
 
 def test_room_is_made_by_waiting_for_the_device(bench: Bench) -> None:
     chunk = bench.chunk(8)
-    hand_over(bench, chunk, keep=False)
+    on_device(bench, chunk, keep=False)
     bench.stager.acquire(bench.chunk(8))
-    assert bench.device.landings[0].waited
+    assert bench.device.copy_events[0].waited
     assert chunk.state is ChunkState.RESTING
 
 
@@ -762,29 +762,29 @@ def test_landing_chunk_is_acquired_where_it_lies(bench: Bench) -> None:
     chunk = bench.chunk()
     bench.write(chunk, 3)
     chunk.writes = ()  # nobody changes it from now on, as with a group
-    hand_over(bench, chunk, keep=False)
+    on_device(bench, chunk, keep=False)
     reads = len(bench.engine.transfers)
     lease = bench.stager.acquire(chunk)
     assert lease.view(torch.uint8).unique().tolist() == [3]
     assert len(bench.engine.transfers) == reads
-    assert not bench.device.landings[0].waited
-    bench.stager.release(chunk, keep=False)  # the first copy still hasn't landed
-    assert chunk.state is ChunkState.LANDING
+    assert not bench.device.copy_events[0].waited
+    bench.stager.release(chunk, keep=False)  # the first copy still hasn't copied
+    assert chunk.state is ChunkState.COPYING_TO_DEVICE
     bench.stager.drop(chunk)
     assert bench.is_clean()
 
 
 def test_landing_chunk_is_occupied_once_the_device_has_copied(bench: Bench) -> None:
     chunk = bench.chunk()
-    hand_over(bench, chunk, keep=False)
+    on_device(bench, chunk, keep=False)
     bench.stager.occupy(chunk)
-    assert bench.device.landings[0].fired
+    assert bench.device.copy_events[0].fired
 
 
 @pytest.mark.parametrize("dropper", ["drop", "drop_all", "demand"])
 def test_kept_chunk_is_dropped_only_when_the_device_has_copied(bench: Bench, dropper: str) -> None:
     chunk = bench.chunk(8)
-    hand_over(bench, chunk, keep=True)
+    on_device(bench, chunk, keep=True)
     if dropper == "demand":
         bench.stager.acquire(bench.chunk(8)).view(torch.uint8).fill_(7)
     elif dropper == "drop":
@@ -792,7 +792,7 @@ def test_kept_chunk_is_dropped_only_when_the_device_has_copied(bench: Bench, dro
     else:
         bench.stager.drop_all()
     assert chunk.state is ChunkState.RESTING
-    assert bench.device.landings[0].fired, "the lease went back while the device was copying out of it"
+    assert bench.device.copy_events[0].fired, "the lease went back while the device was copying out of it"
 
 
 # Everything at once.
@@ -882,7 +882,7 @@ class StagerMachine(RuleBasedStateMachine):
             assert chunk.state is ChunkState.IN_USE
             self.check(chunk, lease)
             if not self.bench.device.queue:
-                self.copying.clear()  # what making room waited for has landed
+                self.copying.clear()  # what making room waited for has ended
             if taken:
                 self.bench.device.take(lease.view(torch.uint8))
                 self.copying.append(lease)
@@ -920,12 +920,12 @@ class StagerMachine(RuleBasedStateMachine):
             return
         self.version = self.version % 200 + 1
         self.content[chunk.name] = self.version
-        landing = ScriptedArrival(lease, self.version) if late else None
-        if landing is not None:
-            self.bench.device.landings.append(landing)
+        copy_event = ScriptedArrival(lease, self.version) if late else None
+        if copy_event is not None:
+            self.bench.device.copy_events.append(copy_event)
         else:
             lease.view(torch.uint8).fill_(self.version)
-        self.stager.write_back(chunk, landing=landing)
+        self.stager.write_back(chunk, copy_event=copy_event)
 
     @rule(data=st.data(), how=st.sampled_from(["settle", "drop"]))
     def finish(self, data: st.DataObject, how: str) -> None:
@@ -955,9 +955,9 @@ class StagerMachine(RuleBasedStateMachine):
 
     @rule()
     def fire(self) -> None:
-        for landing in self.bench.device.landings:
-            if not landing.fired:
-                landing.fire()
+        for copy_event in self.bench.device.copy_events:
+            if not copy_event.fired:
+                copy_event.fire()
 
     @invariant()
     def leases_are_those_of_the_chunks_and_do_not_overlap(self) -> None:

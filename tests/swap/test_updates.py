@@ -231,7 +231,7 @@ def arena_of(engine: infinity.Engine) -> Any:
 
 
 class Pending:
-    """A landing that fires when somebody waits for it."""
+    """A copy event that fires when somebody waits for it."""
 
     fired = False
 
@@ -260,7 +260,7 @@ def test_a_page_that_an_update_finds_wrong_loses_no_update(
     flip(nvme, offset)
     with monkeypatch.context() as patch:
         if busy:
-            patch.setattr(type(nvme.swap.stager.device), "landing", lambda device: Pending())
+            patch.setattr(type(nvme.swap.stager.device), "copy_event", lambda device: Pending())
         with pytest.raises(infinity.IntegrityError, match="doesn't hold what was written there") as caught:
             nvme.swap.flush()
     assert sub.chunk.name in str(caught.value) and caught.value.page_offset == offset // 4096 * 4096
