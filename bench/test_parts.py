@@ -107,7 +107,7 @@ def test_extent_allocation(benchmark: BenchmarkFixture, machine: Machine) -> Non
 def test_planning_the_layout_of_a_large_model(benchmark: BenchmarkFixture) -> None:
     numbers = itertools.cycle([12_582_912, 4_194_304, 4096, 16_777_216])
     shards = [Shard(f"p{i}", i // 4, next(numbers)) for i in range(400)]
-    benchmark(lambda: plan_layout(shards, groups=100, sub_group_numel_max=4 << 20, copy_itemsize=2))
+    benchmark(lambda: plan_layout(shards, groups=100, sub_group_numel_max=4 << 20, compute_itemsize=2))
 
 
 def test_planning_the_reads_of_a_step_of_many_groups(benchmark: BenchmarkFixture) -> None:

@@ -24,7 +24,7 @@ def update(
     step: float,
     grad_scale: float,
     grad_dtype: str,
-    copy_dtype: str,
+    compute_dtype: str,
     pieces: Sequence[tuple[int, int, int, int, int]],
     numel: int,
     exp_avg: int,
@@ -40,7 +40,7 @@ def update(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
     """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel), ascending.
 
-    Of the addresses `master`, `copy` and `remainder`, 0 says that there is none; `copy_dtype` tells what lies at `copy` where
+    Of the addresses `master`, `copy` and `remainder`, 0 says that there is none; `compute_dtype` tells what lies at `copy` where
     there is a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
 
     `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from infinity.schedule.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, STRATEGIES, Memory, Strategy, states_of
 from infinity.schedule.pinned import SUB_GROUP_NUMEL_DEFAULT, comfortable_bytes, gather_bytes
-from infinity.schedule.scheme import COPY_BYTES
+from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.units import GIB, format_count
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def needs_of(
         if strategy.stage != stage:
             continue
         states: Memory = states_of(total_params, ranks, strategy)
-        gathered = GATHERED_GROUPS * COPY_BYTES * largest if stage == 3 else 0
+        gathered = GATHERED_GROUPS * COMPUTE_BYTES * largest if stage == 3 else 0
         host = gpus_per_node * (
             additional_buffer_factor * states.host_bytes + _pool_bytes(strategy, total_params, largest, ranks)
         )
@@ -129,8 +129,8 @@ def _pool_bytes(strategy: Strategy, total_params: int, largest: int, ranks: int)
     """The pinned pool of one rank at its comfortable size."""
     if not strategy.uses_nvme:
         return 0
-    shard = -(-(total_params if strategy.keeps_copies else largest) // ranks)
-    group = COPY_BYTES * shard if strategy.parameters == "nvme" else 0
+    shard = -(-(total_params if strategy.keeps_compute else largest) // ranks)
+    group = COMPUTE_BYTES * shard if strategy.parameters == "nvme" else 0
     sub_group = sum(strategy.stored_bytes(DEFAULT_SCHEME)) * min(shard, SUB_GROUP_NUMEL_DEFAULT)
     return comfortable_bytes(gather_bytes(group), sub_group)
 

@@ -47,10 +47,10 @@ Grad grad_of(const std::string& dtype) {
   throw py::value_error("gradients must be float32, bfloat16 or float16, got " + dtype);
 }
 
-Master master_of(const Fields& fields, const std::string& copy_dtype) {
+Master master_of(const Fields& fields, const std::string& compute_dtype) {
   if (fields.remainder != nullptr) return Master::kSplit;
   if (fields.copy == nullptr) return Master::kFull;
-  return copy_dtype == "float16" ? Master::kFullWithFloat16 : Master::kFullWithBfloat16;
+  return compute_dtype == "float16" ? Master::kFullWithFloat16 : Master::kFullWithBfloat16;
 }
 
 Means means_of(int threads, const std::string& instructions) {
@@ -74,7 +74,7 @@ using SumsArray = py::array_t<uint32_t, py::array::c_style>;
 // The ties; where pages were to be verified and summed, their sums, and the number of the first wrong one or -1.
 py::tuple update_fields(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                         bool maximize, double step, double grad_scale, const std::string& grad_dtype,
-                        const std::string& copy_dtype, const std::vector<PieceFields>& rows, int64_t numel,
+                        const std::string& compute_dtype, const std::vector<PieceFields>& rows, int64_t numel,
                         Address exp_avg, Address exp_avg_sq, Address master, Address copy, Address remainder,
                         const TiesArray& ties, Address pages, const SumsArray& expected, int threads,
                         const std::string& instructions) {
@@ -82,7 +82,7 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
   Fields fields{
       numel, at<float>(exp_avg), at<float>(exp_avg_sq), at<float>(master), at<uint16_t>(copy), at<uint16_t>(remainder)};
   Grad grad = grad_of(grad_dtype);
-  Master kind = master_of(fields, copy_dtype);
+  Master kind = master_of(fields, compute_dtype);
   Means means = means_of(threads, instructions);
   std::vector<Piece> pieces = pieces_of(rows);
   Ties old = ties_of(ties);
@@ -125,7 +125,7 @@ PYBIND11_MODULE(_optim, module) {
   module.def("instruction_sets", &optim::instruction_sets);
   module.def("update", &optim::update_fields, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
-             py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("copy_dtype"), py::arg("pieces"), py::arg("numel"),
+             py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("pieces"), py::arg("numel"),
              py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"), py::arg("copy"), py::arg("remainder"),
              py::arg("ties"), py::arg("pages"), py::arg("expected"), py::arg("threads"), py::arg("instructions"));
   module.def("join", &optim::join_fields, py::kw_only(), py::arg("copy"), py::arg("remainder"), py::arg("numel"),

@@ -46,7 +46,7 @@ class Device(Protocol):
     """What the swap floor needs from the device."""
 
     torch_device: torch.device
-    copies: bool
+    is_discrete: bool
     """Whether it has memory of its own, so that bytes are copied to it and back."""
 
     @property
@@ -112,7 +112,7 @@ class CpuDevice:
     """Compute reads the staged bytes in place; every use of them is over when the call that used them returns."""
 
     torch_device = torch.device("cpu")
-    copies = False
+    is_discrete = False
     numa_node = None
 
     def register(self, slab: PinnedSlab) -> str | None:

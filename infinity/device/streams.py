@@ -126,7 +126,7 @@ class _Filled:
 class StreamDevice:
     """Copies beside what is computed, asynchronously where the host memory could be pinned."""
 
-    copies = True
+    is_discrete = True
 
     def __init__(self, runtime: Runtime) -> None:
         self.torch_device = runtime.torch_device

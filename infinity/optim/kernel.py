@@ -23,7 +23,7 @@ INSTRUCTIONS: tuple[str, ...] = tuple(_optim.instruction_sets())
 """The instruction sets of this CPU that the kernel knows, the fastest first. All of them give the same numbers."""
 
 _GRAD_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_COPY_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_COMPUTE_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _BITS = (torch.int16, torch.uint16)
 
 
@@ -94,7 +94,7 @@ def update_full(
     """
     _check([exp_avg, exp_avg_sq, master], (torch.float32,), "exp_avg, exp_avg_sq and master", exp_avg.numel())
     if copy is not None:
-        _check([copy], tuple(_COPY_DTYPES), "the copy", exp_avg.numel())
+        _check([copy], tuple(_COMPUTE_DTYPES), "the copy", exp_avg.numel())
     _update(
         settings, step, grad_scale, pieces, exp_avg, exp_avg_sq, master, copy, None, None, threads, instructions, sums
     )
@@ -290,7 +290,7 @@ def _update(
         step=step,
         grad_scale=grad_scale,
         grad_dtype=_GRAD_DTYPES[grad_dtype],
-        copy_dtype=_COPY_DTYPES[copy.dtype] if copy is not None else "bfloat16",
+        compute_dtype=_COMPUTE_DTYPES[copy.dtype] if copy is not None else "bfloat16",
         pieces=[piece.row for piece in pieces],
         numel=exp_avg.numel(),
         exp_avg=exp_avg.data_ptr(),

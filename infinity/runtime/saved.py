@@ -20,7 +20,7 @@ def make_activations(
     if where == "none":
         return None, []
     device = swap.device if swap is not None else device_for(torch_device)
-    if where == "cpu" and not device.copies:
+    if where == "cpu" and not device.is_discrete:
         return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
     shelf: Shelf
     if where == "nvme":

@@ -91,8 +91,8 @@ class RankState:
 
     def dtype(self, which: Field) -> torch.dtype:
         """Of a field's elements."""
-        if which is Field.COPY:
-            return _DTYPES[self.place.copy_dtype]
+        if which is Field.COMPUTE:
+            return _DTYPES[self.place.compute_dtype]
         return torch.int16 if which is Field.REMAINDER else torch.float32
 
     def read(self, parameter: int, which: Field, start: int, numel: int) -> torch.Tensor:
@@ -111,12 +111,12 @@ class RankState:
 
     def _join(self, sub: SubGroup, first: int, out: torch.Tensor) -> None:
         halves = {}
-        for which in (Field.COPY, Field.REMAINDER):
+        for which in (Field.COMPUTE, Field.REMAINDER):
             halves[which] = torch.empty(out.numel(), dtype=self.dtype(which))
             self.read_field(sub, which, halves[which], first)
         ties = self.ties[sub.index]
         own = ties[(ties >= first) & (ties < first + out.numel())] - first
-        join(halves[Field.COPY], halves[Field.REMAINDER], own, out=out)
+        join(halves[Field.COMPUTE], halves[Field.REMAINDER], own, out=out)
 
     def close(self) -> None:
         """Close its file."""

@@ -14,7 +14,7 @@ from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, b
 from infinity.schedule.floor import Part, candidates_of, step_bytes
 from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
 from infinity.schedule.residency import choose_resident
-from infinity.schedule.scheme import COPY_BYTES, Scheme, Update, state_bytes
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update, state_bytes
 from infinity.schedule.transformer import Transformer
 from infinity.units import GIB, PAGE_BYTES, align_up
 
@@ -69,10 +69,10 @@ class Strategy:
         """Bytes on NVMe of each element: of its copy, and of the rest of its state."""
         if self.optimizer != "nvme":
             return 0, 0
-        return (COPY_BYTES, scheme.rest_bytes()) if self.parameters == "nvme" else (0, state_bytes(scheme.moments))
+        return (COMPUTE_BYTES, scheme.rest_bytes()) if self.parameters == "nvme" else (0, state_bytes(scheme.moments))
 
     @property
-    def keeps_copies(self) -> bool:
+    def keeps_compute(self) -> bool:
         """Whether state rests on NVMe and no copy does. Gradients are left to torch then, in fp32, until the step takes them to
         host memory; and sub-groups are cut from all parameters, not from those of a group."""
         return self.optimizer == "nvme" and self.parameters != "nvme"
@@ -82,7 +82,7 @@ class Strategy:
         before it."""
         if self.optimizer != "nvme":
             return "step"
-        return "forward" if self.keeps_copies and scheme.update == "backward" else scheme.update
+        return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
 
 
 STRATEGIES = (
@@ -249,7 +249,7 @@ class Kept:
     rest: tuple[int, ...] = ()
 
     @property
-    def copy_bytes(self) -> int:
+    def compute_bytes(self) -> int:
         return sum(self.copies)
 
     @property
@@ -259,7 +259,7 @@ class Kept:
     @property
     def nbytes(self) -> int:
         """The host cache."""
-        return self.copy_bytes + self.rest_bytes
+        return self.compute_bytes + self.rest_bytes
 
 
 def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
@@ -274,7 +274,9 @@ def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
         return Kept((0,) * len(shards), (0,) * len(shards))
     parts = [
         Part(
-            shards[group], work.micro_batches * (1 if group == root else 2), copy_on_nvme=strategy.parameters == "nvme"
+            shards[group],
+            work.micro_batches * (1 if group == root else 2),
+            compute_on_nvme=strategy.parameters == "nvme",
         )
         for group in order
     ]
@@ -302,7 +304,7 @@ def memory_of(
     if work.durable:
         stored = sum(nvme.values())
         nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
-    if strategy.keeps_copies and device_is_host:
+    if strategy.keeps_compute and device_is_host:
         del device[_GRADIENTS]  # those of the host are they
     elif strategy.update_of(work.scheme) == "backward":
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
@@ -330,7 +332,7 @@ def memory_of(
     )
 
 
-_COPIES = "16-bit copies"
+_COMPUTE = "16-bit copies"
 _GRADIENTS = "gradients"
 _SAVED = "saved activations"
 
@@ -344,7 +346,7 @@ def record_bytes(stored_bytes: int) -> int:
 def _kept_of(user: str, kept: Kept) -> int:
     if user == _GRADIENTS:
         return 0
-    return kept.copy_bytes if user == _COPIES else kept.rest_bytes
+    return kept.compute_bytes if user == _COMPUTE else kept.rest_bytes
 
 
 def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
@@ -354,21 +356,21 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     nvme: dict[str, int] = {}
-    copy_bytes, rest_bytes = strategy.stored_bytes(scheme)
+    compute_bytes, rest_bytes = strategy.stored_bytes(scheme)
     if strategy.stage < 3:
-        device["gathered parameters"] = COPY_BYTES * numel
+        device["gathered parameters"] = COMPUTE_BYTES * numel
     elif strategy.optimizer == "cpu" and strategy.parameters == "none":
-        device[_COPIES] = COPY_BYTES * shard
+        device[_COMPUTE] = COMPUTE_BYTES * shard
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
-    what = "remainders" if copy_bytes and scheme.copy_is_state() else "masters"
+    what = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
     user = f"optimizer state: {what} and moments" if scheme.moments else f"optimizer state: {what}"
     home[user] = (rest_bytes or state_bytes(scheme.moments)) * shard
     if strategy.update_of(scheme) != "backward":
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
-    if strategy.keeps_copies:
+    if strategy.keeps_compute:
         device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which brings all of them to the host
     if strategy.uses_nvme:
-        (nvme if copy_bytes else host)[_COPIES] = COPY_BYTES * shard
+        (nvme if compute_bytes else host)[_COMPUTE] = COMPUTE_BYTES * shard
     return Memory(device, host, nvme)
 
 
@@ -377,8 +379,8 @@ def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -
     model = work.model
     lines = {}
     if strategy.stage >= 3:
-        lines["gathered groups"] = COPY_BYTES * (GATHERED_GROUPS * work.group_numels[0] + model.root_numel)
-    lines["gradients of a group, to be reduced"] = (COPY_BYTES + GRADIENT_BYTES) * work.group_numel
+        lines["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * work.group_numels[0] + model.root_numel)
+    lines["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * work.group_numel
     if activations_move:
         of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing)
         lines["saved activations on their way"] = min(SAVED_ON_THE_WAY, model.layers) * of_block
@@ -397,7 +399,7 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     (`floor.step_bytes`), of the gradients that spill, and of saved activations."""
     if not strategy.uses_nvme:
         return 0, 0
-    whole = Part(work.shard_numel, 2 * work.micro_batches, copy_on_nvme=strategy.parameters == "nvme")
+    whole = Part(work.shard_numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")
     moved = step_bytes([whole], work.scheme)
     spilled = spilled_bytes(sum(work.gradients_that_spill(strategy)), work.micro_batches)
     saved = work.micro_batches * sum(work.saved_on_drive)
@@ -431,7 +433,7 @@ def pipeline_of(
     per_element = sum(strategy.stored_bytes(work.scheme))
     if any(work.gradients_that_spill(strategy)):
         per_element += work.gradient_itemsize
-    together = work.shard_numel if strategy.keeps_copies else max(work.group_shards)
+    together = work.shard_numel if strategy.keeps_compute else max(work.group_shards)
     numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, together)
     if pinned_bytes is not None:
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
@@ -440,7 +442,7 @@ def pipeline_of(
     pool = pinned_bytes
     if pool is None:
         in_backward = strategy.update_of(work.scheme) == "backward"
-        waiting = sum(sorted(work.group_shards)[-2:]) * (COPY_BYTES + per_element) if in_backward else 0
+        waiting = sum(sorted(work.group_shards)[-2:]) * (COMPUTE_BYTES + per_element) if in_backward else 0
         pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes)
     return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
 
@@ -451,4 +453,4 @@ def pinned_bytes_min(work: Work, strategy: Strategy) -> int:
 
 
 def _largest_group_bytes(work: Work, strategy: Strategy) -> int:
-    return COPY_BYTES * max(work.group_shards) if strategy.parameters == "nvme" else 0
+    return COMPUTE_BYTES * max(work.group_shards) if strategy.parameters == "nvme" else 0

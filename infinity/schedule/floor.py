@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
-from infinity.schedule.scheme import COPY_BYTES, Scheme
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,28 @@ class Part:
     numel: int
     gathers: int = 2
     trained: bool = True
-    copy_on_nvme: bool = True
+    compute_on_nvme: bool = True
 
 
-def candidates_of(part: Part, scheme: Scheme, *, copy_itemsize: int = COPY_BYTES) -> tuple[Candidate, Candidate]:
+def candidates_of(part: Part, scheme: Scheme, *, compute_itemsize: int = COMPUTE_BYTES) -> tuple[Candidate, Candidate]:
     """What a step moves of each byte of `part`, with all of its state on NVMe: of the copies, and of the rest of the state.
 
     Single bytes are the units.
     """
     if not part.trained:
-        return Candidate(copy_itemsize * part.numel, 1, part.gathers, 0), Candidate(0, 1, 0, 0)
-    if not part.copy_on_nvme:  # masters rest in full
+        return Candidate(compute_itemsize * part.numel, 1, part.gathers, 0), Candidate(0, 1, 0, 0)
+    if not part.compute_on_nvme:  # masters rest in full
         full = replace(scheme, master_weights="full")
         return Candidate(0, 1, 0, 0), Candidate(full.rest_bytes() * part.numel, 1, 1, 1)
-    copies = Candidate(copy_itemsize * part.numel, 1, scheme.copy_reads(part.gathers, copy_itemsize), 1)
-    return copies, Candidate(scheme.rest_bytes(copy_itemsize) * part.numel, 1, 1, 1)
+    copies = Candidate(compute_itemsize * part.numel, 1, scheme.compute_reads(part.gathers, compute_itemsize), 1)
+    return copies, Candidate(scheme.rest_bytes(compute_itemsize) * part.numel, 1, 1, 1)
 
 
 def step_bytes(
     parts: Sequence[Part],
     scheme: Scheme,
     *,
-    copy_itemsize: int = COPY_BYTES,
+    compute_itemsize: int = COMPUTE_BYTES,
     state_on_nvme: bool = True,
     cached_bytes: int = 0,
 ) -> tuple[int, int]:
@@ -64,10 +64,10 @@ def step_bytes(
     passes: [Note: Schemes] in scheme.py.
     """
     if state_on_nvme:
-        candidates = [each for part in parts for each in candidates_of(part, scheme, copy_itemsize=copy_itemsize)]
+        candidates = [each for part in parts for each in candidates_of(part, scheme, compute_itemsize=compute_itemsize)]
     else:
-        paged = [part for part in parts if part.copy_on_nvme]
-        candidates = [Candidate(copy_itemsize * part.numel, 1, part.gathers, int(part.trained)) for part in paged]
+        paged = [part for part in parts if part.compute_on_nvme]
+        candidates = [Candidate(compute_itemsize * part.numel, 1, part.gathers, int(part.trained)) for part in paged]
     return moved_bytes(candidates, choose_resident(candidates, cached_bytes))
 
 

@@ -27,7 +27,7 @@ from infinity.schedule.estimate import (
 )
 from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.gradients import GRADIENT_BYTES
-from infinity.schedule.scheme import ADAM_MOMENTS, COPY_BYTES, MASTER_BYTES, Scheme
+from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
 from infinity.schedule.simulator import (
     Pause,
     Program,
@@ -457,7 +457,7 @@ class _Programmer:
         flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
         from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
         itemsize = (
-            MASTER_BYTES if strategy.parameters == "cpu" else COPY_BYTES
+            MASTER_BYTES if strategy.parameters == "cpu" else COMPUTE_BYTES
         )  # FSDP2 copies the master, and casts it there
         numel, shard = self._numels[group], self._shards[group]
         gathered = self._stays_gathered(group, backward=backward)
@@ -465,14 +465,14 @@ class _Programmer:
             Use(
                 group,
                 read_bytes=0 if gathered or made else self._copies[group],
-                copy_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
-                gather_seconds=0.0 if gathered else machine.gather_seconds(COPY_BYTES * numel),
+                compute_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
+                gather_seconds=0.0 if gathered else machine.gather_seconds(COMPUTE_BYTES * numel),
                 compute_seconds=flops_per_numel * numel / machine.flops_per_s + machine.group_seconds,
                 reduce_seconds=machine.gather_seconds(GRADIENT_BYTES * numel) if backward else 0.0,
                 gradient_bytes=GRADIENT_BYTES * shard if backward and strategy.on_host else 0,
                 saved_bytes=0 if backward else self._saved[group],
                 restored_bytes=self._saved[group] if backward else 0,
-                live_bytes=COPY_BYTES * numel,
+                live_bytes=COMPUTE_BYTES * numel,
             )
         )
 
@@ -482,7 +482,7 @@ class _Programmer:
     def _update_group(self, group: int, *, into: int | None = None, after: int | None = None) -> None:
         """The sub-groups of one group. In the backward its gather has brought the copy, if it was gathered there."""
         brought = after is not None and not self._stays_gathered(group, backward=True)
-        copies = self._copies[group] if self._work.scheme.copy_is_state() and not brought else 0
+        copies = self._copies[group] if self._work.scheme.compute_is_state() and not brought else 0
         rest = self._rest[group]
         read = copies + rest + self._spilled[group]
         self._add_sub_groups(self._shards[group], read, self._copies[group] + rest, into=into, after=after)
@@ -490,7 +490,7 @@ class _Programmer:
     def _step(self) -> None:
         """All sub-groups, those that stay in memory evenly between the others."""
         copies, rest = sum(self._copies), sum(self._rest)
-        read = rest + (copies if self._work.scheme.copy_is_state() else 0) + sum(self._spilled)
+        read = rest + (copies if self._work.scheme.compute_is_state() else 0) + sum(self._spilled)
         self._add_sub_groups(self._work.shard_numel, read, rest + copies)
 
     def _add_sub_groups(
@@ -506,7 +506,7 @@ class _Programmer:
             write_bytes=round(written_bytes / count),
             lease_bytes=self._lease_bytes if read_bytes or written_bytes else 0,
             update_seconds=traffic / self._update_bytes_per_s,
-            copy_bytes=round(COPY_BYTES * numel / count) if to_device else 0,
+            compute_bytes=round(COMPUTE_BYTES * numel / count) if to_device else 0,
             into=into,
             after=after,
         )
@@ -521,7 +521,7 @@ def update_bytes(strategy: Strategy, scheme: Scheme) -> int:
     if strategy.optimizer != "nvme":
         return fused + CAST_BYTES
     split = scheme.master_weights == "split" and strategy.parameters == "nvme"
-    return fused if split else fused + COPY_BYTES
+    return fused if split else fused + COMPUTE_BYTES
 
 
 def plans_for(

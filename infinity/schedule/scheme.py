@@ -28,7 +28,7 @@ from infinity.errors import ConfigError
 MasterWeights = Literal["split", "full"]
 Update = Literal["step", "forward", "backward"]
 
-COPY_BYTES = 2
+COMPUTE_BYTES = 2
 """One element of what is gathered (bf16)."""
 
 MASTER_BYTES = 4
@@ -56,17 +56,17 @@ class Scheme:
         """Whether updates happen in forward or backward, so that groups and sub-groups share the pool at all times."""
         return self.update != "step"
 
-    def copy_is_state(self, copy_itemsize: int = COPY_BYTES) -> bool:
+    def compute_is_state(self, compute_itemsize: int = COMPUTE_BYTES) -> bool:
         """Whether what is gathered is a part of the state: a split master's copy, or the fp32 master itself."""
-        return self.master_weights == "split" or copy_itemsize >= MASTER_BYTES
+        return self.master_weights == "split" or compute_itemsize >= MASTER_BYTES
 
-    def rest_bytes(self, copy_itemsize: int = COPY_BYTES) -> int:
+    def rest_bytes(self, compute_itemsize: int = COMPUTE_BYTES) -> int:
         """State per element beside what is gathered: a remainder and moments, moments alone, or master and moments."""
-        return state_bytes(self.moments) - (copy_itemsize if self.copy_is_state(copy_itemsize) else 0)
+        return state_bytes(self.moments) - (compute_itemsize if self.compute_is_state(compute_itemsize) else 0)
 
-    def copy_reads(self, gathers: int, copy_itemsize: int = COPY_BYTES) -> int:
+    def compute_reads(self, gathers: int, compute_itemsize: int = COMPUTE_BYTES) -> int:
         """How often a step reads a trained copy that is gathered `gathers` times in it and doesn't stay in memory."""
-        if not self.copy_is_state(copy_itemsize):
+        if not self.compute_is_state(compute_itemsize):
             return gathers - (self.update == "forward")
         if self.update == "step":
             return gathers + 1

@@ -49,7 +49,7 @@ class Use(NamedTuple):
 
     group: int
     read_bytes: int = 0
-    copy_bytes: int = 0
+    compute_bytes: int = 0
     gather_seconds: float = 0.0
     compute_seconds: float = 0.0
     reduce_seconds: float = 0.0
@@ -76,7 +76,7 @@ class SubGroup(NamedTuple):
     write_bytes: int = 0
     lease_bytes: int = 0
     update_seconds: float = 0.0
-    copy_bytes: int = 0
+    compute_bytes: int = 0
     into: int | None = None
     after: int | None = None
     what: str = ""
@@ -551,7 +551,7 @@ class _Thread:
         self._stalled(time)
         self._live_bytes += use.live_bytes
         self._result.live_bytes_peak = max(self._result.live_bytes_peak, self._live_bytes)
-        gathered = self._link.to_device(time, use.copy_bytes, f"group {use.group}")
+        gathered = self._link.to_device(time, use.compute_bytes, f"group {use.group}")
         restored = self._link.to_device(time, use.restored_bytes, f"activations of group {use.group}")
         if use.gather_seconds:
             start = max(gathered, self._network_free)
@@ -627,7 +627,7 @@ class _Thread:
             self._drive.write(time, sub.write_bytes, self._name(place), self._written, place)
         else:
             self._pool.give_back(sub.lease_bytes)
-        self._link.to_device(time, sub.copy_bytes, f"parameters of {self._name(place)}")
+        self._link.to_device(time, sub.compute_bytes, f"parameters of {self._name(place)}")
         self._demand(time, place + 1)
 
     def _written(self, time: float, place: int) -> None:

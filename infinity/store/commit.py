@@ -60,7 +60,7 @@ class StoredSubGroup:
     start: _Count
     numel: _Count
     trained: bool
-    copy_itemsize: _Count
+    compute_itemsize: _Count
     split: bool
 
 
@@ -79,7 +79,7 @@ class Place:
     rank: _Count
     ranks: Annotated[int, Field(ge=1, le=2**31)]
     shards: Annotated[int, Field(ge=1, le=2**31)]
-    copy_dtype: str
+    compute_dtype: str
     pattern: tuple[_Count, ...]
     stripe_bytes: Annotated[int, Field(ge=1, le=2**40)]
     arena_bytes: _Count
@@ -202,7 +202,7 @@ def describe(
     rank: int,
     ranks: int,
     shards: int,
-    copy_dtype: str,
+    compute_dtype: str,
     pattern: Sequence[int] = (0,),
     stripe_bytes: int = 1,
     arena_bytes: int = 0,
@@ -213,7 +213,7 @@ def describe(
         rank=rank,
         ranks=ranks,
         shards=shards,
-        copy_dtype=copy_dtype,
+        compute_dtype=compute_dtype,
         pattern=tuple(pattern),
         stripe_bytes=stripe_bytes,
         arena_bytes=arena_bytes,
@@ -222,7 +222,7 @@ def describe(
             for each, shape in zip(layout.shards, shapes, strict=True)
         ),
         sub_groups=tuple(
-            StoredSubGroup(each.space, each.start, each.numel, each.trained, each.copy_itemsize, each.split)
+            StoredSubGroup(each.space, each.start, each.numel, each.trained, each.compute_itemsize, each.split)
             for each in layout.sub_groups
         ),
         moments=tuple(moments),
@@ -240,8 +240,8 @@ def differences(there: Place, here: Place) -> Iterator[str]:
     if there.rank != here.rank:
         yield f"it is rank {there.rank}'s, and this is rank {here.rank}"
         return
-    if there.copy_dtype != here.copy_dtype:
-        yield f"parameters were gathered in {there.copy_dtype}, and are in {here.copy_dtype} now"
+    if there.compute_dtype != here.compute_dtype:
+        yield f"parameters were gathered in {there.compute_dtype}, and are in {here.compute_dtype} now"
     if there.moments != here.moments:
         kept, keeps = kept_in_words(there.moments), kept_in_words(here.moments)
         yield f"its optimizer kept {kept}, and keeps {keeps} now: use the one of that run"

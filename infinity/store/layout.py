@@ -49,7 +49,7 @@ shard is only ever cut where a vector would end anyway: 64 covers every vector w
 class Field(enum.Enum):
     """What is kept per element of a sub-group."""
 
-    COPY = "copy"
+    COMPUTE = "copy"
     MASTER = "master"
     REMAINDER = "remainder"
     MOMENT_1 = "moment 1"
@@ -98,7 +98,7 @@ class SubGroup:
     start: int
     numel: int
     trained: bool
-    copy_itemsize: int
+    compute_itemsize: int
     pieces: tuple[Piece, ...]
     split: bool = False
     """Whether its master is kept as copy and remainder."""
@@ -116,8 +116,8 @@ class SubGroup:
         """What is kept of its elements, in order."""
         moments = MOMENTS[: self.moments] if self.trained else ()
         if self.split:
-            return (Field.COPY, Field.REMAINDER, *moments)
-        copy = (Field.COPY,) if self.copy_itemsize else ()
+            return (Field.COMPUTE, Field.REMAINDER, *moments)
+        copy = (Field.COMPUTE,) if self.compute_itemsize else ()
         return (*copy, Field.MASTER, *moments)
 
     @cached_property
@@ -128,18 +128,18 @@ class SubGroup:
     @property
     def gathered(self) -> Field:
         """The field that gathers fetch (except in the space of resident shards, which are not gathered from here)."""
-        return Field.COPY if self.copy_itemsize else Field.MASTER
+        return Field.COMPUTE if self.compute_itemsize else Field.MASTER
 
     def itemsize(self, which: Field) -> int:
         """Bytes per element of a field."""
-        if which is Field.COPY:
-            return self.copy_itemsize
+        if which is Field.COMPUTE:
+            return self.compute_itemsize
         return 2 if which is Field.REMAINDER else 4
 
     @cached_property
     def state(self) -> tuple[Field, ...]:
         """The fields of the extent that stepping it reads: all but a copy that is no part of the master."""
-        return tuple(each for each in self.resting if self.split or each is not Field.COPY)
+        return tuple(each for each in self.resting if self.split or each is not Field.COMPUTE)
 
     def field_offset(self, which: Field) -> int:
         """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
@@ -236,7 +236,7 @@ def plan_layout(
     *,
     groups: int,
     sub_group_numel_max: int,
-    copy_itemsize: int,
+    compute_itemsize: int,
     split_master: bool = False,
     hold_state: bool = False,
     cached: Mapping[tuple[int, bool], Cached] | None = None,
@@ -264,15 +264,17 @@ def plan_layout(
     place, parts = place_shards(shards, groups)
     for space, (trained_part, frozen_part) in enumerate(parts):
         cuts: list[SubGroup] = []
-        own_copy = copy_itemsize if space < groups else 0
+        own_itemsize = compute_itemsize if space < groups else 0
         for trained, part in ((True, trained_part), (False, frozen_part)):
             held = _STATE if hold_state else ()
             keep = (cached or {}).get((space, trained), Cached())
             for low, high in pairwise(sorted({part.start, *keep.ends(part.start), part.end})):
                 for start, numel in _cut(low, high, sub_group_numel_max):
                     pieces = pieces_of(part, shards, place, start, numel)
-                    split = split_master and trained and own_copy > 0 and not hold_state
-                    sub = SubGroup(count, space, start, numel, trained, own_copy, pieces, split, held, moments=moments)
+                    split = split_master and trained and own_itemsize > 0 and not hold_state
+                    sub = SubGroup(
+                        count, space, start, numel, trained, own_itemsize, pieces, split, held, moments=moments
+                    )
                     gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
                     kept = keep.fields_of(sub, start - part.start)
                     cuts.append(replace(sub, cached=kept, gradient_itemsize=gradient))

@@ -57,8 +57,8 @@ def rows_of(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _check_parameters(place: Place) -> None:
-    if place.copy_dtype not in _ITEMSIZES:
-        raise ValueError(f"parameters can't have been gathered in {place.copy_dtype}")
+    if place.compute_dtype not in _ITEMSIZES:
+        raise ValueError(f"parameters can't have been gathered in {place.compute_dtype}")
     if not place.rank < place.ranks or place.ranks % place.shards:
         raise ValueError(f"rank {place.rank} of {place.ranks}, sharded over {place.shards}, can't be")
     if len({each.name for each in place.parameters}) != len(place.parameters):
@@ -104,13 +104,13 @@ def _cut_as_given(
             raise ValueError(f"its sub-groups don't make up space {space}")
         if not 0 < cut.numel <= part.end - at or cut.numel % SPACE_ALIGN:
             raise ValueError(f"sub-group {index} can't have {cut.numel} elements")
-        itemsize = _ITEMSIZES[place.copy_dtype]
-        if cut.copy_itemsize not in ((0, itemsize) if gathered else (0,)):
-            raise ValueError(f"sub-group {index} can't have copies of {cut.copy_itemsize} bytes")
-        if cut.split and not (trained and cut.copy_itemsize and place.copy_dtype == "bfloat16"):
+        itemsize = _ITEMSIZES[place.compute_dtype]
+        if cut.compute_itemsize not in ((0, itemsize) if gathered else (0,)):
+            raise ValueError(f"sub-group {index} can't have copies of {cut.compute_itemsize} bytes")
+        if cut.split and not (trained and cut.compute_itemsize and place.compute_dtype == "bfloat16"):
             raise ValueError(f"sub-group {index} can't have split masters")
         pieces = pieces_of(part, shards, where, at, cut.numel)
         yield SubGroup(
-            index, space, at, cut.numel, trained, cut.copy_itemsize, pieces, cut.split, moments=len(place.moments)
+            index, space, at, cut.numel, trained, cut.compute_itemsize, pieces, cut.split, moments=len(place.moments)
         )
         at += cut.numel

@@ -63,7 +63,7 @@ class DeviceAhead:
     def _soon(self) -> list[PagedGroup]:
         found, room = [], self.bytes_max
         for group in self._policy.next_gathers():
-            nbytes = self._paged.copies_bytes(group)
+            nbytes = self._paged.compute_bytes(group)
             room -= nbytes
             if room < 0:
                 break

@@ -42,7 +42,7 @@ def plan_cache(
         for gathered, fields in _sets_of_fields(part.like, resident):
             unit_bytes = SPACE_ALIGN * sum(part.like.itemsize(each) for each in fields)
             stepped = part.like.trained
-            reads = _copy_reads(part.like, scheme, gathers[part.key[0]]) if gathered else int(stepped)
+            reads = _compute_reads(part.like, scheme, gathers[part.key[0]]) if gathered else int(stepped)
             candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads, int(stepped)))
             owners.append((part.key, gathered))
     kept = dict(zip(owners, choose_resident(candidates, cache_bytes), strict=True))
@@ -54,12 +54,12 @@ def plan_cache(
     return found
 
 
-def _copy_reads(sub: SubGroup, scheme: Scheme, gathers: int) -> int:
+def _compute_reads(sub: SubGroup, scheme: Scheme, gathers: int) -> int:
     """How often a step reads what is gathered of it, if that doesn't stay."""
     if not sub.trained:
         return gathers
     found = Scheme("split" if sub.split else "full", scheme.update)
-    return gathers if sub.held else found.copy_reads(gathers, sub.itemsize(sub.gathered))
+    return gathers if sub.held else found.compute_reads(gathers, sub.itemsize(sub.gathered))
 
 
 def _parts(layout: Layout) -> list[_Part]:

@@ -54,7 +54,7 @@ class HostGradients:
 
         The caller may forget them at once, and must not change them in place.
         """
-        if not self._device.copies or not gradients:
+        if not self._device.is_discrete or not gradients:
             return [HostGradient(gradient) for gradient in gradients]
         places = [*accumulate((align_up(gradient.nbytes, _ALIGN) for gradient in gradients), initial=0)]
         buffer = self._host_memory.lend(places[-1], torch.uint8)
@@ -70,7 +70,7 @@ class HostGradients:
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory (1-D) for gradients that are fetched into it, for as long as somebody holds the tensor itself."""
-        if not self._device.copies:
+        if not self._device.is_discrete:
             return torch.empty(numel, dtype=dtype)
         buffer = self._host_memory.lend(numel, dtype)
         tensor = buffer.tensor.view(-1)
@@ -80,7 +80,7 @@ class HostGradients:
     def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> CopyEvent | None:
         """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the copy event fires when it is
         there (None where it is already), and so does `settle`."""
-        if not self._device.copies:
+        if not self._device.is_discrete:
             into.copy_(gradient)
             return None
         self._last = self._device.start_d2h(gradient.to(into.dtype), into)

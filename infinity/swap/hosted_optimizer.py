@@ -66,7 +66,7 @@ class HostedOptimizer(PagedOptimizer):
         """Elements [start, end) of the piece. A split master is joined and split again; others are stepped in place."""
         low, high = piece.offset + start, piece.offset + end
         if sub.layout.split:
-            copy, remainder = sub.view(Field.COPY, lease)[low:high], sub.view(Field.REMAINDER, lease)[low:high]
+            copy, remainder = sub.view(Field.COMPUTE, lease)[low:high], sub.view(Field.REMAINDER, lease)[low:high]
             ties = sub.ties[(sub.ties >= low) & (sub.ties < high)] - low
             master = join(copy, remainder, ties)
         else:

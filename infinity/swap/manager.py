@@ -304,7 +304,7 @@ class SwapManager:
                 layout=layout,
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
-                copy_dtype=dtype,
+                compute_dtype=dtype,
                 in_backward=update == "backward",
                 durable=self.run is not None,
                 stager=machinery.stager,
@@ -325,8 +325,8 @@ class SwapManager:
         if activation_bytes:
             self._activation_part = PoolPart(machinery.stager.make_room(activation_bytes, "saved activations"))
         self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
-        if self._device.copies:
-            largest = max(map(paged.copies_bytes, paged.groups))
+        if self._device.is_discrete:
+            largest = max(map(paged.compute_bytes, paged.groups))
             if any(map(paged.may_go_direct, paged.groups)):  # these are read ahead there, and nowhere else
                 largest = max(largest, look_ahead_bytes or 0)
             elif machinery.direct is not None:
@@ -489,8 +489,8 @@ class SwapManager:
         else:
             model.check_whole()
             self._thread = threading.get_ident()
-        if dtype != model.copy_dtype:
-            raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.copy_dtype}")
+        if dtype != model.compute_dtype:
+            raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.compute_dtype}")
         if not shard.filled:
             raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
         group = shard.group
@@ -511,7 +511,7 @@ class SwapManager:
                 self._use(group, training)
         if self._ahead is not None:
             self._ahead.ask(shard)
-        with measured(self.timeline if self._device.copies else None, "copy", shard.name):
+        with measured(self.timeline if self._device.is_discrete else None, "copy", shard.name):
             taken = model.gathered_view(shard)
         if shard.resident is None:
             group.gathering.add(shard.index)
@@ -562,7 +562,7 @@ class SwapManager:
     @property
     def groups_coming(self) -> int:
         """For the optimizer: of how many groups it lets the gradients be on their way while it updates the one before."""
-        return int(self._device.copies)
+        return int(self._device.is_discrete)
 
     @property
     def device_ahead(self) -> DeviceAhead | None:
@@ -757,7 +757,7 @@ class SwapManager:
         kind = str(dtype).removeprefix("torch.")
         world = dist.get_world_size()
         rank, moments = dist.get_rank(), placing.moments
-        place = describe(layout, shapes, rank=rank, ranks=world, shards=ranks, copy_dtype=kind, moments=moments)
+        place = describe(layout, shapes, rank=rank, ranks=world, shards=ranks, compute_dtype=kind, moments=moments)
         if self.run is None or self.run.resumed is None:
             return place
         if why := list(differences(self.run.resumed.place, place)):

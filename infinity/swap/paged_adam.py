@@ -75,7 +75,9 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         homes = {trained_shard(p).index: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         for sub in self._swap.paged.sub_groups:
             alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
-            whole = sub.layout.split or Field.COPY not in sub.layout.fields  # else the copy is not read, and made after
+            whole = (
+                sub.layout.split or Field.COMPUTE not in sub.layout.fields
+            )  # else the copy is not read, and made after
             whole = whole and sub.layout.moments == len(MOMENTS) and not sub.held and sub.gradient is None
             sub.chunk.verified_by_user = fused and alone and whole and self._swap.stager.checked
 
@@ -154,15 +156,17 @@ def _step_in_one_pass(
         common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
         common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "sums": sums}
         if sub.layout.split:
-            copy, remainder = sub.view(Field.COPY, lease), sub.view(Field.REMAINDER, lease)
+            copy, remainder = sub.view(Field.COMPUTE, lease), sub.view(Field.REMAINDER, lease)
             ties = kernel.update_split(settings, copy=copy, remainder=remainder, ties=sub.ties, **common)
             if sums is None or sums.wrong_page is None:
                 sub.ties = ties
         else:
-            kernel.update_full(settings, master=sub.view(Field.MASTER, lease), copy=_narrow_copy(sub, lease), **common)
-    if Field.COPY in sub.layout.fields and sub.copy_dtype is torch.float32:
+            kernel.update_full(
+                settings, master=sub.view(Field.MASTER, lease), copy=_narrow_compute(sub, lease), **common
+            )
+    if Field.COMPUTE in sub.layout.fields and sub.compute_dtype is torch.float32:
         sub.set_master(sub.view(Field.MASTER, lease), lease)
-    elif not sub.layout.split and (narrow := _narrow_copy(sub, lease)) is not None:
+    elif not sub.layout.split and (narrow := _narrow_compute(sub, lease)) is not None:
         master = sub.view(Field.MASTER, lease)
         for start, end in _between(batch, sub.layout.numel):  # the copy was not read: see SubGroup.state
             narrow[start:end].copy_(master[start:end])
@@ -179,10 +183,10 @@ def _between(batch: list[Piece], numel: int) -> Iterator[tuple[int, int]]:
         yield at, numel
 
 
-def _narrow_copy(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
+def _narrow_compute(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
     """Its 16-bit copy, if it has one."""
-    narrow = Field.COPY in sub.layout.fields and sub.copy_dtype is not torch.float32
-    return sub.view(Field.COPY, lease) if narrow else None
+    narrow = Field.COMPUTE in sub.layout.fields and sub.compute_dtype is not torch.float32
+    return sub.view(Field.COMPUTE, lease) if narrow else None
 
 
 def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease | None) -> None:

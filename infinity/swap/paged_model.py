@@ -87,7 +87,7 @@ class PagedSubGroup:
     halves: tuple[Extent, ...]
     chunk: Chunk
     held: dict[Field, torch.Tensor]
-    copy_dtype: torch.dtype
+    compute_dtype: torch.dtype
     gradient: Extent | None = None
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
     current: int = 0
@@ -110,7 +110,7 @@ class PagedSubGroup:
 
     def reads(self, *, copy: bool) -> tuple[Span, ...]:
         """What fetches its state, with the copy where that is a part of the master (or without it), and its gradient."""
-        fields = [each for each in self.layout.state if copy or each is not Field.COPY]
+        fields = [each for each in self.layout.state if copy or each is not Field.COMPUTE]
         spans = []
         if fields:
             first = self.layout.field_offset(fields[0])
@@ -126,8 +126,8 @@ class PagedSubGroup:
 
     def dtype(self, which: Field) -> torch.dtype:
         """Of the field's elements."""
-        if which is Field.COPY:
-            return self.copy_dtype
+        if which is Field.COMPUTE:
+            return self.compute_dtype
         return torch.int16 if which is Field.REMAINDER else torch.float32
 
     def view(self, which: Field, lease: Lease | None) -> torch.Tensor:
@@ -141,14 +141,14 @@ class PagedSubGroup:
         """The master weights (1-D, fp32): a view, or joined in memory of their own; `set_master` when changed."""
         if not self.layout.split:
             return self.view(Field.MASTER, lease)
-        return join(self.view(Field.COPY, lease), self.view(Field.REMAINDER, lease), self.ties)
+        return join(self.view(Field.COMPUTE, lease), self.view(Field.REMAINDER, lease), self.ties)
 
     def set_master(self, master: torch.Tensor, lease: Lease | None) -> None:
         """Store what `master` returned, changed, and in the copy where there is one."""
         if self.layout.split:
-            self.ties = split(master, self.view(Field.COPY, lease), self.view(Field.REMAINDER, lease))
-        elif Field.COPY in self.layout.fields:
-            self.view(Field.COPY, lease).copy_(master)
+            self.ties = split(master, self.view(Field.COMPUTE, lease), self.view(Field.REMAINDER, lease))
+        elif Field.COMPUTE in self.layout.fields:
+            self.view(Field.COMPUTE, lease).copy_(master)
 
     def sources(self) -> list[Source]:
         """Where the bytes of all its fields are, in order."""
@@ -204,7 +204,7 @@ class PagedShard:
         self.model.check_whole()
         if which is not Field.MASTER or not self._split:
             return self._read(which, start, numel, torch.float32)
-        copy = self._read(Field.COPY, start, numel, self.model.copy_dtype)
+        copy = self._read(Field.COMPUTE, start, numel, self.model.compute_dtype)
         remainder = self._read(Field.REMAINDER, start, numel, torch.int16)
         ties = []
         for sub, at, low, count in self.model.ranges(self, start, numel):
@@ -232,8 +232,8 @@ class PagedShard:
             self._write(which, start, values)
         if self.resident is not None:
             self.set_resident(start, values)
-        elif self.model.has_copy and not self._split:
-            self._write(Field.COPY, start, values)
+        elif self.model.has_compute_field and not self._split:
+            self._write(Field.COMPUTE, start, values)
         self.filled = True
 
     def set_resident(self, start: int, values: torch.Tensor) -> None:
@@ -253,10 +253,10 @@ class PagedShard:
         return any(sub.layout.split for sub in self.sub_groups)
 
     def _write_split(self, start: int, values: torch.Tensor) -> None:
-        copy = torch.empty(values.numel(), dtype=self.model.copy_dtype)
+        copy = torch.empty(values.numel(), dtype=self.model.compute_dtype)
         remainder = torch.empty(values.numel(), dtype=torch.int16)
         ties = split(values.contiguous(), copy, remainder)
-        self._write(Field.COPY, start, copy)
+        self._write(Field.COMPUTE, start, copy)
         self._write(Field.REMAINDER, start, remainder)
         for sub, at, low, count in self.model.ranges(self, start, values.numel()):
             first = at - start
@@ -386,7 +386,7 @@ class PagedModel:
         layout: Layout,
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
-        copy_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
         in_backward: bool = False,
         durable: bool = False,
         stager: Stager,
@@ -397,8 +397,8 @@ class PagedModel:
     ) -> None:
         self.layout = layout
         self._in_backward = in_backward
-        self.copy_dtype = copy_dtype
-        self.has_copy = any(Field.COPY in each.fields for each in layout.sub_groups)
+        self.compute_dtype = compute_dtype
+        self.has_compute_field = any(Field.COMPUTE in each.fields for each in layout.sub_groups)
         self.updates: dict[PagedSubGroup, Update] = {}
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self.stepped: tuple[PagedSubGroup, ...] = ()
@@ -501,7 +501,7 @@ class PagedModel:
             raise
         return copies[start : start + self.layout.shards[shard.index].numel]
 
-    def copies_bytes(self, group: PagedGroup) -> int:
+    def compute_bytes(self, group: PagedGroup) -> int:
         """What the group's copies take on the device."""
         return self._moved_bytes(group) + group.residents.nbytes
 
@@ -556,7 +556,7 @@ class PagedModel:
         if copies is None:
             assert group.chunk is not None and group.chunk.lease is not None
             numel = sum(sub.layout.numel for sub in group.members)
-            copies = group.chunk.lease.view(self.copy_dtype, 0, numel)
+            copies = group.chunk.lease.view(self.compute_dtype, 0, numel)
         group.in_flight = self._stager.device.start_h2d(copies)
         group.copy_event = group.in_flight.copy_event
 
@@ -632,7 +632,7 @@ class PagedModel:
         if self._direct is not None and chunk is not None and self.goes_direct(group):
             if group.in_flight is None:
                 self._stager.let_be_read(chunk)
-                group.in_flight, group.copy_event = self._direct.start(chunk, self.copy_dtype), None
+                group.in_flight, group.copy_event = self._direct.start(chunk, self.compute_dtype), None
             return
         lease = self._stager.acquire(chunk) if chunk is not None else None
         try:
@@ -682,9 +682,9 @@ class PagedModel:
         lease = self._stager.acquire(sub.chunk)
         try:
             if copies is not None and sub.rests and sub.layout.split:
-                start = sub.layout.start * sub.layout.copy_itemsize
+                start = sub.layout.start * sub.layout.compute_itemsize
                 with measured(timeline, "copy", sub.chunk.name):
-                    sub.view(Field.COPY, lease).copy_(copies.view(self.copy_dtype, start, sub.layout.numel))
+                    sub.view(Field.COMPUTE, lease).copy_(copies.view(self.compute_dtype, start, sub.layout.numel))
             with measured(timeline, "update", sub.chunk.name):
                 update(lease)
         except BaseException:
@@ -905,7 +905,7 @@ class PagedModel:
 
     def _sub_group(self, layout: SubGroup, halves: tuple[Extent, ...], gradient: Extent | None) -> PagedSubGroup:
         chunk = Chunk(f"sub-group {layout.index}", layout.lease_bytes, (), (), on_lost=self.health.tear)
-        sub = PagedSubGroup(layout, halves, chunk, {}, self.copy_dtype, gradient)
+        sub = PagedSubGroup(layout, halves, chunk, {}, self.compute_dtype, gradient)
         chunk.writes = _whole(sub, 0)
         chunk.reads = sub.reads(copy=True)
         for which in layout.held:
@@ -923,7 +923,7 @@ class PagedModel:
                 if sub.layout.gathered in sub.layout.cached:
                     at = _place(sub, sub.layout.gathered, cache, at)
             if group.members and all(sub.layout.gathered in sub.held for sub in group.members):
-                group.cached = cache.view(self.copy_dtype, first, sum(sub.layout.numel for sub in group.members))
+                group.cached = cache.view(self.compute_dtype, first, sum(sub.layout.numel for sub in group.members))
         for sub in self.sub_groups:
             for which in sub.layout.cached:
                 if which not in sub.held:
@@ -932,15 +932,15 @@ class PagedModel:
     def _add_shards(self, shapes: Sequence[tuple[torch.Size, torch.Size]], host_memory: HostBuffers | None) -> None:
         numel = sum(spec.numel for spec in self.layout.shards if spec.resident)
         if host_memory is not None and numel:
-            self._residents = host_memory.lend(numel, self.copy_dtype)
-        residents = self._residents.tensor.zero_() if self._residents else torch.zeros(numel, dtype=self.copy_dtype)
+            self._residents = host_memory.lend(numel, self.compute_dtype)
+        residents = self._residents.tensor.zero_() if self._residents else torch.zeros(numel, dtype=self.compute_dtype)
         at = 0
         for index, (spec, (shape, padded)) in enumerate(zip(self.layout.shards, shapes, strict=True)):
             group = self.groups[spec.group]
             shard = PagedShard(spec.name, index, shape, padded, spec.trained, group, self)
             if spec.resident:  # those of a group lie together, as groups come one after the other
                 shard.resident = residents[at : at + spec.numel]
-                first = at - group.residents.nbytes // self.copy_dtype.itemsize
+                first = at - group.residents.nbytes // self.compute_dtype.itemsize
                 at += spec.numel
                 group.residents.copies, group.residents.count = residents[first:at], group.residents.count + 1
             group.shards.append(shard)
@@ -961,7 +961,7 @@ class PagedModel:
 
         The bytes around a range that share its first and last page are read first and written back unchanged.
         """
-        if write and which in (Field.MASTER, Field.COPY):
+        if write and which in (Field.MASTER, Field.COMPUTE):
             self.forget(shard.group)
         for sub, at, low, count in self.ranges(shard, start, numel):
             self.catch_up(sub)

@@ -80,7 +80,7 @@ def plan_model(
         plan_layout,
         shards,
         groups=len(groups),
-        copy_itemsize=dtype.itemsize if dtype.itemsize < 4 or placing.hold_state else 0,
+        compute_itemsize=dtype.itemsize if dtype.itemsize < 4 or placing.hold_state else 0,
         split_master=placing.split_master and dtype is torch.bfloat16,
         hold_state=placing.hold_state,
         moments=len(placing.moments),

@@ -196,8 +196,8 @@ class StagingPolicy:
             spared = self._update == "forward"  # the first gather after a step takes what was just updated
             if self._update == "backward" and group.completes is not None:
                 times = max(times, 2)  # its update in the backward takes the copies that were read for it
-            frozen = _copy_bytes(group, stepped=False)
-            read += frozen * times + (_copy_bytes(group) - frozen) * (times - spared)
+            frozen = _compute_bytes(group, stepped=False)
+            read += frozen * times + (_compute_bytes(group) - frozen) * (times - spared)
         return read, written
 
     # How.
@@ -289,7 +289,7 @@ class StagingPolicy:
         for at in range(place, len(cycle) if trains else 2 * len(cycle)):
             index = cycle[at % len(cycle)]
             if index >= len(groups):  # an update in the backward, which needs the copies too
-                yield from ((at, unit) for unit in self._with_copies(index))
+                yield from ((at, unit) for unit in self._with_compute(index))
                 continue
             copies = index if not paged.may_go_direct(groups[index]) else ~index
             yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, copies, until_done=True))
@@ -325,7 +325,7 @@ class StagingPolicy:
             yield copies
         yield from (~unit if until_done else unit for unit in members)
 
-    def _with_copies(self, unit: int) -> Iterator[int]:
+    def _with_compute(self, unit: int) -> Iterator[int]:
         """A sub-group that is updated in the backward, and before it the group whose copies that needs."""
         sub = self._paged.sub_groups[unit - len(self._paged.groups)]
         if self._paged.groups[sub.layout.space].completes is not None:
@@ -341,10 +341,10 @@ class StagingPolicy:
         direct_bytes = 0
         for index in cycle:
             if index >= len(groups):
-                *copies, unit = self._with_copies(index)
+                *copies, unit = self._with_compute(index)
                 if copies != updating:  # in use from the first member's update to the last one's
                     uses += copies
-                    reads += [_copy_bytes(groups[each]) for each in copies]
+                    reads += [_compute_bytes(groups[each]) for each in copies]
                 updating = copies
                 uses.append(unit)
                 reads.append(0)
@@ -356,10 +356,10 @@ class StagingPolicy:
             if not updated and self._paged.may_go_direct(group):  # what is in host memory beside it is not kept for it
                 uses += map(self._unit, beside)
                 reads += [0] * len(beside)
-                direct_bytes += _copy_bytes(group)
+                direct_bytes += _compute_bytes(group)
                 continue
             uses += [*map(self._unit, beside), *map(self._unit, updated), index]
-            reads += [0] * (len(beside) + len(updated)) + [_copy_bytes(group, stepped=not updated)]
+            reads += [0] * (len(beside) + len(updated)) + [_compute_bytes(group, stepped=not updated)]
         return direct_bytes + cycle_read_bytes(uses, reads, *self._limits)
 
 
@@ -384,7 +384,7 @@ def _lease_bytes(chunk: Chunk | None) -> int:
     return chunk.lease_bytes if chunk is not None else 0
 
 
-def _copy_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
+def _compute_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
     """What gathering a group reads where nothing of it is staged; `stepped`: the copies of what is trained too."""
     members = [sub for sub in group.members if stepped or not sub.layout.trained]
     return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.rests)

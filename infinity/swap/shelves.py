@@ -94,7 +94,7 @@ class HostShelf:
         assert kept.in_flight is not None
         tensor = kept.in_flight.on_device()
         kept.copy_event, kept.in_flight = kept.in_flight.copy_event, None
-        return tensor if self._device.copies else tensor.clone()
+        return tensor if self._device.is_discrete else tensor.clone()
 
     def drop(self, item: Item) -> None:
         kept = cast(_InHost, item)
@@ -240,7 +240,7 @@ class ArenaShelf:
     def _copied(self, kept: _InArena, lease: Lease) -> tuple[torch.Tensor, CopyEvent]:
         in_flight = self._stager.device.start_h2d(lease.view(kept.dtype, 0, kept.numel))
         tensor = in_flight.on_device()
-        return tensor if self._stager.device.copies else tensor.clone(), in_flight.copy_event
+        return tensor if self._stager.device.is_discrete else tensor.clone(), in_flight.copy_event
 
     def _with_room(self, take: Callable[[], Lease]) -> Lease:
         """A lease, for which what is in hand is written, the first one first, where there is no other room."""

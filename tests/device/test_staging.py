@@ -23,7 +23,7 @@ def test_cpu_uses_staged_bytes_where_they_lie() -> None:
     taken = in_flight.on_device()
     assert taken.data_ptr() == staged.data_ptr()
     assert taken.device == device.torch_device == torch.device("cpu")
-    assert in_flight.copy_event.done() and not device.copies
+    assert in_flight.copy_event.done() and not device.is_discrete
 
 
 def test_cpu_has_landed_at_once() -> None:
@@ -47,7 +47,7 @@ def test_device_is_chosen_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaRuntime, "new_stream", lambda self: object())
     chosen = device_for(torch.device("cuda", 1))
     assert isinstance(chosen, StreamDevice)
-    assert chosen.torch_device == torch.device("cuda", 1) and chosen.copies
+    assert chosen.torch_device == torch.device("cuda", 1) and chosen.is_discrete
 
 
 def test_bytes_are_on_the_device_when_handed_over_and_the_landing_says_when_they_left() -> None:

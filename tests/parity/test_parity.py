@@ -130,7 +130,7 @@ def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPa
         update(self, sub, stepping, kept, lease)
         if not spoiled:
             spoiled.append(True)
-            bits = lease.view(torch.int32, sub.layout.numel * sub.layout.copy_itemsize, 1)
+            bits = lease.view(torch.int32, sub.layout.numel * sub.layout.compute_itemsize, 1)
             bits ^= 1 << 8
             sub.chunk.sums = None  # which the update has made before this: the next read would find it
 

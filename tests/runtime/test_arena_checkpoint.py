@@ -498,14 +498,14 @@ def test_a_forged_record_is_read_or_refused_in_words(
     elif kind == "shards":
         place = replace(place, shards=data.draw(st.integers(1, 5)), ranks=data.draw(st.integers(1, 5)))
     elif kind == "dtype":
-        place = replace(place, copy_dtype=data.draw(st.sampled_from(["float16", "float32", "int8", "../x"])))
+        place = replace(place, compute_dtype=data.draw(st.sampled_from(["float16", "float32", "int8", "../x"])))
     else:
         entries = list(getattr(place, kind))
         number = data.draw(st.integers(0, len(entries) - 1))
         changes = (
             ["numel", "group", "resident", "trained"]
             if kind == "parameters"
-            else ["space", "start", "numel", "split", "copy_itemsize"]
+            else ["space", "start", "numel", "split", "compute_itemsize"]
         )
         key = data.draw(st.sampled_from(changes))
         value = data.draw(st.booleans() if isinstance(getattr(entries[number], key), bool) else st.integers(0, 2**62))

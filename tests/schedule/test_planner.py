@@ -217,7 +217,7 @@ def test_every_strategy_holds_each_state_once(strategy: Strategy) -> None:
     states = sum(
         nbytes for user, nbytes in lines if user.startswith(("optimizer state", "gradients")) and "group" not in user
     )
-    assert states == (20 if strategy.keeps_copies else 16) * shard
+    assert states == (20 if strategy.keeps_compute else 16) * shard
     tier_of = {"none": memory.device, "cpu": memory.host, "nvme": memory.nvme}
     assert tier_of[strategy.optimizer]["optimizer state: masters and moments"] == 12 * shard
     assert ("pinned pool" in memory.host) == strategy.uses_nvme

@@ -38,7 +38,7 @@ class Step:
     @property
     def candidates(self) -> list[Candidate]:
         copies = [
-            Candidate(1, 1, self.scheme.copy_reads(len(passes)) if trained else len(passes), int(trained))
+            Candidate(1, 1, self.scheme.compute_reads(len(passes)) if trained else len(passes), int(trained))
             for passes, trained in self.copies
         ]
         return [*copies, *(Candidate(1, 1, 1, 1) for _ in range(self.states))]
@@ -54,7 +54,7 @@ class Step:
             for item in order:
                 gathers, trained = self.copies[item]
                 updated = each == updating and trained
-                made_or_brought = updated and (self.scheme.copy_is_state() or self.scheme.update == "forward")
+                made_or_brought = updated and (self.scheme.compute_is_state() or self.scheme.update == "forward")
                 if each in gathers and not made_or_brought:
                     found.append((item, "read"))
                 if updated:
@@ -70,7 +70,7 @@ class Step:
         return [len(self.copies) + k for k in range(self.states) if k % len(self.copies) == item]
 
     def update_of(self, item: int) -> list[tuple[int, str]]:
-        of_copy = (item, "update" if self.scheme.copy_is_state() else "write")
+        of_copy = (item, "update" if self.scheme.compute_is_state() else "write")
         return [*((state, "update") for state in self.states_of(item)), of_copy]
 
 
@@ -84,7 +84,7 @@ def steps(draw: st.DrawFn) -> Step:
     every, forward = frozenset(range(passes)), frozenset(range(0, passes, 2))
     made = scheme == Scheme("full", "forward") and passes == 2  # gathered in forward alone, it is never read
     reading = draw(st.lists(st.sampled_from([every] if made else [every, every, forward]), min_size=1, max_size=3))
-    every_pass_reads_all = scheme.copy_is_state() == scheme.in_passes
+    every_pass_reads_all = scheme.compute_is_state() == scheme.in_passes
     may_be_frozen = forward not in reading and (every_pass_reads_all or scheme == Scheme("full", "backward"))
     copies = tuple((read, not may_be_frozen or draw(st.booleans())) for read in reading)
     return Step(scheme, passes, copies, draw(st.integers(0, 4 - len(copies))))

@@ -110,7 +110,7 @@ def steps(draw: st.DrawFn) -> Step:
         use = Use(
             group,
             read_bytes=draw(st.integers(0, group_bytes[group])),
-            copy_bytes=draw(st.integers(0, 100)),
+            compute_bytes=draw(st.integers(0, 100)),
             gather_seconds=draw(seconds),
             compute_seconds=draw(seconds),
             reduce_seconds=draw(seconds),
@@ -160,8 +160,8 @@ def test_no_step_is_faster_than_its_floors(step: Step, resources: Resources) -> 
 def test_every_byte_is_moved_and_the_pool_is_never_overdrawn(step: Step, resources: Resources) -> None:
     result = simulate(step, resources)
     assert result.written_bytes == sum(sub.write_bytes for sub in updates_of(step))
-    assert result.to_device_bytes == sum(use.copy_bytes for use in uses_of(step)) + sum(
-        sub.copy_bytes for sub in updates_of(step)
+    assert result.to_device_bytes == sum(use.compute_bytes for use in uses_of(step)) + sum(
+        sub.compute_bytes for sub in updates_of(step)
     )
     assert result.to_host_bytes == sum(use.gradient_bytes for use in uses_of(step))
     stepped = sum(sub.read_bytes for sub in updates_of(step))

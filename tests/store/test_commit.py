@@ -21,8 +21,8 @@ def place(*, ranks: int = 1, sub_group_numel_max: int = 2048, names: str = "abc"
         Shard(name, group, 64 * shape[0] if len(shape) > 1 else shape[0], trained)
         for name, shape, group in zip(names, SHAPES, (0, 0, 1), strict=True)
     ]
-    layout = plan_layout(shards, groups=2, copy_itemsize=2, sub_group_numel_max=sub_group_numel_max)
-    return describe(layout, SHAPES, rank=0, ranks=ranks, shards=ranks, copy_dtype="bfloat16", arena_bytes=1 << 20)
+    layout = plan_layout(shards, groups=2, compute_itemsize=2, sub_group_numel_max=sub_group_numel_max)
+    return describe(layout, SHAPES, rank=0, ranks=ranks, shards=ranks, compute_dtype="bfloat16", arena_bytes=1 << 20)
 
 
 def record(**changed: object) -> Record:
@@ -134,7 +134,7 @@ def test_counts_must_agree(changed: dict[str, object], words: str) -> None:
         (place(names="abd"), "it has no d; the model has no c"),
         (place(trained=False), "a was trained, and is frozen now"),
         (place(sub_group_numel_max=4096), "set zero_optimization.sub_group_size"),
-        (dataclasses.replace(place(), copy_dtype="float16"), "gathered in bfloat16, and are in float16"),
+        (dataclasses.replace(place(), compute_dtype="float16"), "gathered in bfloat16, and are in float16"),
         (dataclasses.replace(place(), shards=2), "sharded over 1 ranks"),
     ],
 )

@@ -19,7 +19,7 @@ class Plan:
     layout: Layout
     groups: int
     numel_max: int
-    copy_itemsize: int
+    compute_itemsize: int
 
 
 @st.composite
@@ -31,9 +31,9 @@ def plans(draw: st.DrawFn) -> Plan:
         for i in range(draw(st.integers(0, 12)))
     ]
     numel_max = draw(st.integers(SPACE_ALIGN, 8 * SPACE_ALIGN))
-    copy_itemsize = draw(st.sampled_from([0, 2, 4]))
-    layout = plan_layout(shards, groups=groups, sub_group_numel_max=numel_max, copy_itemsize=copy_itemsize)
-    return Plan(layout, groups, numel_max, copy_itemsize)
+    compute_itemsize = draw(st.sampled_from([0, 2, 4]))
+    layout = plan_layout(shards, groups=groups, sub_group_numel_max=numel_max, compute_itemsize=compute_itemsize)
+    return Plan(layout, groups, numel_max, compute_itemsize)
 
 
 @given(plans())
@@ -98,7 +98,7 @@ def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
         assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
         assert (Field.MOMENT_1 in sub.fields) == (Field.MOMENT_2 in sub.fields) == sub.trained
         assert Field.MASTER in sub.fields
-        assert (Field.COPY in sub.fields) == (plan.copy_itemsize > 0 and sub.space != plan.groups)
+        assert (Field.COMPUTE in sub.fields) == (plan.compute_itemsize > 0 and sub.space != plan.groups)
 
 
 @given(plans())
@@ -172,15 +172,15 @@ def test_same_shards_make_the_same_layout(plan: Plan) -> None:
         plan.layout.shards,
         groups=plan.groups,
         sub_group_numel_max=plan.numel_max,
-        copy_itemsize=plan.copy_itemsize,
+        compute_itemsize=plan.compute_itemsize,
     )
     assert again == plan.layout
 
 
 def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
-    layout = plan_layout([Shard("p", 0, SPACE_ALIGN)], groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2)
+    layout = plan_layout([Shard("p", 0, SPACE_ALIGN)], groups=1, sub_group_numel_max=SPACE_ALIGN, compute_itemsize=2)
     (sub,) = layout.sub_groups
-    assert sub.fields == (Field.COPY, Field.MASTER, Field.MOMENT_1, Field.MOMENT_2)
+    assert sub.fields == (Field.COMPUTE, Field.MASTER, Field.MOMENT_1, Field.MOMENT_2)
     assert [sub.field_offset(which) for which in sub.fields] == [0, 4096, 12288, 20480]
     assert sub.nbytes == 14 * SPACE_ALIGN
 
@@ -190,23 +190,23 @@ def test_sub_group_of_bf16_is_fourteen_bytes_per_element() -> None:
 def test_a_moment_is_four_bytes_per_element(moments: int, split: bool) -> None:
     shards = [Shard("w", 0, 4096), Shard("frozen", 0, 4096, trained=False)]
     layout = plan_layout(
-        shards, groups=1, sub_group_numel_max=4096, copy_itemsize=2, split_master=split, moments=moments
+        shards, groups=1, sub_group_numel_max=4096, compute_itemsize=2, split_master=split, moments=moments
     )
     trained, frozen = layout.sub_groups
     assert trained.fields[1:] == (Field.REMAINDER if split else Field.MASTER, *MOMENTS[:moments])
     assert trained.nbytes == 4096 * ((4 if split else 6) + 4 * moments)
-    assert frozen.fields == (Field.COPY, Field.MASTER)
+    assert frozen.fields == (Field.COMPUTE, Field.MASTER)
 
 
 def test_sub_group_below_the_least_is_refused_with_the_number() -> None:
     with pytest.raises(ValueError, match="at least 2048 elements, got 2047"):
-        plan_layout([], groups=1, sub_group_numel_max=SPACE_ALIGN - 1, copy_itemsize=2)
+        plan_layout([], groups=1, sub_group_numel_max=SPACE_ALIGN - 1, compute_itemsize=2)
 
 
 def test_state_that_is_held_leaves_the_extent_to_the_copies() -> None:
     shards = [Shard("p", 0, SPACE_ALIGN), Shard("kept", 0, SPACE_ALIGN, resident=True)]
-    layout = plan_layout(shards, groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2, hold_state=True)
-    assert [sub.resting for sub in layout.sub_groups] == [(Field.COPY,), ()]
+    layout = plan_layout(shards, groups=1, sub_group_numel_max=SPACE_ALIGN, compute_itemsize=2, hold_state=True)
+    assert [sub.resting for sub in layout.sub_groups] == [(Field.COMPUTE,), ()]
     assert (layout.nbytes, layout.sub_group_bytes_max) == (2 * SPACE_ALIGN, 2 * SPACE_ALIGN)
 
 
@@ -224,7 +224,7 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
         plan.layout.shards,
         groups=plan.groups,
         sub_group_numel_max=plan.numel_max,
-        copy_itemsize=plan.copy_itemsize,
+        compute_itemsize=plan.compute_itemsize,
         cached=cached,
     )
     assert (layout.place, layout.space_numel) == (plan.layout.place, plan.layout.space_numel)
@@ -247,7 +247,7 @@ def test_gradients_have_whole_pages_of_their_own_behind_the_state(plan: Plan, it
         plan.layout.shards,
         groups=plan.groups,
         sub_group_numel_max=plan.numel_max,
-        copy_itemsize=plan.copy_itemsize,
+        compute_itemsize=plan.compute_itemsize,
         gradient_itemsizes=spilled,
     )
     for before, sub in zip(plan.layout.sub_groups, layout.sub_groups, strict=True):

@@ -33,10 +33,10 @@ def place_of(
         shapes.append(shape)
     limit = 2048 * cut
     layout = plan_layout(
-        shards, groups=len(used), sub_group_numel_max=limit, copy_itemsize=2, split_master=split, moments=kept
+        shards, groups=len(used), sub_group_numel_max=limit, compute_itemsize=2, split_master=split, moments=kept
     )
     names = [f"kept{number}" for number in range(kept)]
-    return describe(layout, shapes, rank=0, ranks=ranks, shards=ranks, copy_dtype="bfloat16", moments=names)
+    return describe(layout, shapes, rank=0, ranks=ranks, shards=ranks, compute_dtype="bfloat16", moments=names)
 
 
 @given(drawn=SHAPES, ranks=st.integers(1, 4), cut=st.integers(1, 4), split=st.booleans(), kept=st.integers(0, 4))
@@ -81,9 +81,12 @@ PLACE = place_of([((30, 300), 0, True, False), ((10, 10), 0, False, False), ((5,
         ({"sub_groups": (*PLACE.sub_groups, PLACE.sub_groups[-1])}, "more sub-groups than"),
         ({"sub_groups": (replace(PLACE.sub_groups[0], numel=2**40), *PLACE.sub_groups[1:])}, "can't have 10995116"),
         ({"sub_groups": (replace(PLACE.sub_groups[0], numel=100), *PLACE.sub_groups[1:])}, "can't have 100 elements"),
-        ({"sub_groups": (replace(PLACE.sub_groups[0], copy_itemsize=3), *PLACE.sub_groups[1:])}, "copies of 3 bytes"),
-        ({"copy_dtype": "float16"}, "can't have split masters"),
-        ({"copy_dtype": "int8"}, "gathered in int8"),
+        (
+            {"sub_groups": (replace(PLACE.sub_groups[0], compute_itemsize=3), *PLACE.sub_groups[1:])},
+            "copies of 3 bytes",
+        ),
+        ({"compute_dtype": "float16"}, "can't have split masters"),
+        ({"compute_dtype": "int8"}, "gathered in int8"),
         ({"rank": 2}, "rank 2 of 2"),
         ({"parameters": (replace(PLACE.parameters[0], numel=7), *PLACE.parameters[1:])}, "can't have 7 elements"),
         ({"parameters": (replace(PLACE.parameters[0], group=2**60), *PLACE.parameters[1:])}, "can't be in group"),

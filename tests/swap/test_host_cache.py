@@ -25,7 +25,7 @@ PAGE = 4096
 def laid_out(
     shards: list[Shard], *, groups: int, cached: dict[tuple[int, bool], Cached] | None = None, **how: object
 ) -> Layout:
-    settings = {"copy_itemsize": 2, "sub_group_numel_max": 4 * SPACE_ALIGN, **how}
+    settings = {"compute_itemsize": 2, "sub_group_numel_max": 4 * SPACE_ALIGN, **how}
     return plan_layout(shards, groups=groups, cached=cached, **settings)  # type: ignore[arg-type]
 
 
@@ -46,8 +46,8 @@ def models(draw: st.DrawFn) -> tuple[list[Shard], dict[str, object]]:
         )
         for i in range(draw(st.integers(1, 8)))
     ]
-    copy_itemsize, hold_state = draw(st.sampled_from([(2, False), (0, False), (2, True), (4, True)]))
-    return shards, {"groups": groups, "copy_itemsize": copy_itemsize, "hold_state": hold_state}
+    compute_itemsize, hold_state = draw(st.sampled_from([(2, False), (0, False), (2, True), (4, True)]))
+    return shards, {"groups": groups, "compute_itemsize": compute_itemsize, "hold_state": hold_state}
 
 
 @given(model=models(), cache_bytes=st.integers(0, 1 << 21), gathers=st.lists(st.integers(1, 2), min_size=4, max_size=4))
@@ -96,9 +96,9 @@ def test_of_resident_shards_masters_and_moments_are_kept_together() -> None:
 
 
 def test_where_the_master_is_gathered_it_comes_before_the_moments() -> None:
-    layout = laid_out([pages(2, 0)], groups=1, copy_itemsize=0)
+    layout = laid_out([pages(2, 0)], groups=1, compute_itemsize=0)
     cached = plan_cache(layout, IN_STEP, [2], 4 * PAGE)
-    (sub,) = laid_out([pages(2, 0)], groups=1, copy_itemsize=0, cached=cached).sub_groups
+    (sub,) = laid_out([pages(2, 0)], groups=1, compute_itemsize=0, cached=cached).sub_groups
     assert (sub.cached, sub.resting) == ((Field.MASTER,), (Field.MOMENT_1, Field.MOMENT_2))
 
 

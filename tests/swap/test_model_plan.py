@@ -113,5 +113,5 @@ def test_a_budget_below_one_group_names_it_and_the_number_that_would_do() -> Non
 def test_what_is_cached_comes_on_top() -> None:
     layout, pinned_bytes = planned(cache_bytes=MIB // 3)  # the copies of one group, which leaves the others as they are
     assert 0 < layout.cached_bytes <= MIB // 3
-    assert {field for sub in layout.sub_groups for field in sub.cached} == {Field.COPY}
+    assert {field for sub in layout.sub_groups for field in sub.cached} == {Field.COMPUTE}
     assert pinned_bytes - layout.cached_bytes == planned()[1]

@@ -76,7 +76,7 @@ class Bench:
     def copy_of(self, name: str) -> torch.Tensor:
         """What would be gathered, as it rests in the arena."""
         shard = self.shard(name)
-        return shard.read(Field.COPY, 0, shard.padded_shape.numel())
+        return shard.read(Field.COMPUTE, 0, shard.padded_shape.numel())
 
 
 SHARDS = {
@@ -101,10 +101,10 @@ def bench(nvme_path: Path) -> Iterator[Bench]:
         Shard(name, 0, padded.numel(), True, name == "kept") for name, (_, padded) in zip(SHARDS, shapes, strict=True)
     ]
     model = PagedModel(
-        layout=plan_layout(specs, groups=1, sub_group_numel_max=SPACE_ALIGN, copy_itemsize=2),
+        layout=plan_layout(specs, groups=1, sub_group_numel_max=SPACE_ALIGN, compute_itemsize=2),
         group_names=["root"],
         shapes=shapes,
-        copy_dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
         stager=stager,
         arena=arena,
         what="the test",
@@ -261,10 +261,10 @@ def test_a_range_larger_than_the_access_buffer_is_read_and_written_in_parts(nvme
     engine = IoEngine(pool, backend="threads")
     arena = Arena(folder, engine, name="rank0.arena")
     model = PagedModel(
-        layout=plan_layout([Shard("big", 0, numel)], groups=1, sub_group_numel_max=1 << 24, copy_itemsize=2),
+        layout=plan_layout([Shard("big", 0, numel)], groups=1, sub_group_numel_max=1 << 24, compute_itemsize=2),
         group_names=["root"],
         shapes=[(torch.Size([numel]), torch.Size([numel]))],
-        copy_dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
         stager=Stager(engine, pool, arena, CpuDevice()),
         arena=arena,
         what="the test",
@@ -273,7 +273,7 @@ def test_a_range_larger_than_the_access_buffer_is_read_and_written_in_parts(nvme
     ordinary = torch.randn(numel)
     paged.copy_(ordinary)
     assert torch.equal(paged.clone(), ordinary)
-    assert torch.equal(model.shards[0].read(Field.COPY, 0, numel), ordinary.bfloat16().float())
+    assert torch.equal(model.shards[0].read(Field.COMPUTE, 0, numel), ordinary.bfloat16().float())
     engine.close()
     arena.close()
     folder.close()
