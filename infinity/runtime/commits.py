@@ -180,7 +180,7 @@ class Commits:
         counts, ties = packed_ties(self._swap)
         commit = self._run.next_commit(
             step=pending.step,
-            halves=bits([sub.current for sub in paged.sub_groups]),
+            slots=bits([sub.current_slot for sub in paged.sub_groups]),
             filled=bits([shard.filled for shard in paged.shards]),
             stepped=bits([shard.stepped for shard in paged.shards]),
             ties=counts,
@@ -315,7 +315,7 @@ def restore_arena(record: Record, swap: SwapManager) -> None:
     """The paged model's values are those of the record, which fits it. Raises CheckpointError as `check_arena`."""
     commit = record.commit
     swap.paged.restore(
-        [int(half) for half in commit.halves],
+        [int(slot) for slot in commit.slots],
         check_arena(record, swap.paged),
         [each == "1" for each in commit.filled],
         [each == "1" for each in commit.stepped],

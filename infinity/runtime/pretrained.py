@@ -97,8 +97,8 @@ def _mapped(module: nn.Module, staged: Path) -> dict[str, torch.Tensor]:
 
 def _describe(module: Any, folder: Path, engine: Engine) -> None:
     """The dtype that is stored; Hugging Face's own takes the masters' for it."""
-    halves = torch.float16 if engine.fp16_enabled() else torch.bfloat16
-    module.config.dtype = halves if engine.fp16_enabled() or engine.bfloat16_enabled() else torch.float32
+    dtype_16 = torch.float16 if engine.fp16_enabled() else torch.bfloat16
+    module.config.dtype = dtype_16 if engine.fp16_enabled() or engine.bfloat16_enabled() else torch.float32
     module.config.save_pretrained(folder)
 
 

@@ -110,13 +110,13 @@ class RankState:
         return found
 
     def _join(self, sub: SubGroup, first: int, out: torch.Tensor) -> None:
-        halves = {}
+        parts = {}
         for which in (Field.COMPUTE, Field.REMAINDER):
-            halves[which] = torch.empty(out.numel(), dtype=self.dtype(which))
-            self.read_field(sub, which, halves[which], first)
+            parts[which] = torch.empty(out.numel(), dtype=self.dtype(which))
+            self.read_field(sub, which, parts[which], first)
         ties = self.ties[sub.index]
         own = ties[(ties >= first) & (ties < first + out.numel())] - first
-        join(halves[Field.COMPUTE], halves[Field.REMAINDER], own, out=out)
+        join(parts[Field.COMPUTE], parts[Field.REMAINDER], own, out=out)
 
     def close(self) -> None:
         """Close its file."""

@@ -102,7 +102,7 @@ class Commit:
         launch: which launch made it, alike on all ranks.
         arena: which arena files it speaks of.
         step: optimizer steps that had been taken.
-        halves: by sub-group, the half of its pair that holds its state.
+        slots: by sub-group, the slot of its pair that holds its state.
         filled, stepped: by parameter, whether it was given values, and moments.
         ties: by sub-group, how many of the numbers in the record's ties are its own.
     """
@@ -111,7 +111,7 @@ class Commit:
     launch: _Id
     arena: _Id
     step: _Count
-    halves: _Bits
+    slots: _Bits
     filled: _Bits
     stepped: _Bits
     ties: tuple[_Count, ...]
@@ -185,8 +185,8 @@ def _parse(kind: type[_T], content: bytes) -> _T:
 
 def _check_counts(record: Record) -> None:
     commit, place = record.commit, record.place
-    if not len(commit.halves) == len(commit.ties) == len(place.sub_groups):
-        raise ValueError(f"it speaks of {len(commit.halves)} sub-groups where there are {len(place.sub_groups)}")
+    if not len(commit.slots) == len(commit.ties) == len(place.sub_groups):
+        raise ValueError(f"it speaks of {len(commit.slots)} sub-groups where there are {len(place.sub_groups)}")
     if not len(commit.filled) == len(commit.stepped) == len(place.parameters):
         raise ValueError(f"it speaks of {len(commit.filled)} parameters where there are {len(place.parameters)}")
     if 4 * sum(commit.ties) != len(record.ties):

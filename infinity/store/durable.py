@@ -3,13 +3,13 @@
 Owned by one process per rank, which holds the lock. Training thread only.
 
 [Note: What a record promises]
-Each sub-group has two places in the arena, its halves. A record names the half of each that holds the state after its step,
+Each sub-group has two places in the arena, its slots. A record names the slot of each that holds the state after its step,
 and what is written later goes to the other half. Three rules make every record that exists on a drive true on that rank:
 
   1. It gets its name when all it speaks of is on the drive: the arena is synced before it is written, it is synced before it is
      renamed, and the folder is synced after.
   2. Before anything is written to a half that a record names, that record's name is gone, and the folder is synced. With the
-     commit of step k+1 the halves of step k are free for step k+2, so the record of k goes right after it, ...
+     commit of step k+1 the slots of step k are free for step k+2, so the record of k goes right after it, ...
   3. ... but not before all ranks have theirs of k+1 (a barrier).
 
 A rank that can't hear whether the others have theirs, because one died, keeps both records and writes nothing more.
@@ -240,14 +240,14 @@ class DurableRun:
                 "health of the drive (smartctl -a, dmesg)"
             ) from None
 
-    def next_commit(self, *, step: int, halves: str, filled: str, stepped: str, ties: Sequence[int]) -> Commit:
+    def next_commit(self, *, step: int, slots: str, filled: str, stepped: str, ties: Sequence[int]) -> Commit:
         """The head of the next record."""
         return Commit(
             sequence=self.sequence + 1,
             launch=self.launch,
             arena=self._arena,
             step=step,
-            halves=halves,
+            slots=slots,
             filled=filled,
             stepped=stepped,
             ties=tuple(ties),

@@ -30,8 +30,8 @@ be updated as soon as its gradients are reduced, and they need no memory beyond 
 are staged still, as the trace knows that they are needed again; so the update reads the state beside them. A group of which a
 gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
 
-[Note: Two halves]
-In a durable run a sub-group has two extents, its halves, and a commit says in which of them its state is. An update reads that
+[Note: A/B slots]
+In a durable run a sub-group has two extents, its slots, and a commit says in which of them its state is. An update reads that
 one and writes the other, which is current from then on; more writes before the next commit go to the same one again. A range
 that is written outside of an update takes the rest of the sub-group along first. So the committed bytes stay as they are until
 another commit has taken their place (infinity/store/durable.py, [Note: What a record promises]).
@@ -76,32 +76,32 @@ Update = Callable[[Lease | None], None]
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
-    `halves`: where it lies; two in a durable run: see [Note: Two halves]. `current` is the number of the one that holds its
-    values, `committed` of the one that must stay as it is.
+    `slots`: where it lies; two in a durable run: see [Note: A/B slots]. `current_slot` is the number of the one that holds its
+    values, `committed_slot` of the one that must stay as it is.
     `held`: the fields that stay in host memory (1-D). The chunk of one that holds all of them moves nothing and is never used.
     `gradient`: where its gradient waits for the update, unless that is in host memory.
     `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy and remainder].
     """
 
     layout: SubGroup
-    halves: tuple[Extent, ...]
+    slots: tuple[Extent, ...]
     chunk: Chunk
     held: dict[Field, torch.Tensor]
     compute_dtype: torch.dtype
     gradient: Extent | None = None
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
-    current: int = 0
-    committed: int | None = None
+    current_slot: int = 0
+    committed_slot: int | None = None
 
     @property
     def extent(self) -> Extent:
         """Where its values are."""
-        return self.halves[self.current]
+        return self.slots[self.current_slot]
 
     @property
-    def written_half(self) -> int:
-        """The number of the half that may be written to."""
-        return self.current if self.current != self.committed else 1 - self.current
+    def write_slot(self) -> int:
+        """The number of the slot that may be written to."""
+        return self.current_slot if self.current_slot != self.committed_slot else 1 - self.current_slot
 
     @property
     def moves(self) -> bool:
@@ -372,7 +372,7 @@ class PagedModel:
         copy_dtype: what is gathered: bf16, fp16, or fp32.
         in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
         host_memory: for the copies that stay in host memory; ordinary memory where None.
-        durable: leave what is committed as it is, in twice the space: see [Note: Two halves]. Nothing is held or cached then.
+        durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         direct: see [Note: Past host memory]; None where all goes through host memory.
         what: names the bytes in an error about missing space.
 
@@ -407,12 +407,12 @@ class PagedModel:
         self._open_stager: Stager | None = stager
         self._direct = direct
         self._copying: Copying | None = None
-        self._copied_halves: list[int] = []
+        self._snapshot_slots: list[int] = []
         self._arena = arena
         self._unfinished: tuple[PagedSubGroup, torch.Tensor] | None = None
         """The sub-group that is being updated, of which nothing is written yet, and the ties that it had before."""
         assert not (durable and any(s.held or s.cached for s in layout.sub_groups))
-        self.sub_groups = self._reserve(arena, what, halves=2 if durable else 1)
+        self.sub_groups = self._reserve(arena, what, slots=2 if durable else 1)
         self.groups = [PagedGroup(index, name) for index, name in enumerate(group_names)]
         self.shards: list[PagedShard] = []
         for space, group in enumerate(self.groups):
@@ -674,7 +674,7 @@ class PagedModel:
         """Update one whose copy is in its group's lease, or held."""
         timeline = self._stager.timeline
         if sub.held:
-            self._let_be_copied(sub, sub.current)
+            self._let_be_copied(sub, sub.current_slot)
         if not sub.moves:
             with measured(timeline, "update", sub.chunk.name):
                 update(None)
@@ -711,7 +711,7 @@ class PagedModel:
         place, the values are torn instead.
         """
         if sub.held:
-            self._let_be_copied(sub, sub.current)
+            self._let_be_copied(sub, sub.current_slot)
         lease = self._stager.acquire(sub.chunk) if sub.moves else None
         timeline = self._stager.timeline
         try:
@@ -729,7 +729,7 @@ class PagedModel:
         except BaseException:
             if sub.chunk.state is ChunkState.IN_USE:
                 self._stager.release(sub.chunk, keep=False)
-                self._stager.drop(sub.chunk)  # also where the device is at it: what is left there is half updated
+                self._stager.drop(sub.chunk)  # also where the device is at it: what is left there is slot updated
             raise
 
     @contextlib.contextmanager
@@ -769,7 +769,7 @@ class PagedModel:
             self._point(sub)
 
     def _write_back(self, sub: PagedSubGroup) -> None:
-        """Start writing the sub-group's lease to the half that may be written to, where its values are from now on.
+        """Start writing the sub-group's lease to the slot that may be written to, where its values are from now on.
 
         What gathers its copies is to be told of it (`expect`) before the group is read again. Where no more than its gradient
         was read, all of it is in host memory.
@@ -778,11 +778,11 @@ class PagedModel:
             self._stager.release(sub.chunk, keep=False)
             return
         self.health.check_not_sealed()
-        half = sub.written_half
-        self._let_be_copied(sub, half)
-        sub.chunk.writes = _whole(sub, half)
+        slot = sub.write_slot
+        self._let_be_copied(sub, slot)
+        sub.chunk.writes = _whole(sub, slot)
         self._stager.write_back(sub.chunk)
-        sub.current = half
+        sub.current_slot = slot
         self._point(sub)
 
     def _point(self, sub: PagedSubGroup) -> None:
@@ -792,18 +792,18 @@ class PagedModel:
         sub.chunk.reads = sub.reads(copy=not (beside and sub not in self.updates))
 
     def _leave_committed(self, sub: PagedSubGroup) -> None:
-        """Before a range of a sub-group is written: where its values are committed, copy them to the other half."""
+        """Before a range of a sub-group is written: where its values are committed, copy them to the other slot."""
         self.health.check_not_sealed()
-        if sub.current != sub.committed:
+        if sub.current_slot != sub.committed_slot:
             return
-        half = sub.written_half
-        self._let_be_copied(sub, half)
+        slot = sub.write_slot
+        self._let_be_copied(sub, slot)
         name = f"committed state of sub-group {sub.layout.index}"
-        chunk = Chunk(name, sub.layout.nbytes, _whole(sub, sub.current), _whole(sub, half), after=(sub.chunk,))
+        chunk = Chunk(name, sub.layout.nbytes, _whole(sub, sub.current_slot), _whole(sub, slot), after=(sub.chunk,))
         self._stager.acquire(chunk)
         self._stager.write_back(chunk)
         self._stager.settle(chunk)
-        sub.current = half
+        sub.current_slot = slot
         if sub.layout.space < len(self.groups):
             self.forget(self.groups[sub.layout.space])
             self.expect(self.groups[sub.layout.space])
@@ -814,14 +814,14 @@ class PagedModel:
         """A checkpoint has begun to copy all values as they are now; none waits for an update, and all are written."""
         assert not self.updates
         self._copying = copying
-        self._copied_halves = [sub.current for sub in self.sub_groups]
+        self._snapshot_slots = [sub.current_slot for sub in self.sub_groups]
 
-    def _let_be_copied(self, sub: PagedSubGroup, half: int) -> None:
-        """Before a sub-group's bytes in that half change, or those held in memory: wait until they are copied."""
+    def _let_be_copied(self, sub: PagedSubGroup, slot: int) -> None:
+        """Before a sub-group's bytes in that slot change, or those held in memory: wait until they are copied."""
         copying, index = self._copying, sub.layout.index
         if copying is None or copying.is_copied(index):
             return
-        if sub.held or half == self._copied_halves[index]:
+        if sub.held or slot == self._snapshot_slots[index]:
             with self._stager.stalling(f"the checkpoint's copy of {sub.chunk.name}"):
                 copying.wait_for(index)
 
@@ -857,7 +857,7 @@ class PagedModel:
         """All values are as a commit says, and all of them are written. They stay where they are until the next one."""
         assert not self.updates
         for sub in self.sub_groups:
-            sub.committed = sub.current
+            sub.committed_slot = sub.current_slot
 
     def _set_page_sums(self, sums: bytes) -> None:
         if not sums or not self._arena.file.checked:
@@ -870,16 +870,16 @@ class PagedModel:
 
     def restore(
         self,
-        halves: Sequence[int],
+        slots: Sequence[int],
         ties: Sequence[torch.Tensor],
         filled: Sequence[bool],
         stepped: Sequence[bool],
         sums: bytes,
     ) -> None:
-        """The values are those of a commit that an earlier process made: by sub-group, its half and its ties; by shard, whether
+        """The values are those of a commit that an earlier process made: by sub-group, its slot and its ties; by shard, whether
         it was given values and moments. Reads are held to `sums`, what `page_sums` returned there, unless it is empty."""
-        for sub, half, found in zip(self.sub_groups, halves, ties, strict=True):
-            sub.current = sub.committed = half
+        for sub, slot, found in zip(self.sub_groups, slots, ties, strict=True):
+            sub.current_slot = sub.committed_slot = slot
             sub.ties = found
             self._point(sub)
         self._set_page_sums(sums)
@@ -890,22 +890,22 @@ class PagedModel:
             if shard.resident is not None and has_values:
                 shard.refresh_resident()
 
-    def _reserve(self, arena: Arena, what: str, *, halves: int) -> list[PagedSubGroup]:
-        """All sub-groups with their extents: first halves one behind the other, then the second ones, then gradients."""
+    def _reserve(self, arena: Arena, what: str, *, slots: int) -> list[PagedSubGroup]:
+        """All sub-groups with their extents: first slots one behind the other, then the second ones, then gradients."""
         layouts = self.layout.sub_groups
         spilled = [sub for sub in layouts if sub.gradient_bytes]
-        sizes = [sub.nbytes for sub in layouts] * halves + [sub.gradient_bytes for sub in spilled]
+        sizes = [sub.nbytes for sub in layouts] * slots + [sub.gradient_bytes for sub in spilled]
         extents = arena.reserve(sizes, what) if any(sizes) else [Extent(0, 0)] * len(sizes)
-        state, gradients = extents[: halves * len(layouts)], extents[halves * len(layouts) :]
+        state, gradients = extents[: slots * len(layouts)], extents[slots * len(layouts) :]
         of_gradient = dict(zip([sub.index for sub in spilled], gradients, strict=True))
         return [
             self._sub_group(sub, tuple(state[number :: len(layouts)]), of_gradient.get(sub.index))
             for number, sub in enumerate(layouts)
         ]
 
-    def _sub_group(self, layout: SubGroup, halves: tuple[Extent, ...], gradient: Extent | None) -> PagedSubGroup:
+    def _sub_group(self, layout: SubGroup, slots: tuple[Extent, ...], gradient: Extent | None) -> PagedSubGroup:
         chunk = Chunk(f"sub-group {layout.index}", layout.lease_bytes, (), (), on_lost=self.health.tear)
-        sub = PagedSubGroup(layout, halves, chunk, {}, self.compute_dtype, gradient)
+        sub = PagedSubGroup(layout, slots, chunk, {}, self.compute_dtype, gradient)
         chunk.writes = _whole(sub, 0)
         chunk.reads = sub.reads(copy=True)
         for which in layout.held:
@@ -968,7 +968,7 @@ class PagedModel:
             if write:
                 self._stager.drop(sub.chunk)  # read ahead for its update
                 self._leave_committed(sub)
-                self._let_be_copied(sub, sub.current)
+                self._let_be_copied(sub, sub.current_slot)
             if which in sub.held:
                 move(sub.held[which][low : low + count], at)
                 continue
@@ -1006,9 +1006,9 @@ class PagedModel:
                 yield sub, at, piece.offset + at - piece.start, min(_RANGE_NUMEL, high - at)
 
 
-def _whole(sub: PagedSubGroup, half: int) -> tuple[Span, ...]:
-    """All of one of its halves."""
-    return (Span(sub.halves[half].offset, 0, sub.layout.nbytes),) if sub.layout.nbytes else ()
+def _whole(sub: PagedSubGroup, slot: int) -> tuple[Span, ...]:
+    """All of one of its slots."""
+    return (Span(sub.slots[slot].offset, 0, sub.layout.nbytes),) if sub.layout.nbytes else ()
 
 
 def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:

@@ -234,16 +234,16 @@ def test_a_split_master_takes_the_same_steps(way: str, decoupled: bool, instruct
     chosen = settings_of(decoupled=decoupled, **WAYS[way])
     whole = State(30_011)
     whole.master[::3] = whole.master[::3].half().float()  # weights that came from fp16: one in eight is a tie
-    halves = SplitState(whole, instructions)
-    assert halves.ties.numel() > 400
+    parts = SplitState(whole, instructions)
+    assert parts.ties.numel() > 400
     copy = torch.empty(whole.numel, dtype=torch.bfloat16)
     for step in range(1, STEPS + 1):
         grad = whole.draw()
         grad[::2] = 0
         whole.step(chosen, [GradPiece(0, grad)], step, copy=copy, instructions=instructions)
-        halves.step(chosen, [GradPiece(0, grad)], step, instructions=instructions)
-        assert equal_bits(whole.fields(), halves.fields())
-        assert equal_bits([halves.copy], [copy])
+        parts.step(chosen, [GradPiece(0, grad)], step, instructions=instructions)
+        assert equal_bits(whole.fields(), parts.fields())
+        assert equal_bits([parts.copy], [copy])
 
 
 # Pieces of a sub-group
@@ -292,9 +292,9 @@ def test_elements_in_no_piece_stay(split: bool) -> None:
 
 def test_no_pieces_change_nothing() -> None:
     state = State(10)
-    halves = SplitState(state)
-    halves.step(settings_of(), [], 1)
-    assert equal_bits(state.fields(), halves.fields())
+    parts = SplitState(state)
+    parts.step(settings_of(), [], 1)
+    assert equal_bits(state.fields(), parts.fields())
 
 
 @pytest.mark.parametrize(
@@ -435,14 +435,14 @@ def test_ties_out_of_the_sub_group_are_refused() -> None:
 def test_threads_change_no_bit(threads: int) -> None:
     one = State(400_001)
     one.master[::3] = one.master[::3].half().float()
-    many, halves = one.twin(), SplitState(one)
+    many, parts = one.twin(), SplitState(one)
     grad = one.draw()
     pieces = [GradPiece(0, grad[:150_000]), GradPiece(150_016, grad[150_016:])]
     one.step(settings_of(), pieces, 1, threads=1)
     many.step(settings_of(), pieces, 1, threads=threads)
-    halves.step(settings_of(), pieces, 1, threads=threads)
+    parts.step(settings_of(), pieces, 1, threads=threads)
     assert equal_bits(one.fields(), many.fields())
-    assert equal_bits(one.fields(), halves.fields())
+    assert equal_bits(one.fields(), parts.fields())
 
 
 def test_several_python_threads_may_update_at_once() -> None:

@@ -65,7 +65,7 @@ def save(nvme: Path, folder: Path) -> None:
             engine.load_checkpoint(folder / "replicas")
             found = masters(engine)
             wrong += [name for name in replicated if not torch.equal(replicated[name], found[name])]
-            wrong += differences(expected, go_on(engine)) if shards == 1 else []  # sums are of other halves otherwise
+            wrong += differences(expected, go_on(engine)) if shards == 1 else []  # sums are of other slots otherwise
     if dist.get_rank() == 0:
         torch.save(saved, folder / "saved.pt")
     print(f"rank {dist.get_rank()}: {wrong[:3] or 'equal'}", flush=True)

@@ -81,7 +81,7 @@ def resumed_step(nvme_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [0, 3, 17, -1])
 def test_a_bit_that_flips_between_two_launches_is_found(page: int, nvme_path: Path) -> None:
-    """In the halves that are committed; the others are written before they are read."""
+    """In the slots that are committed; the others are written before they are read."""
     with make(nvme_path, Case()) as engine:
         step(engine)
         assert engine.swap is not None

@@ -33,7 +33,7 @@ def record(**changed: object) -> Record:
         "launch": "0123456789abcdef",
         "arena": "fedcba9876543210",
         "step": 6,
-        "halves": "01" * (count // 2) + "0" * (count % 2),
+        "slots": "01" * (count // 2) + "0" * (count % 2),
         "filled": "111",
         "stepped": "110",
         "ties": (3, *[0] * (count - 1)),
@@ -99,7 +99,7 @@ def test_a_hash_that_is_right_excuses_no_content(changed: dict[str, object]) -> 
     with contextlib.suppress(ValueError):
         parsed = parse_record(forged)
         assert parsed.to_bytes() == forged
-        assert len(parsed.commit.halves) == len(parsed.place.sub_groups)
+        assert len(parsed.commit.slots) == len(parsed.place.sub_groups)
 
 
 def test_another_version_is_named() -> None:
@@ -115,10 +115,10 @@ def test_the_format_before_is_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"halves": "01"}, "speaks of 2 sub-groups"),
+        ({"slots": "01"}, "speaks of 2 sub-groups"),
         ({"filled": "1"}, "speaks of 1 parameters"),
         ({"ties": (4, *[0] * (len(place().sub_groups) - 1))}, "12 bytes of ties for 4"),
-        ({"halves": "2" * len(place().sub_groups)}, "halves"),
+        ({"slots": "2" * len(place().sub_groups)}, "slots"),
         ({"launch": "../../etc"}, "launch"),
     ],
 )

@@ -74,7 +74,7 @@ def run(tmp_path: Path) -> Iterator[DurableRun]:
 def commit(run: DurableRun, step: int) -> int:
     where = place()
     count = len(where.sub_groups)
-    head = run.next_commit(step=step, halves="0" * count, filled="111", stepped="111", ties=[0] * count)
+    head = run.next_commit(step=step, slots="0" * count, filled="111", stepped="111", ties=[0] * count)
     run.write(Record(head, where, b"", b"outside"))
     return head.sequence
 
