@@ -39,7 +39,7 @@ class Trace:
         self._place = 0
         self._surprised = False
         self._excused = 0
-        self.surprises = 0
+        self.mispredictions = 0
         """Uses that came when another was expected (or none), since the first cycle was complete."""
 
     @property
@@ -70,7 +70,7 @@ class Trace:
         place = self._followed.next_use(group, self._place)
         if place != self._place:
             self._surprised = True
-            self.surprises += 1
+            self.mispredictions += 1
         if place is not None:  # else not expected in the rest of this cycle: stay, the next use may fit again
             self._place = place + 1
 
@@ -92,7 +92,7 @@ class Trace:
             return False
         if self.known and self._place < len(self.cycle):
             self._surprised = True
-            self.surprises += 1
+            self.mispredictions += 1
         recorded, excused = tuple(self._recorded), self._excused > 0
         new = recorded != self._before
         surprised = self._surprised and new and not excused

@@ -82,7 +82,7 @@ class SwapStats:
     written_bytes: int
     stall_seconds: float
     demand_reads: int
-    surprises: int
+    mispredictions: int
     pinned_bytes: int
     pinned_peak_bytes: int
     cached_bytes: int
@@ -645,7 +645,7 @@ class SwapManager:
             written_bytes=machinery.engine.written_bytes,
             stall_seconds=machinery.engine.stall_seconds,
             demand_reads=machinery.stager.demand_reads,
-            surprises=self._policy.surprises if self._policy is not None else 0,
+            mispredictions=self._policy.mispredictions if self._policy is not None else 0,
             pinned_bytes=machinery.pool.nbytes,
             pinned_peak_bytes=machinery.pool.peak_bytes,
             cached_bytes=self._paged.layout.cached_bytes if self._paged is not None else 0,

@@ -92,9 +92,9 @@ class StagingPolicy:
         """See [Note: Following what comes]."""
 
     @property
-    def surprises(self) -> int:
+    def mispredictions(self) -> int:
         """Uses that were not expected, since the start."""
-        return sum(trace.surprises for trace in self._traces.values())
+        return sum(trace.mispredictions for trace in self._traces.values())
 
     # What it is told.
 

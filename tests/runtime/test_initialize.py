@@ -482,7 +482,7 @@ def test_after_the_first_step_nothing_is_read_on_demand(
             engine.backward(engine(torch.ones(2, 8)).float().square().mean())
             assert step == 0 or engine.swap.stats().demand_reads == before
             engine.step()  # here the pool is the bound: a full one makes reads wait for writes
-        assert engine.swap.stats().surprises == 0
+        assert engine.swap.stats().mispredictions == 0
 
 
 def _kernel_bytes() -> tuple[int, int] | None:

@@ -171,7 +171,7 @@ def test_the_pass_after_a_skipped_step_is_foreseen(update: str, nvme_path: Path)
             engine.step()
         assert engine.skipped_steps > 1
         assert engine.swap is not None
-        assert engine.swap.stats().surprises == 0
+        assert engine.swap.stats().mispredictions == 0
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -28,7 +28,7 @@ def test_nothing_is_predicted_before_a_whole_cycle_was_seen() -> None:
         trace.use(group)
     trace.end_cycle()
     assert trace.known
-    assert trace.surprises == 0
+    assert trace.mispredictions == 0
     assert list(trace.upcoming()) == [0, 1, 2, 1]
 
 
@@ -38,7 +38,7 @@ def test_same_cycle_again_is_predicted_use_by_use(cycle: list[int]) -> None:
     follow(trace, cycle)
     for _ in range(3):
         assert follow(trace, cycle) == [True] * len(cycle)
-    assert trace.surprises == 0
+    assert trace.mispredictions == 0
 
 
 @given(cycles)
@@ -59,9 +59,9 @@ def test_trace_heals_within_one_cycle(before: list[int], disturbed: list[int], a
     follow(trace, before)
     follow(trace, disturbed)
     follow(trace, after)
-    surprises = trace.surprises
+    mispredictions = trace.mispredictions
     assert follow(trace, after) == [True] * len(after)
-    assert trace.surprises == surprises
+    assert trace.mispredictions == mispredictions
 
 
 @given(first=cycles, second=cycles)
@@ -69,21 +69,21 @@ def test_a_change_of_path_is_counted_and_the_same_path_is_not(first: list[int], 
     trace = Trace()
     follow(trace, first)
     follow(trace, second)
-    assert (trace.surprises > 0) == (first != second)
+    assert (trace.mispredictions > 0) == (first != second)
 
 
 def test_a_use_left_out_costs_one_surprise_and_the_place_is_found_again() -> None:
     trace = Trace()
     follow(trace, [0, 1, 2, 3, 4])
     assert follow(trace, [0, 1, 3, 4]) == [True, True, False, True]
-    assert trace.surprises == 1
+    assert trace.mispredictions == 1
 
 
 def test_an_unknown_use_is_recorded_and_the_place_is_kept() -> None:
     trace = Trace()
     follow(trace, [0, 1, 2])
     assert follow(trace, [0, 9, 1, 2]) == [True, False, True, True]
-    assert trace.surprises == 1
+    assert trace.mispredictions == 1
     assert follow(trace, [0, 9, 1, 2]) == [True] * 4
 
 
@@ -91,7 +91,7 @@ def test_a_cycle_that_stops_early_is_a_surprise() -> None:
     trace = Trace()
     follow(trace, [0, 1, 2])
     assert follow(trace, [0, 1]) == [True, True]
-    assert trace.surprises == 1
+    assert trace.mispredictions == 1
 
 
 def test_an_empty_cycle_changes_nothing() -> None:
@@ -101,7 +101,7 @@ def test_an_empty_cycle_changes_nothing() -> None:
     follow(trace, [0, 1, 2])
     trace.end_cycle()
     assert list(trace.upcoming()) == [0, 1, 2]
-    assert trace.surprises == 0
+    assert trace.mispredictions == 0
 
 
 def test_an_interruption_excuses_the_cycle_it_falls_in_and_the_next() -> None:
@@ -114,7 +114,7 @@ def test_an_interruption_excuses_the_cycle_it_falls_in_and_the_next() -> None:
             trace.use(group)
         told.append(trace.end_cycle())
     assert told == [False, True, False, False, True]
-    assert trace.surprises > 0
+    assert trace.mispredictions > 0
 
 
 def interrupted(trace: Trace, path: list[int]) -> None:
