@@ -1,4 +1,4 @@
-"""Floor 5. Where saved activations go, as the config says: which shelf, of what device and drives."""
+"""Floor 5. Where saved activations go, as the config says: which store, of what device and drives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from infinity.config import Config
 from infinity.device import HostBuffers, device_for
 from infinity.swap import SwapManager
+from infinity.swap.activation_stores import ActivationStore, HostActivationStore
 from infinity.swap.activations import Activations
-from infinity.swap.shelves import HostShelf, Shelf
 
 
 def make_activations(
@@ -22,13 +22,13 @@ def make_activations(
     device = swap.device if swap is not None else device_for(torch_device)
     if where == "cpu" and not device.is_discrete:
         return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
-    shelf: Shelf
+    store: ActivationStore
     if where == "nvme":
         assert swap is not None  # the config says so
-        shelf = swap.shelf_for_activations()
+        store = swap.activation_store()
     else:
         bound = None if asked.host_bytes_max == "auto" else asked.host_bytes_max
         blocks = (config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer)
         pin = all(block.pin_memory for block in blocks if block.device != "none")
-        shelf = HostShelf(device, HostBuffers(device, pin=pin, bytes_max=bound))
-    return Activations(shelf, bytes_min=asked.bytes_min), []
+        store = HostActivationStore(device, HostBuffers(device, pin=pin, bytes_max=bound))
+    return Activations(store, bytes_min=asked.bytes_min), []

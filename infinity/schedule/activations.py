@@ -1,6 +1,6 @@
 """Floor 3. Activations that are saved for the backward and wait on NVMe: which pass through the buffer, and what they move.
 
-Numbers only; swap/shelves.py does it.
+Numbers only; swap/stores.py does it.
 """
 
 from __future__ import annotations

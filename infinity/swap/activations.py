@@ -1,6 +1,6 @@
 """Floor 4. Activations that autograd saves, kept elsewhere from their forward to their backward: which, and for how long.
 
-Where they are kept is a shelf's matter: shelves.py. Runs on the thread that runs forward and backward.
+Where they are kept is a store's matter: stores.py. Runs on the thread that runs forward and backward.
 
 [Note: What moves, and when it is forgotten]
 Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it again in the backward, last saved first.
@@ -34,7 +34,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.errors import InfinityError
-from infinity.swap.shelves import Item, Shelf
+from infinity.swap.activation_stores import ActivationStore, Item
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -76,11 +76,11 @@ class _Handle:
 class Activations:
     """See the note of this file.
 
-    shelf: where they are kept. bytes_min: smaller tensors stay where they are.
+    store: where they are kept. bytes_min: smaller tensors stay where they are.
     """
 
-    def __init__(self, shelf: Shelf, *, bytes_min: int) -> None:
-        self._shelf = shelf
+    def __init__(self, store: ActivationStore, *, bytes_min: int) -> None:
+        self._store = store
         self._bytes_min = bytes_min
         self._entries: dict[int, _Entry] = {}
         """By number, ascending: in the order in which they were saved."""
@@ -118,22 +118,22 @@ class Activations:
         self._known.clear()
         for entry in entries:
             entry.back, entry.is_lost = None, True
-        self._shelf.reset([entry.item for entry in entries])
+        self._store.reset([entry.item for entry in entries])
         self._moving = False
 
     def end_step(self) -> None:
         """What moves from now on belongs to the next step."""
-        before, self._drive_bytes = self._drive_bytes, self._shelf.drive_bytes
+        before, self._drive_bytes = self._drive_bytes, self._store.drive_bytes
         self.step_bytes = self._drive_bytes[0] - before[0], self._drive_bytes[1] - before[1]
 
     def close(self) -> None:
         """Forget everything; backward passes of forwards before this fail."""
         self._forget()
         for entry in self._entries.values():
-            self._shelf.drop(entry.item)
+            self._store.drop(entry.item)
         self._entries.clear()
         self._known.clear()
-        self._shelf.close()
+        self._store.close()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         if not self._is_worth_it(tensor):
@@ -170,9 +170,9 @@ class Activations:
             )
         self._forget()
         if entry.back is None:
-            flat = self._shelf.fetch(entry.item)
+            flat = self._store.fetch(entry.item)
             entry.back = flat.as_strided(entry.shape, entry.stride)
-            self._shelf.start_fetch(self._entries[each].item for each in self._before(entry.number))
+            self._store.start_fetch(self._entries[each].item for each in self._before(entry.number))
         tensor = entry.back
         entry.asked += 1
         if entry.asked >= entry.handles:
@@ -196,7 +196,7 @@ class Activations:
 
     def _put(self, tensor: torch.Tensor) -> _Entry | None:
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), 0)
-        item = self._shelf.try_put(flat)
+        item = self._store.try_put(flat)
         if item is None:
             return None
         entry = _Entry(self._next, item, tensor.shape, tensor.stride())
@@ -222,7 +222,7 @@ class Activations:
             entry.handles -= 1
             if entry.handles == 0 and self._entries.pop(entry.number, None) is not None:
                 entry.back = None
-                self._shelf.drop(entry.item)
+                self._store.drop(entry.item)
         if len(self._known) > 2 * len(self._entries) + 64:
             self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
 

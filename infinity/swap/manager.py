@@ -43,6 +43,7 @@ from infinity.store.commit import describe, differences
 from infinity.store.copying import Copying
 from infinity.store.manifest import StoredFile
 from infinity.swap import budget
+from infinity.swap.activation_stores import ArenaActivationStore
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
 from infinity.swap.fsdp2 import (
@@ -66,7 +67,6 @@ from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.plain_tensors import PlainTensors
 from infinity.swap.plan import Placing, plan_model
 from infinity.swap.policy import StagingPolicy
-from infinity.swap.shelves import ArenaShelf
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import Timeline, measured
 from infinity.swap.together import together
@@ -261,7 +261,7 @@ class SwapManager:
             gradient_dtype: how gradients wait for their update. One of 16 bits is for where it holds all of a gradient:
                 see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
             activation_bytes: so much of the pinned memory is for saved activations on their way to NVMe and back: see
-                `shelf_for_activations`.
+                `activation_store`.
             moments: what the optimizer keeps of each element, by the names it has in its `state`, 4 bytes each: Adam's two, or
                 `("momentum_buffer",)` for SGD, or `()` for SGD without momentum.
             gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
@@ -547,7 +547,7 @@ class SwapManager:
         """Where the paged model computes."""
         return self._device
 
-    def shelf_for_activations(self) -> ArenaShelf:
+    def activation_store(self) -> ArenaActivationStore:
         """Where saved activations go through what `page(activation_bytes=...)` set aside. Close it before this manager."""
         if self._activation_part is None:
             raise InfinityError(
@@ -557,7 +557,7 @@ class SwapManager:
         stager = Stager(machinery.engine, self._activation_part, machinery.arena, self._device)
         stager.timeline = self.timeline
         self._activation_stager = stager
-        return ArenaShelf(stager, self._activation_part, machinery.arena)
+        return ArenaActivationStore(stager, self._activation_part, machinery.arena)
 
     @property
     def groups_coming(self) -> int:

@@ -21,8 +21,8 @@ from infinity.aio import PinnedPool, PoolPart
 from infinity.device import CpuDevice, HostBuffers, StreamDevice
 from infinity.schedule.activations import bytes_on_drive
 from infinity.swap import manager
+from infinity.swap.activation_stores import ArenaActivationStore, HostActivationStore
 from infinity.swap.activations import Activations
-from infinity.swap.shelves import ArenaShelf, HostShelf
 from infinity.swap.stager import Stager
 from infinity.units import PAGE_BYTES
 
@@ -114,10 +114,10 @@ def test_the_buffer_is_a_line_of_the_pinned_sum(nvme_path: Path) -> None:
 
 
 class Bench:
-    """Activations on one shelf, with a small network of which every second tensor is worth moving."""
+    """Activations on one store, with a small network of which every second tensor is worth moving."""
 
-    def __init__(self, shelf: HostShelf | ArenaShelf, bytes_min: int = 1024) -> None:
-        self.activations = Activations(shelf, bytes_min=bytes_min)
+    def __init__(self, store: HostActivationStore | ArenaActivationStore, bytes_min: int = 1024) -> None:
+        self.activations = Activations(store, bytes_min=bytes_min)
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
         self.x = torch.randn(64, 32)
@@ -132,8 +132,8 @@ class Bench:
         return [p.grad.clone() for p in self.net.parameters() if p.grad is not None]
 
 
-def in_host(bytes_max: int | None = None) -> HostShelf:
-    return HostShelf(CpuDevice(), HostBuffers(CpuDevice(), pin=False, bytes_max=bytes_max))
+def in_host(bytes_max: int | None = None) -> HostActivationStore:
+    return HostActivationStore(CpuDevice(), HostBuffers(CpuDevice(), pin=False, bytes_max=bytes_max))
 
 
 @pytest.fixture(params=["host", "arena"])
@@ -144,7 +144,9 @@ def bench(request: pytest.FixtureRequest, nvme_path: Path) -> Iterator[Bench]:
     with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(32768, "the test"))
-        made = Bench(ArenaShelf(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena))
+        made = Bench(
+            ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena)
+        )
         yield made
         made.activations.close()
 
@@ -203,27 +205,27 @@ class LateDevice(CpuDevice):
 
 
 @contextlib.contextmanager
-def arena_shelf(nvme_path: Path, device: CpuDevice, pages: int) -> Iterator[ArenaShelf]:
+def arena_store(nvme_path: Path, device: CpuDevice, pages: int) -> Iterator[ArenaActivationStore]:
     with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(pages * PAGE_BYTES, "the test"))
-        shelf = ArenaShelf(Stager(machinery.engine, part, machinery.arena, device), part, machinery.arena)
-        yield shelf
-        shelf.close()
+        store = ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, device), part, machinery.arena)
+        yield store
+        store.close()
 
 
 @pytest.mark.parametrize("device", [CpuDevice, LateDevice])
 def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme_path: Path) -> None:
     """By all blocks, say, which saved the same table: while what came last still fills the buffer."""
-    with arena_shelf(nvme_path, device(), pages=64) as shelf:
-        items = [shelf.try_put(torch.full((16 * PAGE_BYTES // 4,), float(number))) for number in range(8)]
+    with arena_store(nvme_path, device(), pages=64) as store:
+        items = [store.try_put(torch.full((16 * PAGE_BYTES // 4,), float(number))) for number in range(8)]
         for number in (0, 7, 3, 0, 6, 5, 4, 3, 2, 1, 0):
             item = items[number]
             assert item is not None
-            assert (shelf.fetch(item) == number).all()
+            assert (store.fetch(item) == number).all()
         for item in items:
             assert item is not None
-            shelf.drop(item)
+            store.drop(item)
 
 
 @pytest.mark.parametrize("device", [CpuDevice, LateDevice])
@@ -233,25 +235,27 @@ def test_what_was_put_first_may_be_asked_for_first(device: type[CpuDevice], nvme
 )
 @hypothesis.given(random=st.randoms(use_true_random=False))
 def test_any_order_of_putting_and_taking_finds_room(device: type[CpuDevice], nvme_path: Path, random: Random) -> None:
-    with arena_shelf(nvme_path, device(), pages=64) as shelf:
+    with arena_store(nvme_path, device(), pages=64) as store:
         kept: list[tuple[Any, int]] = []
         for number in range(40):
             pages = random.choice([1, 15, 16, 16, 5, 11])
-            kept.append((shelf.try_put(torch.full((pages * PAGE_BYTES // 4,), float(number))), number))
+            kept.append((store.try_put(torch.full((pages * PAGE_BYTES // 4,), float(number))), number))
             if random.random() < 0.5:
-                shelf.drop(kept.pop(random.randrange(len(kept)))[0])
+                store.drop(kept.pop(random.randrange(len(kept)))[0])
             if kept and random.random() < 0.3:
                 item, value = random.choice(kept)
-                assert (shelf.fetch(item) == value).all()
+                assert (store.fetch(item) == value).all()
         for item, _ in kept:
-            shelf.drop(item)
+            store.drop(item)
 
 
 def test_places_are_used_again_so_that_the_arena_grows_no_more(nvme_path: Path) -> None:
     with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(32768, "the test"))
-        bench = Bench(ArenaShelf(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena))
+        bench = Bench(
+            ArenaActivationStore(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena)
+        )
         grown = []
         for _ in range(4):
             bench.gradients(bench.loss())
@@ -268,20 +272,20 @@ def test_shapes_that_vary_take_what_the_largest_step_takes(where: str, nvme_path
     """Steps of ever other sequence lengths: places of other sizes serve, so 40 of them need what the longest one needs."""
     random = Random(1)
     with contextlib.ExitStack() as closing:
-        shelf = in_host() if where == "host" else closing.enter_context(arena_shelf(nvme_path, CpuDevice(), pages=64))
+        store = in_host() if where == "host" else closing.enter_context(arena_store(nvme_path, CpuDevice(), pages=64))
         most = 0
         for step in range(40):
             length = 1.0 if step == 0 else random.uniform(0.3, 1)
             pages = [max(1, int(length * share)) for share in (16, 3, 9, 16, 5, 16)]
             items = []
             for number, count in enumerate(pages):
-                items.append(shelf.try_put(torch.full((count * PAGE_BYTES,), number, dtype=torch.uint8)))
+                items.append(store.try_put(torch.full((count * PAGE_BYTES,), number, dtype=torch.uint8)))
             most = max(most, sum(pages) * PAGE_BYTES)
             for number, item in reversed(list(enumerate(items))):
                 assert item is not None
-                assert shelf.fetch(item).unique().tolist() == [number]
-                shelf.drop(item)
-        held = shelf._places.nbytes if isinstance(shelf, ArenaShelf) else shelf._host_memory.nbytes
+                assert store.fetch(item).unique().tolist() == [number]
+                store.drop(item)
+        held = store._places.nbytes if isinstance(store, ArenaActivationStore) else store._host_memory.nbytes
         assert held == most == sum((16, 3, 9, 16, 5, 16)) * PAGE_BYTES
 
 
@@ -292,21 +296,23 @@ def test_the_drive_moves_what_the_sum_says(pages: list[int], nvme_path: Path) ->
     with infinity.SwapManager(str(nvme_path), host_bytes_max="16MiB") as swap:
         machinery = swap._open()
         part = PoolPart(machinery.stager.make_room(8 * 4096, "the test"))
-        shelf = ArenaShelf(Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena)
+        store = ArenaActivationStore(
+            Stager(machinery.engine, part, machinery.arena, CpuDevice()), part, machinery.arena
+        )
         items = []
         for number, nbytes in enumerate(sizes):
-            items.append(shelf.try_put(torch.full((nbytes,), number, dtype=torch.uint8)))
+            items.append(store.try_put(torch.full((nbytes,), number, dtype=torch.uint8)))
         for number, item in reversed(list(enumerate(items))):
             if item is None:
                 continue
-            assert shelf.fetch(item).unique().tolist() == [number]
-            shelf.start_fetch([each for each in reversed(items[:number]) if each is not None])
-            shelf.drop(item)
+            assert store.fetch(item).unique().tolist() == [number]
+            store.start_fetch([each for each in reversed(items[:number]) if each is not None])
+            store.drop(item)
         machinery.engine.drain()
         moved = sum(bytes_on_drive(sizes, part.nbytes))
-        assert shelf.drive_bytes == (moved, moved)
+        assert store.drive_bytes == (moved, moved)
         assert (swap.stats().read_bytes, swap.stats().written_bytes) == (moved, moved)
-        shelf.close()
+        store.close()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,6 +1,6 @@
 """Floor 4. Places for tensors that are put away and come back soon, last put first: host memory, and the arena.
 
-A shelf owns the bytes of its items until they are dropped. Used by one thread at a time.
+A store owns the bytes of its items until they are dropped. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Item(Protocol):
     nbytes: int
 
 
-class Shelf(Protocol):
+class ActivationStore(Protocol):
     """Where tensors are put away. All are 1-D, on the device that computes."""
 
     drive_bytes: tuple[int, int]
@@ -46,7 +46,7 @@ class Shelf(Protocol):
         """
 
     def start_fetch(self, items: Iterable[Item]) -> None:
-        """These are asked for next, soonest first: start what the shelf has room for."""
+        """These are asked for next, soonest first: start what the store has room for."""
 
     def fetch(self, item: Item) -> torch.Tensor:
         """The tensor on the device. May be asked for again. Raises IoError, or InfinityError where it was lost."""
@@ -69,7 +69,7 @@ class _InHost:
     in_flight: InFlightCopy | None = field(default=None, repr=False)
 
 
-class HostShelf:
+class HostActivationStore:
     """Host memory, as much as its bound allows; it is closed at the end."""
 
     def __init__(self, device: Device, host_memory: HostBuffers) -> None:
@@ -137,7 +137,7 @@ class _InArena:
         self.lost = why
 
 
-class ArenaShelf:
+class ArenaActivationStore:
     """The arena, by way of a part of the pinned pool: what comes is copied there and written, and read again in time.
 
     Half of the part holds what came last, which is asked for first and needs no drive. Places in the arena are used again: see
