@@ -121,13 +121,13 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         line["peak_device_bytes"] = torch.cuda.max_memory_allocated()
     if engine.swap is not None:
         rates = measure_drive(order["nvme_path"], nbytes=256 * MIB, rounds=2)
-        floor = engine.step_floor_seconds(
+        floor = engine.step_lower_bound_seconds(
             compute_seconds=0.0, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
         ahead = engine.swap.device_ahead
         line |= {
             "drive_floor_seconds": floor,
-            "share_of_drive_floor": floor / taken,
+            "share_of_drive_lower_bound": floor / taken,
             "step_bytes": engine.swap.step_bytes(),
         }
         line |= {
@@ -147,7 +147,7 @@ def show(lines: list[dict[str, Any]]) -> None:
         if "failed" in line:
             table.add_row(line["params"], line["way"], line["failed"], "", "", "")
             continue
-        share, peak = line.get("share_of_drive_floor"), line.get("peak_device_bytes")
+        share, peak = line.get("share_of_drive_lower_bound"), line.get("peak_device_bytes")
         cells = [f"{line['seconds']:.2f}", f"{line['tokens_per_s']:.0f}", "" if share is None else f"{share:.0%}"]
         table.add_row(line["params"], line["way"], *cells, "" if peak is None else f"{peak / 2**30:.1f} GiB")
     Console().print(table)

@@ -36,7 +36,7 @@ from infinity.cli.arguments import checked_value, count, whole_number  # noqa: E
 from infinity.cli.program import run_program  # noqa: E402
 from infinity.config import load_config  # noqa: E402
 from infinity.runtime.storage import choose_storage  # noqa: E402
-from infinity.schedule.floor import forward_floor_seconds, step_floor_seconds  # noqa: E402
+from infinity.schedule.lower_bound import forward_lower_bound_seconds, step_lower_bound_seconds  # noqa: E402
 from infinity.store.measure import FILE_BYTES_MIN, DriveTest, Workload  # noqa: E402
 from infinity.units import GIB, MIB, parse_bytes, parse_count  # noqa: E402
 
@@ -295,9 +295,9 @@ def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     found["drive_seconds"] = median(drive_seconds(row, way) for row in rows)
     if "memory" in rows[0]:
         floors = [max(drive_seconds(row, way), row["memory"]["seconds"]) for row in rows]
-        found["over_floor"] = median(row[way]["seconds"] / floor for row, floor in zip(rows, floors, strict=True))
+        found["over_lower_bound"] = median(row[way]["seconds"] / floor for row, floor in zip(rows, floors, strict=True))
     if "memory" in rows[0] and update == "forward":
-        found["over_forward_floor"] = median(row[way]["seconds"] / forward_floor(row, way) for row in rows)
+        found["over_forward_lower_bound"] = median(row[way]["seconds"] / forward_lower_bound(row, way) for row in rows)
     if update == "step" and variant not in ("full", "spilled"):  # as much is read as written, both at once
         optimizer = [step["step"] for step in steps]
         on_drive = [2 * step["step_bytes"][1] / step["drive"][2] for step in steps]
@@ -320,7 +320,7 @@ def ratio(name: str, seconds: list[float], beside: list[float]) -> dict[str, flo
 def drive_seconds(row: dict[str, Any], way: str) -> float:
     """What the bytes of a step take at the drive's bandwidth of that round."""
     read, written = row[way]["step_bytes"]
-    return step_floor_seconds(
+    return step_lower_bound_seconds(
         read_bytes=read,
         written_bytes=written,
         read_bytes_per_s=row[way]["drive"][0],
@@ -338,9 +338,9 @@ def phase_seconds(row: dict[str, Any], way: str) -> float:
     return float(2 * both / together + (read - both) / read_rate + (written - both) / write_rate)
 
 
-def forward_floor(row: dict[str, Any], way: str) -> float:
+def forward_lower_bound(row: dict[str, Any], way: str) -> float:
     """What a step can't go below whose updates wait for the next forward, with the compute of a step in memory."""
-    return forward_floor_seconds(
+    return forward_lower_bound_seconds(
         state_bytes=row[way]["step_bytes"][1],
         pool_bytes=row[way]["pinned_bytes"],
         read_bytes_per_s=row[way]["drive"][0],
@@ -359,8 +359,8 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "optimizer": "step",
         "stall": "stall_seconds",
         "/ memory": "over_memory",
-        "/ floor": "over_floor",
-        "/ forward's": "over_forward_floor",
+        "/ floor": "over_lower_bound",
+        "/ forward's": "over_forward_lower_bound",
         "optimizer / drive": "optimizer_over_drive",
         "/ moved": "optimizer_over_moved",
         "/ transfers": "optimizer_over_transfers",

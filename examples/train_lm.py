@@ -404,7 +404,7 @@ def summarize(
     floor = compute
     stats = engine.swap_stats()
     if stats is not None and rates is not None:
-        floor = engine.step_floor_seconds(
+        floor = engine.step_lower_bound_seconds(
             compute_seconds=compute, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
     peak = peak_rss_bytes()
@@ -419,7 +419,7 @@ def summarize(
         "nvme_bytes": stats.arena_bytes if stats is not None else 0,
         "step_seconds": median["seconds"],
         "stall_seconds": median["stall_seconds"],
-        "floor_seconds": floor,
+        "lower_bound_seconds": floor,
         "read_bytes_per_param": moved["read_bytes"] / own,
         "written_bytes_per_param": moved["written_bytes"] / own,
         "peak_rss_bytes": peak,
@@ -444,7 +444,7 @@ def show(console: Console, summary: dict[str, Any]) -> None:
     first, last = summary["held_out_loss_first"], summary["held_out_loss_last"]
     named = ("baseline_rss_bytes", "pinned_bytes", "gradient_bytes")
     rest = format_bytes(max(0, summary["peak_rss_bytes"] - sum(summary[name] for name in named)))
-    seconds, floor = summary["step_seconds"], summary["floor_seconds"]
+    seconds, floor = summary["step_seconds"], summary["lower_bound_seconds"]
     rows = [
         ("parameters", format_count(summary["params"])),
         ("training loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),

@@ -1,4 +1,4 @@
-"""Floor 7. `infinity-bench step`: real training steps of a synthetic transformer from a drive, beside their floor.
+"""Floor 7. `infinity-bench step`: real training steps of a synthetic transformer from a drive, beside their lower bound.
 
 Checks what it was asked, then trains, then tells. What it puts on the drive has no name and is gone when it ends.
 """
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "step",
         help="time real training steps from a drive",
         description="Train a synthetic transformer from a drive for a few steps, and print the time of a step, the bytes it "
-        "moved and how long it waited, beside the floor: the longer of compute and of what the bytes take at the bandwidth "
+        "moved and how long it waited, beside the lower bound: the longer of compute and of what the bytes take at the bandwidth "
         "that the drive gave in the same run.",
     )
     parser.add_argument(
@@ -145,7 +145,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
         traced = _trace(engine, asked) if asked.trace is not None else None
         rates = measure_drive(asked.nvme_path, nbytes=128 * MIB, rounds=3)
         compute = statistics.median(step["seconds"] - step["stall_seconds"] for step in steps)
-        floor = engine.step_floor_seconds(
+        floor = engine.step_lower_bound_seconds(
             compute_seconds=compute,
             read_bytes_per_s=rates.read_bytes_per_s,
             write_bytes_per_s=rates.write_bytes_per_s,
@@ -164,7 +164,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
         "steps": steps,
         "seconds": statistics.median(step["seconds"] for step in steps),
         "compute_seconds": compute,
-        "floor_seconds": floor,
+        "lower_bound_seconds": floor,
         "predicted_seconds": predict(
             machine, work, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
         ),
@@ -303,7 +303,7 @@ def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
     rows = {
         "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
         "of it waiting": f"{stall:.3f} s",
-        "floor": f"{result['floor_seconds']:.3f} s; a step takes {result['seconds'] / result['floor_seconds']:.2f} times it",
+        "floor": f"{result['lower_bound_seconds']:.3f} s; a step takes {result['seconds'] / result['lower_bound_seconds']:.2f} times it",
         "predicted": _predicted(result),
         "compute": f"{result['compute_seconds']:.3f} s (the step less its waiting)",
         "moved per parameter": f"{result['read_bytes_per_param']:.2f} B read, "

@@ -37,7 +37,7 @@ from infinity.runtime.routes import Routes
 from infinity.runtime.stored_arena import is_arena_checkpoint
 from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
-from infinity.schedule.floor import step_floor_seconds
+from infinity.schedule.lower_bound import step_lower_bound_seconds
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.activations import Activations
 from infinity.swap.fsdp2 import abandon_unfinished_pass, in_backward, reshard
@@ -535,8 +535,10 @@ class Engine:
         """The next step's seconds and bytes count from now; call it after an evaluation that shouldn't count."""
         self._mark = self._counters()
 
-    def step_floor_seconds(self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float) -> float:
-        """The least a step could take on this rank (seconds), moving what it moves: see infinity/schedule/floor.py.
+    def step_lower_bound_seconds(
+        self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float
+    ) -> float:
+        """The least a step could take on this rank (seconds), moving what it moves: see infinity/schedule/lower_bound.py.
 
         Once a step was taken, that is without what stays in host memory from step to step, or from forward to backward, and
         with what saved activations moved in the last one.
@@ -546,7 +548,7 @@ class Engine:
         gathers = self.live.gathers if self.live is not None else None
         read, written = self.swap.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
         saved = self.activations.step_bytes if self.activations is not None else (0, 0)
-        return step_floor_seconds(
+        return step_lower_bound_seconds(
             read_bytes=read + saved[0],
             written_bytes=written + saved[1],
             read_bytes_per_s=read_bytes_per_s,

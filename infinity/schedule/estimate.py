@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from infinity.schedule import pinned
 from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, bytes_on_drive
-from infinity.schedule.floor import Part, candidates_of, step_bytes
 from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
+from infinity.schedule.lower_bound import Part, candidates_of, step_bytes
 from infinity.schedule.residency import choose_resident
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update, state_bytes
 from infinity.schedule.transformer import Transformer
@@ -396,7 +396,7 @@ def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -
 
 def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     """Bytes (read, written) of one rank's drives in a step with nothing cached and nothing gathered for longer than its use
-    (`floor.step_bytes`), of the gradients that spill, and of saved activations."""
+    (`lower_bound.step_bytes`), of the gradients that spill, and of saved activations."""
     if not strategy.uses_nvme:
         return 0, 0
     whole = Part(work.shard_numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")

@@ -25,8 +25,8 @@ from infinity.schedule.estimate import (
     pinned_bytes_min,
     pipeline_of,
 )
-from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.gradients import GRADIENT_BYTES
+from infinity.schedule.lower_bound import DriveSpeed
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
 from infinity.schedule.simulator import (
     Pause,
@@ -159,7 +159,7 @@ class Plan:
         memory: of one rank.
         reasons: why it doesn't fit, a sentence each; empty where it does.
         simulated: the step of one rank; None where not even one group fits.
-        floor_seconds: the larger of compute and the bytes of the step over the drives' bandwidth.
+        lower_bound_seconds: the larger of compute and the bytes of the step over the drives' bandwidth.
         plain_bytes: (read, written) of one rank with nothing cached, and nothing staged from forward to backward.
     """
 
@@ -171,7 +171,7 @@ class Plan:
     memory: Memory
     reasons: tuple[str, ...]
     simulated: Simulated | None
-    floor_seconds: float
+    lower_bound_seconds: float
     plain_bytes: tuple[int, int]
 
     @property
@@ -250,7 +250,7 @@ def plan_step(
     pipeline, kept, memory, reasons = _place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
     plain_bytes = bytes_of_step(work, strategy)
-    floor_seconds = work.flops / machine.flops_per_s
+    lower_bound_seconds = work.flops / machine.flops_per_s
     if not strategy.uses_nvme or machine.drive is not None:
         drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
         link = math.inf if machine.device_is_host else machine.link_bytes_per_s
@@ -260,8 +260,10 @@ def plan_step(
         except BudgetError as error:
             reasons.append(str(error))
         moved = (simulated.read_bytes, simulated.written_bytes) if simulated else plain_bytes
-        floor_seconds = max(floor_seconds, drive.floor_seconds(*moved))
-    return Plan(strategy, machine, work, pipeline, kept, memory, tuple(reasons), simulated, floor_seconds, plain_bytes)
+        lower_bound_seconds = max(lower_bound_seconds, drive.lower_bound_seconds(*moved))
+    return Plan(
+        strategy, machine, work, pipeline, kept, memory, tuple(reasons), simulated, lower_bound_seconds, plain_bytes
+    )
 
 
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from infinity.errors import BudgetError
-from infinity.schedule.floor import DriveSpeed
 from infinity.schedule.lookahead import plan_look_ahead
+from infinity.schedule.lower_bound import DriveSpeed
 from infinity.schedule.timeline import Interval
 
 

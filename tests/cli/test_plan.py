@@ -15,7 +15,7 @@ from infinity.cli.plan.model import read_hf_config
 from infinity.config import AdamConfig, load_config
 from infinity.errors import ConfigError
 from infinity.schedule.estimate import STRATEGIES
-from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.lower_bound import DriveSpeed
 from infinity.schedule.planner import plans_for
 from infinity.store.profile import DriveProfile, save_profile
 
@@ -53,8 +53,8 @@ def test_json_holds_the_published_example(capsys: pytest.CaptureFixture[str]) ->
     assert last["name"] == "stage 3, all on NVMe"
     assert 8 * last["plain_read_bytes_per_rank"] == 1120 * 10**9
     assert 8 * last["plain_written_bytes_per_rank"] == 980 * 10**9
-    assert last["floor_seconds"] == pytest.approx(61, rel=0.01)
-    assert last["step_seconds"] >= last["floor_seconds"]
+    assert last["lower_bound_seconds"] == pytest.approx(61, rel=0.01)
+    assert last["step_seconds"] >= last["lower_bound_seconds"]
     assert found["model"]["params"] == 70 * 10**9
     assert found["tokens_per_step"] == 8 * 2048
     json.dumps(found, allow_nan=False)

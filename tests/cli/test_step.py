@@ -16,7 +16,7 @@ import torch
 from infinity.cli.synthetic import Block, Shape, Transformer, shape_for
 
 KEYS = {
-    "params", "layers", "hidden", "batch_size", "seq", "steps", "seconds", "compute_seconds", "floor_seconds",
+    "params", "layers", "hidden", "batch_size", "seq", "steps", "seconds", "compute_seconds", "lower_bound_seconds",
     "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive", "pinned_bytes", "arena_bytes",
     "peak_rss_bytes", "cache_bytes", "master_weights", "update",
 }  # fmt: skip
@@ -38,7 +38,7 @@ def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
     assert KEYS <= result.keys()
     assert len(result["steps"]) == 2
     assert result["steps"][0].keys() == {"seconds", "read_bytes", "written_bytes", "stall_seconds"}
-    assert 0 < result["floor_seconds"] and result["compute_seconds"] <= result["seconds"]
+    assert 0 < result["lower_bound_seconds"] and result["compute_seconds"] <= result["seconds"]
     assert result["predicted_seconds"] > 0
     assert 11.9 < result["written_bytes_per_param"] < 16  # small parameters keep their copies in memory
     assert result["peak_rss_bytes"] > result["pinned_bytes"]

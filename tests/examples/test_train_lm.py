@@ -55,7 +55,7 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
     ] * 3
     assert summary["params"] > 250_000
     assert summary["peak_rss_bytes"] > summary["pinned_bytes"] > 0
-    assert 0 < summary["floor_seconds"] <= summary["step_seconds"] * 1.5
+    assert 0 < summary["lower_bound_seconds"] <= summary["step_seconds"] * 1.5
     # In a model this small copies stay in memory, padding weighs much, and so does the last write if it is still on its way.
     assert summary["written_bytes_per_param"] == pytest.approx(12, rel=0.35)
     steady = summary["steps"][1:]  # the first has nothing to update before its passes

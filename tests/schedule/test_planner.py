@@ -22,7 +22,7 @@ from infinity.schedule.estimate import (
     pinned_bytes_min,
     pipeline_of,
 )
-from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.lower_bound import DriveSpeed
 from infinity.schedule.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for, update_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.simulator import Interval
@@ -70,9 +70,9 @@ def test_seventy_billion_parameters_move_the_bytes_of_the_published_example() ->
     read, written = bytes_of_step(work, ALL_NVME)
     assert (8 * read, 8 * written) == (1120 * B, 980 * B)
     assert NODE.drive is not None
-    assert NODE.drive.floor_seconds(8 * read, 8 * written) == pytest.approx(61.0, abs=0.05)
+    assert NODE.drive.lower_bound_seconds(8 * read, 8 * written) == pytest.approx(61.0, abs=0.05)
     at_once = replace(NODE.drive, together=(48 * GB, 26 * GB))
-    assert at_once.floor_seconds(8 * read, 8 * written) == pytest.approx(37.7, abs=0.05)
+    assert at_once.lower_bound_seconds(8 * read, 8 * written) == pytest.approx(37.7, abs=0.05)
 
 
 def test_the_published_example_simulated() -> None:
@@ -81,7 +81,7 @@ def test_the_published_example_simulated() -> None:
     assert plan.simulated is not None
     assert 8 * plan.simulated.written_bytes == pytest.approx(980 * B, rel=1e-6)
     assert 8 * plan.simulated.read_bytes == pytest.approx(1120 * B, rel=0.03)  # what is kept staged is read once
-    assert 60 < plan.floor_seconds <= plan.step_seconds < 1.05 * 61
+    assert 60 < plan.lower_bound_seconds <= plan.step_seconds < 1.05 * 61
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
     }
     after, beside = (plan_step(work[update], NODE, ALL_NVME, cache_bytes=0) for update in ("step", "forward"))
     assert beside.step_seconds < after.step_seconds
-    assert beside.floor_seconds <= after.floor_seconds
+    assert beside.lower_bound_seconds <= after.lower_bound_seconds
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_pool_too_small_for_the_groups_is_a_reason_and_no_crash() -> None:
 def test_no_plan_beats_its_floor(numel: int, samples: int, micro_batches: int) -> None:
     work = work_of(numel, ranks=8, samples=samples, micro_batches=micro_batches)
     for plan in plans_for(work, NODE):
-        assert plan.step_seconds >= plan.floor_seconds * (1 - 1e-6)
+        assert plan.step_seconds >= plan.lower_bound_seconds * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("faster", ["flops_per_s", "link_bytes_per_s", "host_bytes_per_s", "node_link_bytes_per_s"])
@@ -439,7 +439,7 @@ def test_a_step_moves_what_the_buffer_can_not_keep_each_way_of_each_pass(
     assert plan.simulated.written_bytes == pytest.approx(plain.simulated.written_bytes + moved, rel=1e-6)
     assert plan.simulated.to_host_bytes == plain.simulated.to_host_bytes + micro_batches * sum(work.saved_bytes)
     assert plan.simulated.to_device_bytes == plain.simulated.to_device_bytes + micro_batches * sum(work.saved_bytes)
-    assert plain.floor_seconds <= plan.floor_seconds <= plan.step_seconds * (1 + 1e-9)
+    assert plain.lower_bound_seconds <= plan.lower_bound_seconds <= plan.step_seconds * (1 + 1e-9)
 
 
 def test_on_a_slow_drive_saved_activations_set_the_pace() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
-from infinity.schedule.floor import DriveSpeed, Part, step_bytes
+from infinity.schedule.lower_bound import DriveSpeed, Part, step_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.simulator import (
     Pause,
@@ -148,7 +148,7 @@ def test_no_step_is_faster_than_its_floors(step: Step, resources: Resources) -> 
     floors = [
         sum(use.compute_seconds for use in uses_of(step)),
         thread_of(step),
-        resources.drive.floor_seconds(result.read_bytes, result.written_bytes),
+        resources.drive.lower_bound_seconds(result.read_bytes, result.written_bytes),
         sum(use.gather_seconds + use.reduce_seconds for use in uses_of(step)),
         result.to_device_bytes / resources.to_device_bytes_per_s,
         result.to_host_bytes / resources.to_host_bytes_per_s,
@@ -377,7 +377,7 @@ def test_seventy_billion_parameters() -> None:
     assert in_turns.seconds == pytest.approx(61.0, rel=0.01)
     overlapped = DriveSpeed(48 * B, 26 * B, together=(48 * B, 26 * B))
     assert simulate(step, Resources(overlapped)).seconds == pytest.approx(37.7 + 280 / 48, rel=0.02)
-    assert overlapped.floor_seconds(read, written) == pytest.approx(37.7, abs=0.05)
+    assert overlapped.lower_bound_seconds(read, written) == pytest.approx(37.7, abs=0.05)
 
 
 @pytest.mark.parametrize("of_groups", [True, False])

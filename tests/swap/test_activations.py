@@ -335,7 +335,7 @@ def test_the_bytes_of_a_step_count_what_saved_activations_move(nvme_path: Path) 
         read, written = engine.activations.step_bytes
         rates = {"read_bytes_per_s": 1.0, "write_bytes_per_s": 1.0, "compute_seconds": 0.0}
         assert read > 0 and written > 0
-        assert engine.step_floor_seconds(**rates) == sum(engine.swap.step_bytes()) + read + written
+        assert engine.step_lower_bound_seconds(**rates) == sum(engine.swap.step_bytes()) + read + written
 
 
 def test_parameters_views_and_small_tensors_stay() -> None:

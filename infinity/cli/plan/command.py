@@ -29,7 +29,7 @@ from infinity.units import parse_count
 
 if TYPE_CHECKING:
     from infinity.schedule.estimate import Work
-    from infinity.schedule.floor import DriveSpeed
+    from infinity.schedule.lower_bound import DriveSpeed
     from infinity.schedule.planner import Machine, Plan
     from infinity.schedule.transformer import Transformer
 
@@ -350,7 +350,7 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
 
 def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
     """The drives with the rates that were given. Raises ConfigError for a mixed rate alone."""
-    from infinity.schedule.floor import DriveSpeed
+    from infinity.schedule.lower_bound import DriveSpeed
 
     drive = machine.drive if asked.read is None else DriveSpeed(asked.read * 1e9, asked.write * 1e9)
     if drive is None:

@@ -21,7 +21,7 @@ from torch import nn
 import infinity
 from infinity.aio import IoSettings
 from infinity.host_memory import available_bytes
-from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.lower_bound import DriveSpeed
 from infinity.schedule.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
 from infinity.schedule.transformer import BLOCK_FACTOR, Transformer, heads_for
 from infinity.store.drive import drive_of

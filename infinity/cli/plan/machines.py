@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.lower_bound import DriveSpeed
 from infinity.schedule.planner import Machine
 
 GB = 1e9

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from infinity.schedule.estimate import Work
-from infinity.schedule.floor import DriveSpeed
+from infinity.schedule.lower_bound import DriveSpeed
 from infinity.schedule.planner import Machine, drive_room, some_strategy_fits
 
 SEQ_MIN = 128

@@ -101,13 +101,13 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
 
 def _cells(plan: Plan) -> list[str]:
     if plan.simulated is None:
-        return ["", "", f"{plan.floor_seconds:.3g} s", "", "", ""]
+        return ["", "", f"{plan.lower_bound_seconds:.3g} s", "", "", ""]
     ranks = plan.machine.ranks
     daily = plan.drive_writes_per_day
     return [
         format_bytes(plan.simulated.read_bytes * ranks),
         format_bytes(plan.simulated.written_bytes * ranks),
-        f"{plan.floor_seconds:.3g} s",
+        f"{plan.lower_bound_seconds:.3g} s",
         f"{plan.step_seconds:.3g} s",
         f"{plan.tokens_per_s:.3g}" if plan.tokens_per_s < 1e4 else format_count(plan.tokens_per_s),
         "" if daily is None else f"{daily:.3g}",
@@ -137,7 +137,7 @@ def words(plan: Plan) -> list[str]:
     if plan.simulated is not None and plan.strategy.uses_nvme:
         lines.append(
             f"waiting for the drive: {plan.simulated.stall_seconds:.3g} s of {plan.step_seconds:.3g} s a step; "
-            f"{plan.step_seconds / plan.floor_seconds:.2f} times the floor"
+            f"{plan.step_seconds / plan.lower_bound_seconds:.2f} times the lower bound"
         )
     daily = plan.drive_writes_per_day
     if daily == 0:
@@ -235,7 +235,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "memory_bytes_per_rank": _memory_as_json(plan.memory),
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.kept.nbytes,
-        "floor_seconds": plan.floor_seconds,
+        "lower_bound_seconds": plan.lower_bound_seconds,
         "plain_read_bytes_per_rank": plan.plain_bytes[0],
         "plain_written_bytes_per_rank": plan.plain_bytes[1],
     }

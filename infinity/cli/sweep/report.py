@@ -20,7 +20,7 @@ from rich.table import Table
 import infinity
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.search import Choice, Search, Standing, default_settings
-from infinity.schedule.floor import Part, step_bytes
+from infinity.schedule.lower_bound import Part, step_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.store.drive import Drive
 from infinity.store.measure import DriveTest, Workload

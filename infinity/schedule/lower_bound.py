@@ -71,7 +71,7 @@ def step_bytes(
     return moved_bytes(candidates, choose_resident(candidates, cached_bytes))
 
 
-def step_floor_seconds(
+def step_lower_bound_seconds(
     *,
     read_bytes: float,
     written_bytes: float,
@@ -83,7 +83,7 @@ def step_floor_seconds(
     return max(compute_seconds, read_bytes / read_bytes_per_s + written_bytes / write_bytes_per_s)
 
 
-def forward_floor_seconds(
+def forward_lower_bound_seconds(
     *,
     state_bytes: float,
     pool_bytes: float,
@@ -100,7 +100,7 @@ def forward_floor_seconds(
 
         T_step >= max(forward, (S - M) / BW_read + (S - M) / BW_write) + backward
 
-    which is more than `step_floor_seconds` where the forward alone doesn't hide the drive; a larger M, or a cache, is the
+    which is more than `step_lower_bound_seconds` where the forward alone doesn't hide the drive; a larger M, or a cache, is the
     remedy. `forward_seconds`: of the forward's compute and the updates', without waiting.
     """
     moved = max(0.0, state_bytes - pool_bytes)
@@ -127,7 +127,7 @@ class DriveSpeed:
             return False
         return self.together[0] / self.read_bytes_per_s + self.together[1] / self.write_bytes_per_s > 1
 
-    def floor_seconds(self, read_bytes: float, written_bytes: float) -> float:
+    def lower_bound_seconds(self, read_bytes: float, written_bytes: float) -> float:
         """The least time for these bytes: in turns R / BW_read + W / BW_write; where both at once is better, both for as
         long as there are both, and the rest alone."""
         seconds = 0.0

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.floor import DriveSpeed, Part, forward_floor_seconds, step_bytes, step_floor_seconds
+from infinity.schedule.lower_bound import (
+    DriveSpeed,
+    Part,
+    forward_lower_bound_seconds,
+    step_bytes,
+    step_lower_bound_seconds,
+)
 from infinity.schedule.scheme import Scheme
 
 B = 10**9
@@ -27,10 +33,10 @@ def test_seventy_billion_parameters() -> None:
     read, written = step_bytes([Part(70 * B)], PLAIN)
     assert (read, written) == (1120 * B, 980 * B)
     rates = {"read_bytes_per_s": 48 * B, "write_bytes_per_s": 26 * B}
-    seconds = step_floor_seconds(read_bytes=read, written_bytes=written, compute_seconds=0, **rates)
+    seconds = step_lower_bound_seconds(read_bytes=read, written_bytes=written, compute_seconds=0, **rates)
     assert seconds == pytest.approx(61.0, abs=0.05)
-    assert DriveSpeed(48 * B, 26 * B).floor_seconds(read, written) == pytest.approx(61.0, abs=0.05)
-    assert DriveSpeed(48 * B, 26 * B, together=(48 * B, 26 * B)).floor_seconds(read, written) == pytest.approx(
+    assert DriveSpeed(48 * B, 26 * B).lower_bound_seconds(read, written) == pytest.approx(61.0, abs=0.05)
+    assert DriveSpeed(48 * B, 26 * B, together=(48 * B, 26 * B)).lower_bound_seconds(read, written) == pytest.approx(
         37.7, abs=0.05
     )
 
@@ -64,28 +70,28 @@ def test_parts_add_up() -> None:
 
 def test_compute_hides_transfers_that_are_shorter() -> None:
     numbers = {"read_bytes": 10.0, "written_bytes": 6.0, "read_bytes_per_s": 5.0, "write_bytes_per_s": 3.0}
-    assert step_floor_seconds(compute_seconds=3.0, **numbers) == pytest.approx(4.0)
-    assert step_floor_seconds(compute_seconds=5.0, **numbers) == 5.0
+    assert step_lower_bound_seconds(compute_seconds=3.0, **numbers) == pytest.approx(4.0)
+    assert step_lower_bound_seconds(compute_seconds=5.0, **numbers) == 5.0
 
 
 def test_updates_before_the_forward_hide_behind_it_alone() -> None:
     rates = {"read_bytes_per_s": 2.0, "write_bytes_per_s": 4.0}
     numbers = {"state_bytes": 12.0, "forward_seconds": 1.0, "backward_seconds": 20.0, **rates}
-    assert forward_floor_seconds(pool_bytes=0.0, **numbers) == 12 / 2 + 12 / 4 + 20
-    assert forward_floor_seconds(pool_bytes=4.0, **numbers) == 8 / 2 + 8 / 4 + 20
-    assert forward_floor_seconds(pool_bytes=16.0, **numbers) == 1 + 20
-    whole = step_floor_seconds(read_bytes=12, written_bytes=12, compute_seconds=21, **rates)
-    assert forward_floor_seconds(pool_bytes=4.0, **numbers) > whole == 21
+    assert forward_lower_bound_seconds(pool_bytes=0.0, **numbers) == 12 / 2 + 12 / 4 + 20
+    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) == 8 / 2 + 8 / 4 + 20
+    assert forward_lower_bound_seconds(pool_bytes=16.0, **numbers) == 1 + 20
+    whole = step_lower_bound_seconds(read_bytes=12, written_bytes=12, compute_seconds=21, **rates)
+    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) > whole == 21
 
 
 def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:
     drive = DriveSpeed(10.0, 10.0, together=(4.0, 4.0))
     assert not drive.overlaps
-    assert drive.floor_seconds(100, 100) == pytest.approx(20)
+    assert drive.lower_bound_seconds(100, 100) == pytest.approx(20)
 
 
 def test_a_drive_that_gains_by_doing_both_does_the_rest_alone() -> None:
     drive = DriveSpeed(10.0, 10.0, together=(8.0, 8.0))
     assert drive.overlaps
-    assert drive.floor_seconds(80, 160) == pytest.approx(10 + 8)
-    assert drive.floor_seconds(0, 160) == pytest.approx(16)
+    assert drive.lower_bound_seconds(80, 160) == pytest.approx(10 + 8)
+    assert drive.lower_bound_seconds(0, 160) == pytest.approx(16)
