@@ -38,7 +38,7 @@ from infinity.runtime import Engine
 from infinity.runtime.first_values import init_empty
 from infinity.runtime.initialize import initialize
 from infinity.store.files import open_regular, sync, write_durably
-from infinity.swap.together import together
+from infinity.swap.all_ranks import raise_on_all_ranks
 
 log = logging.getLogger("infinity")
 
@@ -276,7 +276,7 @@ class InfinityStrategy(ModelParallelStrategy):
         folder = Path(self.broadcast(filepath))
         self.engine.save_checkpoint(folder, tag=_TAG)
         self.engine.finish_checkpoint()  # ModelCheckpoint removes older ones next
-        with together():
+        with raise_on_all_ranks():
             if self.is_global_zero:
                 rest = {
                     key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
@@ -291,7 +291,7 @@ class InfinityStrategy(ModelParallelStrategy):
         """
         assert self.engine is not None
         folder = Path(self.broadcast(checkpoint_path))
-        with together():
+        with raise_on_all_ranks():
             trusted = self._trust_checkpoints if weights_only is None else not weights_only
             rest = _load_rest(folder, weights_only=not trusted)
         self.engine.load_checkpoint(folder, tag=_TAG)

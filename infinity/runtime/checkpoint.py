@@ -39,9 +39,9 @@ from infinity.runtime.rest import RANDOM_STATES, decode, encode
 from infinity.runtime.stored import Planner, Reader, Writer, cause_of
 from infinity.store.files import open_regular, write_durably
 from infinity.store.manifest import StoredFile, others
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
-from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
 
@@ -64,20 +64,20 @@ def save(
     """
     draft, writer = draft_of(directory, tag), dist.get_rank() == 0
     state = _state_of(model, optimizer)
-    with together():
+    with raise_on_all_ranks():
         blob = encode(rest)
         with refusing(draft.what):
             _check_complete(state, optimizer)
         if writer:
             draft.make()
     try:
-        with together():
+        with raise_on_all_ranks():
             if writer:
                 check_space(draft.root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
         files = Writer(draft.folder)
         failure = _write(state, files, draft.what)
         own = f"rank{dist.get_rank()}.pt"
-        with together():
+        with raise_on_all_ranks():
             if failure is not None:
                 raise failure
             with in_our_words(draft.what):
@@ -85,15 +85,15 @@ def save(
         written = {**files.written, own: StoredFile(len(blob), sha256(blob).hexdigest())}
         everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everything, written)
-        with together():
+        with raise_on_all_ranks():
             if writer:
                 together_written = {name: file for each in everything for name, file in each.items()}
                 draft.write_manifest(manifest_of(model, rest["global_steps"], together_written, tag))
-        with together(), draft.proving():
+        with raise_on_all_ranks(), draft.proving():
             verify(draft.folder, {".metadata", own}, everything=False)
             _rest_of(draft.folder)
             _check_fits(draft.folder, state)
-        with together():
+        with raise_on_all_ranks():
             if writer:
                 draft.complete(keep)
     finally:
@@ -117,7 +117,7 @@ def load(
     Returns what this rank stored beside it (rank 0's, less its random states, where the number of ranks has grown).
     Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
     """
-    with together():
+    with raise_on_all_ranks():
         verify(path, {".metadata", _own_rest(path).name}, everything=verified)
         rest = _rest_of(path)
         reshard(model)  # what is gathered now would be stale
@@ -125,7 +125,7 @@ def load(
         _check_fits(path, state)
     begin()
     failure = _read(state, path)
-    with together():
+    with raise_on_all_ranks():
         if failure is not None:
             raise failure
     for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
@@ -147,7 +147,7 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
     what = f"writing the model to {root}"
     failure: Exception | None = None
     try:
-        with together(), in_our_words(what):
+        with raise_on_all_ranks(), in_our_words(what):
             if dist.get_rank() == 0:
                 parts = ModelFiles(root)
                 nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
@@ -158,7 +158,7 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
                     parts.add(name, tensor)
                 except (OSError, SafetensorError) as error:
                     failure = error
-        with together(), in_our_words(what):
+        with raise_on_all_ranks(), in_our_words(what):
             if failure is not None:
                 raise failure
             if parts is not None:

@@ -56,9 +56,9 @@ from infinity.store.layout import MOMENTS, Field, SubGroup
 from infinity.store.manifest import Manifest, StoredFile
 from infinity.store.snapshot import Snapshot, rows_of
 from infinity.swap import SwapManager
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
-from infinity.swap.together import together
 from infinity.units import MIB
 
 log = logging.getLogger("infinity")
@@ -113,17 +113,17 @@ class Saving:
             return
         self._end()
         try:
-            with together(), in_our_words(self.what):
+            with raise_on_all_ranks(), in_our_words(self.what):
                 files = self._files()
             everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(everything, files)
-            with together():
+            with raise_on_all_ranks():
                 if dist.get_rank() == 0:
                     found = {name: file for each in everything for name, file in each.items()}
                     self._draft.write_manifest(replace(self._manifest, files=found))
-            with together(), self._draft.proving():
+            with raise_on_all_ranks(), self._draft.proving():
                 prove(self._draft.folder, [self._rank])
-            with together():
+            with raise_on_all_ranks():
                 if dist.get_rank() == 0:
                     self._draft.complete(self._keep)
         except BaseException:
@@ -225,7 +225,7 @@ def start(
     folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
     """
     rank, draft = dist.get_rank(), draft_of(directory, tag)
-    with together(), in_our_words(draft.what):
+    with raise_on_all_ranks(), in_our_words(draft.what):
         blob = encode(outside)
         snapshot = Snapshot(swap.place)
         swap.settle()
@@ -236,7 +236,7 @@ def start(
             draft.make()
     copying: Copying | None = None
     try:
-        with together(), in_our_words(draft.what):
+        with raise_on_all_ranks(), in_our_words(draft.what):
             if rank == 0:
                 check_space(
                     draft.root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"
@@ -278,14 +278,14 @@ def load(
     Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
     """
     with contextlib.ExitStack() as closing:
-        with together():
+        with raise_on_all_ranks():
             stored = closing.enter_context(StoredArena(path))
             outside = stored.outside(dist.get_rank())
             verify(path, (), everything=verified)
             reshard(model)  # what is gathered now would be stale
             _check_fits(stored, outside, model, optimizer)
         begin()
-        with together():
+        with raise_on_all_ranks():
             same = stored.alike(swap.place) if swap is not None else None
             if swap is not None and same is not None:
                 _copy_back(same, swap)

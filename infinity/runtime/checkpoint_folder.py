@@ -40,8 +40,8 @@ from infinity.store.manifest import (
     remove_named,
 )
 from infinity.store.work_folder import WorkFolder, abandoned, work_path
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.names import buffer_names, parameter_names
-from infinity.swap.together import together
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -155,10 +155,10 @@ def draft_of(directory: str | os.PathLike[str], tag: str) -> Draft:
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
     """The folder of the checkpoint `tag` in a folder, the latest where None. A collective. Raises CheckpointError."""
     root = Path(directory)
-    with together():
+    with raise_on_all_ranks():
         if dist.get_rank() == 0:
             _recover(root)
-    with together():
+    with raise_on_all_ranks():
         return find_checkpoint(root, tag or read_latest(root))
 
 

@@ -30,9 +30,9 @@ from infinity.runtime.rest import decode, encode
 from infinity.store import DurableRun
 from infinity.store.commit import SUM_BYTES, Record, bits
 from infinity.swap import SwapManager
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.timeline import measured
-from infinity.swap.together import together
 from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
@@ -86,7 +86,7 @@ class Commits:
     def check_storable(self, client_state: dict[str, Any]) -> None:
         """Raise CheckpointError on all ranks where that of one can't be stored, before the step that it belongs to is taken. A
         collective."""
-        with together():
+        with raise_on_all_ranks():
             encode(client_state)
 
     def note(self, step: int, training: Training, outside: Callable[[], dict[str, Any]]) -> None:
@@ -95,7 +95,7 @@ class Commits:
         Raises CheckpointError on all ranks where what lies `outside` of the arena of one can't be stored, or couldn't be gone
         on from; then what was noted before is still to be committed, on all of them.
         """
-        with together():
+        with raise_on_all_ranks():
             found = outside()
             stored = encode(found)
             _check_complete(found, step)
@@ -130,7 +130,7 @@ class Commits:
         with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
             sequence = self._write_together(pending)
             self._note_way_back(pending.step)
-            with together():
+            with raise_on_all_ranks():
                 self._leave_one_record(sequence)
 
     def _write_together(self, pending: _Pending) -> int:
@@ -142,7 +142,7 @@ class Commits:
         """
         record = None
         try:
-            with together():
+            with raise_on_all_ranks():
                 record = self._write(pending)
                 self._check_restorable(record, pending)
             self._swap.paged.mark_committed()  # from here on, what all have a record of is written over by nobody
@@ -212,7 +212,7 @@ def open_run(config: Config, *, resume: bool | Literal["must"]) -> DurableRun | 
     own = config.infinity
     run: DurableRun | None = None
     try:
-        with together():
+        with raise_on_all_ranks():
             if resume not in (False, True, "must"):
                 raise ConfigError(f'resume is True, False or "must", got {resume!r}')
             if own.durability == "step":
@@ -224,7 +224,7 @@ def open_run(config: Config, *, resume: bool | Literal["must"]) -> DurableRun | 
         if run is None:
             return None
         sequence, launch = _agree(run, resume)
-        with together():
+        with raise_on_all_ranks():
             if sequence is None:
                 run.start_anew(launch)
             else:

@@ -40,12 +40,12 @@ from infinity.runtime.wall_clock import WallClock
 from infinity.schedule.lower_bound import step_lower_bound_seconds
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.activations import Activations
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.fsdp2 import abandon_unfinished_pass, in_backward, reshard
 from infinity.swap.health import Health, ModelHealth
 from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.taken_gradient import TakenGradient
 from infinity.swap.timeline import Timeline, measured
-from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
 
@@ -353,7 +353,7 @@ class Engine:
         if self._commits is None:
             raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
         self.peers.check()
-        with together():
+        with raise_on_all_ranks():
             self._check_between_steps()
             self._check_whole()
         kept, self.client_state = self.client_state, self.client_state if client_state is None else client_state
@@ -583,7 +583,7 @@ class Engine:
         form = self._checked_format(format or self.config.infinity.checkpoint_format)
         self.peers.check()
         self.finish_checkpoint()
-        with together():
+        with raise_on_all_ranks():
             self._check_between_steps()
             self._check_whole()
         self._make_optimizer_state()
@@ -593,7 +593,7 @@ class Engine:
         keep = self.config.infinity.checkpoint_keep
         if form == "arena":
             assert self.swap is not None
-            with together():
+            with raise_on_all_ranks():
                 outside = self._outside() | own
             self._saving = checkpoint_arena.start(save_dir, tag, self.module, self.swap, outside, keep=keep)
         else:
@@ -666,7 +666,7 @@ class Engine:
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
         """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere. A collective."""
-        with together():
+        with raise_on_all_ranks():
             self._check_whole()
         reshard(self.module)
         names = {each[0]: (each, p.requires_grad) for p, each in parameter_names(self.module).items()}
@@ -686,7 +686,7 @@ class Engine:
 
         `save_filename` is accepted: the files have the names that readers of safetensors look for.
         """
-        with together():
+        with raise_on_all_ranks():
             self._check_whole()
         checkpoint.save_16bit(save_dir, self.module, self._compute_dtype)
         return True

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError
 from infinity.runtime.materialize import full_tensor, load_full
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.fsdp2 import reshard
-from infinity.swap.together import together
 
 _sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -118,7 +118,7 @@ class GatheredParameters:
         if self._modifier_rank is not None and kind is None:
             for whole in self._whole.values():
                 dist.broadcast(whole.data, self._modifier_rank)
-            with together():  # writes to the drive
+            with raise_on_all_ranks():  # writes to the drive
                 for p, whole in self._whole.items():
                     load_full(p, whole.data)
         self._whole.clear()

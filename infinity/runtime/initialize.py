@@ -41,9 +41,9 @@ from infinity.schedule.scheme import choose_update, state_bytes
 from infinity.store import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.activations import Activations
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.plan import Placing
-from infinity.swap.together import together
 
 log = logging.getLogger("infinity")
 
@@ -109,7 +109,7 @@ def initialize(
         close_group = ensure_process_group()
         undo.callback(close_group)
         show_words()
-        with together():
+        with raise_on_all_ranks():
             settled = load_config(source).resolve(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
             )
@@ -131,7 +131,7 @@ def initialize(
         peers = Peers(_groups_of(model))
         undo.callback(peers.close)
         routes = _watch_routes(model, settled, peers)
-        with together():
+        with raise_on_all_ranks():
             outside = outside_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
@@ -156,7 +156,7 @@ def initialize(
         )
         save_as_pretrained(engine)
         if outside is not None:
-            with together():
+            with raise_on_all_ranks():
                 engine.resume(outside)
         undo.pop_all()
     return engine, made, loader, schedule
@@ -236,7 +236,7 @@ def _shard_and_page(
     zero = config.zero_optimization
     mesh = _make_mesh(zero)
     hold_as_rows(model)
-    with together():
+    with raise_on_all_ranks():
         classes = None if config.infinity.wrap == "auto" else config.infinity.wrap
         wrap, outline, notes = choose_wrap(model, classes, zero)
     swap = None
@@ -365,7 +365,7 @@ def _page(
         activation_bytes=own.offload_activations.buffer_bytes if own.offload_activations.device == "nvme" else 0,
         moments=moments,
     )
-    with together():
+    with raise_on_all_ranks():
         storage = choose_storage(config)
         swap = SwapManager(
             config.nvme_paths,

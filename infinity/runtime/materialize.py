@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError
 from infinity.runtime.scalars import scalar_names
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.names import buffer_names, parameter_names
-from infinity.swap.together import together
 
 
 @torch.no_grad()
@@ -140,7 +140,7 @@ def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A parameter's data, whole, as an ordinary tensor of its own; a collective when it is sharded over several ranks."""
     if not isinstance(data, DTensor):
         return data.to(dtype).clone()
-    with together():  # reads the drive: a rank that fails must not leave the others waiting to gather
+    with raise_on_all_ranks():  # reads the drive: a rank that fails must not leave the others waiting to gather
         local = data._local_tensor.to(dtype).clone()
     gathered: torch.Tensor = DTensor.from_local(
         local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()

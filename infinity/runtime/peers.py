@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from infinity.errors import InfinityError
 from infinity.runtime.links import Link, find_links
-from infinity.swap.together import restated
+from infinity.swap.all_ranks import restated
 
 log = logging.getLogger("infinity")
 

@@ -26,9 +26,9 @@ from infinity.errors import CheckpointError, InfinityError
 from infinity.runtime.engine import Engine
 from infinity.runtime.materialize import full_tensor
 from infinity.runtime.model_files import SAFETENSORS_BYTES_MAX
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.fsdp2 import reshard
 from infinity.swap.names import buffer_names, parameter_names
-from infinity.swap.together import together
 
 
 def save_as_pretrained(engine: Engine) -> None:
@@ -57,17 +57,17 @@ def _save(reference: weakref.ref[Engine], save_directory: Any, *positional: Any,
     folder, writes = Path(save_directory), dist.get_rank() == 0
     if _is_of_peft(module):
         state = _adapters(engine, arguments)
-        with together():
+        with raise_on_all_ranks():
             if writes:
                 own(module, save_directory, **{**arguments, "state_dict": state})
         return
     staged = folder
-    with together():
+    with raise_on_all_ranks():
         if writes:
             staged = _make_staged(folder)
     try:
         engine.save_16bit_model(staged)
-        with together():
+        with raise_on_all_ranks():
             if writes:
                 own(module, save_directory, **{**arguments, "state_dict": _mapped(module, staged)})
                 _describe(module, folder, engine)
@@ -109,7 +109,7 @@ def _is_of_peft(module: nn.Module) -> bool:
 def _adapters(engine: Engine, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What PEFT takes from the state dict, whole; everything else of it on the meta device."""
     module: Any = engine.module
-    with together():
+    with raise_on_all_ranks():
         engine._check_whole()
     reshard(module)
     parameters = {name: p for p, names in parameter_names(module).items() for name in names}

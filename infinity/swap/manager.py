@@ -45,6 +45,7 @@ from infinity.store.manifest import StoredFile
 from infinity.swap import budget
 from infinity.swap.activation_stores import ArenaActivationStore
 from infinity.swap.ahead import DeviceAhead
+from infinity.swap.all_ranks import raise_on_all_ranks
 from infinity.swap.chunk import ChunkState
 from infinity.swap.fsdp2 import (
     GroupOutline,
@@ -69,7 +70,6 @@ from infinity.swap.plan import Placing, plan_model
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import Timeline, measured
-from infinity.swap.together import together
 from infinity.swap.updates import finish_updates
 from infinity.units import format_bytes, parse_bytes
 
@@ -292,7 +292,7 @@ class SwapManager:
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
         mesh = groups[0].parameters[0].sharded.device_mesh
-        with together(mesh.get_group() if mesh.ndim == 1 else None):
+        with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
             self._alone = mesh.size(-1) == 1
             outlines = [group.outline for group in groups]
             layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)

@@ -12,7 +12,7 @@ from infinity.errors import InfinityError, IoError, StoreError
 
 
 @contextlib.contextmanager
-def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Around what all ranks of `group` (all there are where None) do, each for itself: calls of no collective.
 
     A collective at its end. Where the block raises on one rank, that rank's error goes on, and every other rank raises one
