@@ -45,7 +45,7 @@ log = logging.getLogger("infinity")
 _METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _ENGINE = "_infinity_engine"  # attribute of a module
 _TAG = "engine"  # of the engine's checkpoint in the folder
-_REST = "lightning.pt"  # what Lightning keeps, in the folder
+_TRAINING_STATE = "lightning.pt"  # what Lightning keeps, in the folder
 
 
 class InfinityStrategy(ModelParallelStrategy):
@@ -278,10 +278,10 @@ class InfinityStrategy(ModelParallelStrategy):
         self.engine.finish_checkpoint()  # ModelCheckpoint removes older ones next
         with raise_on_all_ranks():
             if self.is_global_zero:
-                rest = {
+                training_state = {
                     key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
                 }
-                _save_rest(rest, folder)
+                _save_training_state(training_state, folder)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what `save_checkpoint` wrote, at any number of ranks. A collective. Raises CheckpointError.
@@ -293,9 +293,9 @@ class InfinityStrategy(ModelParallelStrategy):
         folder = Path(self.broadcast(checkpoint_path))
         with raise_on_all_ranks():
             trusted = self._trust_checkpoints if weights_only is None else not weights_only
-            rest = _load_rest(folder, weights_only=not trusted)
+            training_state = _load_training_state(folder, weights_only=not trusted)
         self.engine.load_checkpoint(folder, tag=_TAG)
-        return {**rest, "state_dict": {}}
+        return {**training_state, "state_dict": {}}
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -314,10 +314,10 @@ class InfinityStrategy(ModelParallelStrategy):
             strategy_registry.register(name, cls, description=f"infinity, {what}", **settings)
 
 
-def _save_rest(rest: dict[str, Any], folder: Path) -> None:
+def _save_training_state(training_state: dict[str, Any], folder: Path) -> None:
     """Write what Lightning keeps, in one rename. Says so where it can't be loaded without running code."""
     content = io.BytesIO()
-    torch.save(rest, content)
+    torch.save(training_state, content)
     content.seek(0)
     try:
         torch.load(content, map_location="cpu", weights_only=True)
@@ -325,36 +325,44 @@ def _save_rest(rest: dict[str, Any], folder: Path) -> None:
         log.warning(
             "%s holds other things than plain values (%s), such as objects in hyperparameters or in a callback's state: "
             "loading it takes InfinityStrategy(trust_checkpoints=True), which runs code that is in it",
-            folder / _REST,
+            folder / _TRAINING_STATE,
             _reason(error),
         )
-    written = folder / f".{_REST}.{secrets.token_hex(8)}"
+    written = folder / f".{_TRAINING_STATE}.{secrets.token_hex(8)}"
     try:
         write_durably(written, content.getvalue())
-        written.replace(folder / _REST)
+        written.replace(folder / _TRAINING_STATE)
         sync(folder)
     except OSError as error:
-        raise CheckpointError(f"writing {folder / _REST} failed ({error.strerror}): free space there") from None
+        raise CheckpointError(
+            f"writing {folder / _TRAINING_STATE} failed ({error.strerror}): free space there"
+        ) from None
     finally:
         written.unlink(missing_ok=True)
 
 
-def _load_rest(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+def _load_training_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     try:
-        with open_regular(folder / _REST) as file:
-            rest = torch.load(file, map_location="cpu", weights_only=weights_only)
+        with open_regular(folder / _TRAINING_STATE) as file:
+            training_state = torch.load(file, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint of InfinityStrategy: {_REST} is missing in it") from None
+        raise CheckpointError(
+            f"{folder} is no checkpoint of InfinityStrategy: {_TRAINING_STATE} is missing in it"
+        ) from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{folder / _REST} is damaged, or holds other things than plain values ({_reason(error)}): if you trust whoever "
+            f"{folder / _TRAINING_STATE} is damaged, or holds other things than plain values ({_reason(error)}): if you trust whoever "
             "wrote it, pass trust_checkpoints=True to InfinityStrategy, which runs code that is in it"
         ) from None
     except Exception as error:  # whatever torch.load makes of arbitrary bytes
-        raise CheckpointError(f"{folder / _REST} is damaged ({_reason(error)}): load another checkpoint") from None
-    if not isinstance(rest, dict):
-        raise CheckpointError(f"{folder / _REST} is damaged (it holds something else): load another checkpoint")
-    return rest
+        raise CheckpointError(
+            f"{folder / _TRAINING_STATE} is damaged ({_reason(error)}): load another checkpoint"
+        ) from None
+    if not isinstance(training_state, dict):
+        raise CheckpointError(
+            f"{folder / _TRAINING_STATE} is damaged (it holds something else): load another checkpoint"
+        )
+    return training_state
 
 
 def _reason(error: Exception) -> str:

@@ -35,8 +35,8 @@ from infinity.runtime.checkpoint_folder import (
 )
 from infinity.runtime.materialize import named_full_tensors
 from infinity.runtime.model_files import ModelFiles
-from infinity.runtime.rest import RANDOM_STATES, decode, encode
 from infinity.runtime.stored import Planner, Reader, Writer, cause_of
+from infinity.runtime.training_state import RANDOM_STATES, decode, encode
 from infinity.store.files import open_regular, write_durably
 from infinity.store.manifest import StoredFile, others
 from infinity.swap.all_ranks import raise_on_all_ranks
@@ -51,21 +51,21 @@ def save(
     tag: str,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    rest: dict[str, Any],
+    training_state: dict[str, Any],
     *,
     keep: int = 0,
 ) -> None:
-    """Write a checkpoint. `rest` (plain values and tensors only) is this rank's own. A collective.
+    """Write a checkpoint. `training_state` (plain values and tensors only) is this rank's own. A collective.
 
     `keep`: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
 
-    Raises CheckpointError on all ranks when `rest` of one can't be stored, no training could go on from the state, or the
+    Raises CheckpointError on all ranks when `training_state` of one can't be stored, no training could go on from the state, or the
     folder can't be written or lacks the space. An earlier checkpoint stays then, until the new one was read back.
     """
     draft, writer = draft_of(directory, tag), dist.get_rank() == 0
     state = _state_of(model, optimizer)
     with raise_on_all_ranks():
-        blob = encode(rest)
+        blob = encode(training_state)
         with refusing(draft.what):
             _check_complete(state, optimizer)
         if writer:
@@ -88,10 +88,10 @@ def save(
         with raise_on_all_ranks():
             if writer:
                 together_written = {name: file for each in everything for name, file in each.items()}
-                draft.write_manifest(manifest_of(model, rest["global_steps"], together_written, tag))
+                draft.write_manifest(manifest_of(model, training_state["global_steps"], together_written, tag))
         with raise_on_all_ranks(), draft.proving():
             verify(draft.folder, {".metadata", own}, everything=False)
-            _rest_of(draft.folder)
+            _training_state_of(draft.folder)
             _check_fits(draft.folder, state)
         with raise_on_all_ranks():
             if writer:
@@ -118,8 +118,8 @@ def load(
     Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
     """
     with raise_on_all_ranks():
-        verify(path, {".metadata", _own_rest(path).name}, everything=verified)
-        rest = _rest_of(path)
+        verify(path, {".metadata", _own_training_state(path).name}, everything=verified)
+        training_state = _training_state_of(path)
         reshard(model)  # what is gathered now would be stale
         state = _state_of(model, optimizer)
         _check_fits(path, state)
@@ -131,7 +131,7 @@ def load(
     for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
         group.update(saved)
     _restore_steps(state, model, optimizer)
-    return rest
+    return training_state
 
 
 def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
@@ -249,14 +249,14 @@ def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.opt
             optimizer.state[parameter]["step"].copy_(torch.as_tensor(loaded))
 
 
-def _own_rest(path: Path) -> Path:
+def _own_training_state(path: Path) -> Path:
     """The file of what this rank stored, or rank 0's where this rank did not exist."""
     own = path / f"rank{dist.get_rank()}.pt"
     return own if own.is_file() else path / "rank0.pt"
 
 
-def _rest_of(path: Path) -> dict[str, Any]:
-    file = _own_rest(path)
+def _training_state_of(path: Path) -> dict[str, Any]:
+    file = _own_training_state(path)
     try:
         with open_regular(file) as opened:
             loaded = decode(opened)

@@ -47,8 +47,8 @@ from infinity.runtime.checkpoint_folder import (
     verify,
 )
 from infinity.runtime.commits import packed_ties
-from infinity.runtime.rest import encode
 from infinity.runtime.stored_arena import RankState, StoredArena, arena_name, check_record, prove, record_name
+from infinity.runtime.training_state import encode
 from infinity.store.commit import Commit, Record, bits
 from infinity.store.copying import Copying
 from infinity.store.files import read_small, write_durably
@@ -211,7 +211,7 @@ def start(
     tag: str,
     model: nn.Module,
     swap: SwapManager,
-    outside: dict[str, Any],
+    unpaged_state: dict[str, Any],
     *,
     keep: int = 0,
 ) -> Saving:
@@ -221,17 +221,17 @@ def start(
         outside: what lies outside of the arena, as a commit holds it; this rank's own.
         keep: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
 
-    Raises CheckpointError on all ranks when `outside` of one can't be stored, no training could go on from the state, or the
+    Raises CheckpointError on all ranks when `unpaged_state` of one can't be stored, no training could go on from the state, or the
     folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
     """
     rank, draft = dist.get_rank(), draft_of(directory, tag)
     with raise_on_all_ranks(), in_our_words(draft.what):
-        blob = encode(outside)
+        blob = encode(unpaged_state)
         snapshot = Snapshot(swap.place)
         swap.settle()
-        made = _record_of(swap, snapshot, draft.identity, outside["global_steps"], blob)
+        made = _record_of(swap, snapshot, draft.identity, unpaged_state["global_steps"], blob)
         with refusing(draft.what):
-            check_record(made, outside)
+            check_record(made, unpaged_state)
         if rank == 0:
             draft.make()
     copying: Copying | None = None
@@ -243,12 +243,12 @@ def start(
                 )
             content = made.to_bytes()
             record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
-            write_rest = partial(_write_rest, draft, rank, content, {record_name(rank): record})
+            write_training_state = partial(_write_training_state, draft, rank, content, {record_name(rank): record})
             if rank < swap.place.shards:
-                copying = swap.start_copying(draft.folder / arena_name(rank), write_rest)
+                copying = swap.start_copying(draft.folder / arena_name(rank), write_training_state)
             else:  # another rank has just the same
-                write_rest(None)
-        manifest = manifest_of(model, outside["global_steps"], {}, tag, "arena")
+                write_training_state(None)
+        manifest = manifest_of(model, unpaged_state["global_steps"], {}, tag, "arena")
         return Saving(draft, manifest, record, copying, keep)
     except BaseException:
         if copying is not None:
@@ -280,10 +280,10 @@ def load(
     with contextlib.ExitStack() as closing:
         with raise_on_all_ranks():
             stored = closing.enter_context(StoredArena(path))
-            outside = stored.outside(dist.get_rank())
+            unpaged_state = stored.unpaged_state(dist.get_rank())
             verify(path, (), everything=verified)
             reshard(model)  # what is gathered now would be stale
-            _check_fits(stored, outside, model, optimizer)
+            _check_fits(stored, unpaged_state, model, optimizer)
         begin()
         with raise_on_all_ranks():
             same = stored.alike(swap.place) if swap is not None else None
@@ -291,10 +291,12 @@ def load(
                 _copy_back(same, swap)
             else:
                 _put_together(stored, model, optimizer)
-    return outside
+    return unpaged_state
 
 
-def _write_rest(draft: Draft, rank: int, record: bytes, files: dict[str, StoredFile], arena: StoredFile | None) -> None:
+def _write_training_state(
+    draft: Draft, rank: int, record: bytes, files: dict[str, StoredFile], arena: StoredFile | None
+) -> None:
     """The arena is copied, if the rank stores one: write its record, and tell the first rank what there is."""
     write_durably(draft.folder / record_name(rank), record)
     _tell(draft, rank, files | ({} if arena is None else {arena_name(rank): arena}))
@@ -327,7 +329,7 @@ def _all_agree(own: bool) -> bool:
     return all(everywhere)
 
 
-def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, outside: bytes) -> Record:
+def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, unpaged_state: bytes) -> Record:
     counts, ties = packed_ties(swap)
     shards = swap.paged.shards
     commit = Commit(
@@ -341,13 +343,13 @@ def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, 
         ties=tuple(counts),
     )
     place = replace(swap.place, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
-    return Record(commit, place, ties, outside)
+    return Record(commit, place, ties, unpaged_state)
 
 
 def _check_fits(
-    stored: StoredArena, outside: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    stored: StoredArena, unpaged_state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    theirs = {f"model.{name}": tuple(buffer.shape) for name, buffer in outside["buffers"].items()}
+    theirs = {f"model.{name}": tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
     for each in stored.parameters:
         theirs[f"model.{each.name}"] = each.shape
         if each.trained:
@@ -360,12 +362,12 @@ def _check_fits(
                 ours[f"optimizer.state.{names[0]}.{key}"] = tuple(parameter.shape)
     check_same_model(stored.path, ours, theirs)
     try:
-        check_record(stored.rank(0).record, outside)
+        check_record(stored.rank(0).record, unpaged_state)
     except CheckpointError as error:
         raise CheckpointError(f"what {stored.path} holds of {error}") from None
-    if len(outside["param_groups"]) != len(optimizer.param_groups):
+    if len(unpaged_state["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"{stored.path} was saved with {len(outside['param_groups'])} parameter groups, and the optimizer has "
+            f"{stored.path} was saved with {len(unpaged_state['param_groups'])} parameter groups, and the optimizer has "
             f"{len(optimizer.param_groups)}: make them as they were"
         )
 

@@ -9,7 +9,7 @@ drive's own cache and a small file. Both places are the same on all ranks, so al
 
 [Note: What can be gone on from]
 A commit takes the place of the one before it, so it counts only when it is known that a run can go on from it. What a resume
-asks of a record is asked of it before: `check_outside` when it is noted and again, with `check_arena`, when it is made; and the
+asks of a record is asked of it before: `check_unpaged_state` when it is noted and again, with `check_arena`, when it is made; and the
 file is read back. All ranks hear how that went before any removes the older one.
 """
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
-from infinity.runtime.rest import decode, encode
+from infinity.runtime.training_state import decode, encode
 from infinity.store import DurableRun
 from infinity.store.commit import SUM_BYTES, Record, bits
 from infinity.swap import SwapManager
@@ -37,7 +37,7 @@ from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
 
-_OUTSIDE = frozenset(
+_UNPAGED_KEYS = frozenset(
     {
         "global_steps",
         "skipped_steps",
@@ -69,7 +69,7 @@ class _Pending:
 
     step: int
     training: Training
-    outside: dict[str, Any]
+    unpaged_state: dict[str, Any]
     stored: bytes
 
 
@@ -89,17 +89,17 @@ class Commits:
         with raise_on_all_ranks():
             encode(client_state)
 
-    def note(self, step: int, training: Training, outside: Callable[[], dict[str, Any]]) -> None:
+    def note(self, step: int, training: Training, unpaged_state: Callable[[], dict[str, Any]]) -> None:
         """The step is over: what it was is to be committed. A collective.
 
-        Raises CheckpointError on all ranks where what lies `outside` of the arena of one can't be stored, or couldn't be gone
+        Raises CheckpointError on all ranks where what lies `unpaged_state` of the arena of one can't be stored, or couldn't be gone
         on from; then what was noted before is still to be committed, on all of them.
         """
         with raise_on_all_ranks():
-            found = outside()
+            found = unpaged_state()
             stored = encode(found)
             _check_complete(found, step)
-            check_outside(found, training, self._stepped)
+            check_unpaged_state(found, training, self._stepped)
         self._pending = _Pending(step, training, found, stored)
 
     @property
@@ -157,7 +157,7 @@ class Commits:
     def _check_restorable(self, record: Record, pending: _Pending) -> None:
         """Raise CheckpointError unless the record is on the drive, and a run can go on from it."""
         check_arena(record, self._swap.paged)
-        check_outside(pending.outside, pending.training, self._stepped)
+        check_unpaged_state(pending.unpaged_state, pending.training, self._stepped)
         self._run.read_back(record)
 
     def _leave_one_record(self, sequence: int) -> None:
@@ -338,16 +338,16 @@ def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
     return ties
 
 
-def check_outside(outside: Mapping[str, Any], training: Training, stepped: Collection[str]) -> None:
+def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, stepped: Collection[str]) -> None:
     """Raise CheckpointError where the training can't go on from what lay outside of the arena, where the parameters in
     `stepped` have moments: see [Note: What can be gone on from]."""
-    buffers = {name: tuple(buffer.shape) for name, buffer in outside["buffers"].items()}
-    if len(outside["param_groups"]) != training.groups or buffers != training.buffers:
+    buffers = {name: tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
+    if len(unpaged_state["param_groups"]) != training.groups or buffers != training.buffers:
         raise CheckpointError(
             "what is stored is of a training with other parameter groups or buffers: go on with the model and config "
             "of that run"
         )
-    if training.counts_steps and (uncounted := sorted({*stepped} - outside["steps"].keys())):
+    if training.counts_steps and (uncounted := sorted({*stepped} - unpaged_state["steps"].keys())):
         others = f" (and {len(uncounted) - 1} others)" if len(uncounted) > 1 else ""
         raise CheckpointError(
             f"what is stored of {uncounted[0]}{others} has moments and no number of steps, so training can't go on from it "
@@ -372,16 +372,16 @@ def packed_ties(swap: SwapManager) -> tuple[list[int], bytes]:
     return [own.numel() for own in ties], packed
 
 
-def outside_of(record: Record) -> dict[str, Any]:
+def unpaged_state_of(record: Record) -> dict[str, Any]:
     """What the record holds of what lies outside of the arena. Raises CheckpointError."""
     try:
-        found = decode(record.outside)
+        found = decode(record.unpaged_state)
     except ValueError as error:
         raise CheckpointError(f"the record of step {record.commit.step} is damaged ({error})") from None
     _check_complete(found, record.commit.step)
     return found
 
 
-def _check_complete(outside: Mapping[str, Any], step: int) -> None:
-    if lacking := ", ".join(sorted(_OUTSIDE - outside.keys())):
+def _check_complete(unpaged_state: Mapping[str, Any], step: int) -> None:
+    if lacking := ", ".join(sorted(_UNPAGED_KEYS - unpaged_state.keys())):
         raise CheckpointError(f"the record of step {step} lacks {lacking}")

@@ -123,8 +123,8 @@ class _ArenaModel(StoredModel):
     def __init__(self, path: Path) -> None:
         self._stored = StoredArena(path)
         try:
-            outside = self._stored.outside(0)
-            self._buffers: dict[str, torch.Tensor] = outside["buffers"]
+            unpaged_state = self._stored.unpaged_state(0)
+            self._buffers: dict[str, torch.Tensor] = unpaged_state["buffers"]
             sizes = {each.name: (each.shape, torch.float32) for each in self._stored.parameters}
             sizes |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self._buffers.items()}
             aliases = self._stored.manifest.aliases

@@ -26,7 +26,7 @@ from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, in_words
 from infinity.runtime import checkpoint, checkpoint_arena
 from infinity.runtime.checkpoint_folder import find
-from infinity.runtime.commits import Commits, Training, check_outside
+from infinity.runtime.commits import Commits, Training, check_unpaged_state
 from infinity.runtime.flops import make_flops_profile
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.live import LiveParameters
@@ -323,7 +323,7 @@ class Engine:
         if self.activations is not None:
             self.activations.end_step()
         if self._commits is not None:
-            self._commits.note(self.global_steps, self._training(), self._outside)
+            self._commits.note(self.global_steps, self._training(), self._unpaged_state)
         self._note_step()
 
     def _change_values(self, factor: float | torch.Tensor | None) -> None:
@@ -358,7 +358,7 @@ class Engine:
             self._check_whole()
         kept, self.client_state = self.client_state, self.client_state if client_state is None else client_state
         try:
-            self._commits.note(self.global_steps, self._training(), self._outside)
+            self._commits.note(self.global_steps, self._training(), self._unpaged_state)
         except BaseException:
             self.client_state = kept
             raise
@@ -594,10 +594,10 @@ class Engine:
         if form == "arena":
             assert self.swap is not None
             with raise_on_all_ranks():
-                outside = self._outside() | own
-            self._saving = checkpoint_arena.start(save_dir, tag, self.module, self.swap, outside, keep=keep)
+                unpaged_state = self._unpaged_state() | own
+            self._saving = checkpoint_arena.start(save_dir, tag, self.module, self.swap, unpaged_state, keep=keep)
         else:
-            checkpoint.save(save_dir, tag, self.module, self.optimizer, self._rest() | own, keep=keep)
+            checkpoint.save(save_dir, tag, self.module, self.optimizer, self._training_state() | own, keep=keep)
         return True
 
     def finish_checkpoint(self) -> None:
@@ -647,15 +647,15 @@ class Engine:
         self._discard_step()
         begin = partial(self.health.tear, "loading a checkpoint")  # all is set by its end, or nothing is right
         if is_arena_checkpoint(path):
-            rest = checkpoint_arena.load(path, self.module, self.optimizer, self.swap, begin, verified=verify)
-            self._set_outside(rest)
+            training_state = checkpoint_arena.load(path, self.module, self.optimizer, self.swap, begin, verified=verify)
+            self._set_unpaged_state(training_state)
         else:
-            rest = checkpoint.load(path, self.module, self.optimizer, begin, verified=verify)
-        self._set_rest(rest, schedule=load_lr_scheduler_states)
+            training_state = checkpoint.load(path, self.module, self.optimizer, begin, verified=verify)
+        self._set_training_state(training_state, schedule=load_lr_scheduler_states)
         self.health.mend()
         if self._commits is not None:
-            self.commit(rest["client_state"])
-        return str(path), rest["client_state"]
+            self.commit(training_state["client_state"])
+        return str(path), training_state["client_state"]
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether a trainer that saves the model may gather it whole on rank 0: the config's
@@ -723,9 +723,9 @@ class Engine:
             if self.activations is not None:
                 self.activations.close()
         finally:
-            self._close_rest()
+            self._close_others()
 
-    def _close_rest(self) -> None:
+    def _close_others(self) -> None:
         try:
             if self.swap is not None:
                 self.swap.close()
@@ -740,9 +740,9 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _rest(self) -> dict[str, Any]:
+    def _training_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this rank beside the tensors."""
-        rest = {
+        training_state = {
             "global_steps": self.global_steps,
             "skipped_steps": self.skipped_steps,
             "loss_scale": self._loss_scale.state_dict(),
@@ -752,26 +752,26 @@ class Engine:
             "rng": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
-            rest["rng_device"] = torch.cuda.get_rng_state()
-        return rest
+            training_state["rng_device"] = torch.cuda.get_rng_state()
+        return training_state
 
-    def _set_rest(self, rest: dict[str, Any], *, schedule: bool = True) -> None:
-        self.global_steps = rest["global_steps"]
-        self.skipped_steps = rest.get("skipped_steps", 0)
-        self._loss_scale.load_state_dict(rest.get("loss_scale", {}))
+    def _set_training_state(self, training_state: dict[str, Any], *, schedule: bool = True) -> None:
+        self.global_steps = training_state["global_steps"]
+        self.skipped_steps = training_state.get("skipped_steps", 0)
+        self._loss_scale.load_state_dict(training_state.get("loss_scale", {}))
         if self.config.fp16.enabled:
             self._tell_optimizer(overflow=False)
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # of this run: a step begins
         self._micro_steps_before = self.micro_steps
-        if schedule and self.lr_scheduler is not None and rest["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(rest["lr_scheduler"])
-        self._hyperparameters.settle(rest, schedule=schedule)
-        if "rng" in rest:
-            torch.set_rng_state(rest["rng"])
-        if "rng_device" in rest and torch.cuda.is_available():
-            torch.cuda.set_rng_state(rest["rng_device"])
+        if schedule and self.lr_scheduler is not None and training_state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(training_state["lr_scheduler"])
+        self._hyperparameters.settle(training_state, schedule=schedule)
+        if "rng" in training_state:
+            torch.set_rng_state(training_state["rng"])
+        if "rng_device" in training_state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(training_state["rng_device"])
 
-    def _outside(self) -> dict[str, Any]:
+    def _unpaged_state(self) -> dict[str, Any]:
         """What a commit keeps beside the arena: all that a checkpoint keeps, less masters and moments.
 
         Raises CheckpointError where parameters that the optimizer steps aren't seen in the model.
@@ -785,7 +785,7 @@ class Engine:
                 "were gathered: what was committed or saved before stays; go on from that"
             )
         buffers = buffer_names(self.module, persistent=True)
-        return self._rest() | {
+        return self._training_state() | {
             "param_groups": [
                 {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
             ],
@@ -796,11 +796,11 @@ class Engine:
             "buffers": {each[0]: buffer.detach() for buffer, each in buffers.items()},
         }
 
-    def resume(self, outside: dict[str, Any]) -> None:
+    def resume(self, unpaged_state: dict[str, Any]) -> None:
         """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""
-        self._set_outside(outside)
-        self._set_rest(outside)
-        self.client_state = outside["client_state"]
+        self._set_unpaged_state(unpaged_state)
+        self._set_training_state(unpaged_state)
+        self.client_state = unpaged_state["client_state"]
 
     def _training(self) -> Training:
         """What a commit or an arena checkpoint must fit to be gone on from."""
@@ -808,11 +808,11 @@ class Engine:
         counts_steps = not isinstance(self.optimizer, PagedOptimizer) or self.optimizer.counts_steps
         return Training(len(self.optimizer.param_groups), buffers, counts_steps)
 
-    def _set_outside(self, outside: dict[str, Any]) -> None:
+    def _set_unpaged_state(self, unpaged_state: dict[str, Any]) -> None:
         """Hyper-parameters, steps and buffers. Raises CheckpointError where they are of another training."""
         shards = self.swap.paged.shards if self.swap is not None else ()
-        check_outside(outside, self._training(), {shard.name for shard in shards if shard.stepped})
-        groups, steps, buffers = outside["param_groups"], outside["steps"], outside["buffers"]
+        check_unpaged_state(unpaged_state, self._training(), {shard.name for shard in shards if shard.stepped})
+        groups, steps, buffers = unpaged_state["param_groups"], unpaged_state["steps"], unpaged_state["buffers"]
         ours = {names[0]: buffer for buffer, names in buffer_names(self.module, persistent=True).items()}
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(saved)

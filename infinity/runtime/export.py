@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from infinity.errors import CheckpointError
 from infinity.runtime.checkpoint_folder import check_space
-from infinity.runtime.rest import encode
 from infinity.runtime.stored import Writer, cause_of
 from infinity.runtime.stored_arena import StoredArena, is_arena_checkpoint
+from infinity.runtime.training_state import encode
 from infinity.store.files import sync, write_durably
 from infinity.store.layout import MOMENTS, Field
 from infinity.store.manifest import FILE_NAME, StoredFile, find_checkpoint
@@ -97,15 +97,15 @@ def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress
 
 def _state_of(stored: StoredArena) -> tuple[dict[str, Any], dict[str, _Values]]:
     """What FSDP2 + AdamW would have saved, with meta tensors for masters and moments; and which of them is what, by its key."""
-    outside = stored.outside(0)
-    model: dict[str, torch.Tensor] = dict(outside["buffers"])
+    unpaged_state = stored.unpaged_state(0)
+    model: dict[str, torch.Tensor] = dict(unpaged_state["buffers"])
     moments: dict[str, dict[str, torch.Tensor]] = {}
     values = {}
     for each in stored.parameters:
         model[each.name] = torch.empty(each.shape, device="meta")
         nbytes = 4 * math.prod(each.shape)
         values[f"model.{each.name}"] = _Values(each.name, Field.MASTER, nbytes)
-        steps = outside["steps"]
+        steps = unpaged_state["steps"]
         if not each.trained or (steps and each.name not in steps):  # SGD counts none
             continue
         moments[each.name] = {"step": steps[each.name]} if steps else {}
@@ -119,16 +119,16 @@ def _state_of(stored: StoredArena) -> tuple[dict[str, Any], dict[str, _Values]]:
                 values[f"model.{alias}"] = values[f"model.{name}"]
     groups = [
         {**group, "params": names}
-        for group, names in zip(outside["param_groups"], _group_names(stored, outside), strict=True)
+        for group, names in zip(unpaged_state["param_groups"], _group_names(stored, unpaged_state), strict=True)
     ]
     return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}, values
 
 
-def _group_names(stored: StoredArena, outside: dict[str, Any]) -> list[list[str]]:
+def _group_names(stored: StoredArena, unpaged_state: dict[str, Any]) -> list[list[str]]:
     """The parameters of each of the optimizer's groups."""
-    groups, names = outside["param_groups"], outside.get("group_names")
+    groups, names = unpaged_state["param_groups"], unpaged_state.get("group_names")
     if names is None and len(groups) == 1:
-        return [list(outside["steps"])]
+        return [list(unpaged_state["steps"])]
     if names is None:
         raise CheckpointError(
             f"{stored.path} was saved by an earlier version, which did not note the parameters of each of its {len(groups)} "
@@ -204,7 +204,7 @@ def _write(state: dict[str, Any], planner: _Planner, writer: Writer, final: Path
 def _complete(stored: StoredArena, partial: Path, files: dict[str, StoredFile]) -> None:
     """Add what each rank had of its own, and the manifest."""
     for rank in range(stored.manifest.ranks):
-        own = {key: value for key, value in stored.outside(rank).items() if key not in _ELSEWHERE}
+        own = {key: value for key, value in stored.unpaged_state(rank).items() if key not in _ELSEWHERE}
         content = encode(own)
         write_durably(partial / f"rank{rank}.pt", content)
         files[f"rank{rank}.pt"] = StoredFile(len(content), sha256(content).hexdigest())

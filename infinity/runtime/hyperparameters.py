@@ -44,10 +44,10 @@ class Hyperparameters:
         }
         """What counts: see [Note: What the run was told]."""
 
-    def settle(self, rest: Mapping[str, Any], *, schedule: bool) -> None:
-        """Optimizer and `schedule` (where that is wanted) have been set to what a run had, and stored in `rest`: name what the
+    def settle(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
+        """Optimizer and `schedule` (where that is wanted) have been set to what a run had, and stored in `training_state`: name what the
         config has otherwise, on rank 0, and set that again where the config's are to count."""
-        found = rest.get("hyperparameters")  # older ones don't hold it
+        found = training_state.get("hyperparameters")  # older ones don't hold it
         run: Told = found if found is not None else {"groups": _settings(self._optimizer.param_groups)}
         changed = [*_differences(run, self.told)]
         if self._whose == "run":
@@ -60,15 +60,15 @@ class Hyperparameters:
             self.told = self.told | run
         else:
             self._tell(logging.INFO, changed, "the config's hyper-parameters count, and the run had others", "")
-            self._set_anew(rest, schedule=schedule)
+            self._set_anew(training_state, schedule=schedule)
 
-    def _set_anew(self, rest: Mapping[str, Any], *, schedule: bool) -> None:
+    def _set_anew(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
         """Those of the config, at the place of the schedule that the run has reached."""
         for group, configured in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(configured))
         if self._schedule is None or self._schedule_state is None or not schedule:
             return
-        reached = rest.get("lr_scheduler") or {}
+        reached = training_state.get("lr_scheduler") or {}
         if isinstance(self._schedule, ReduceLROnPlateau):
             counted = {key: value for key, value in reached.items() if key in _PROGRESS}
             self._schedule.load_state_dict(self._schedule_state | counted)
@@ -76,7 +76,9 @@ class Hyperparameters:
         self._schedule.load_state_dict(copy.deepcopy(self._schedule_state))
         with warnings.catch_warnings():  # torch misses the optimizer's steps
             warnings.simplefilter("ignore")
-            for _ in range(reached.get("last_epoch", rest["global_steps"] - rest.get("skipped_steps", 0))):
+            for _ in range(
+                reached.get("last_epoch", training_state["global_steps"] - training_state.get("skipped_steps", 0))
+            ):
                 self._schedule.step()
 
     def _tell(self, level: int, changed: list[str], what: str, way_out: str) -> None:

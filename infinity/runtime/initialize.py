@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from infinity.config import Config, ZeroConfig, load_config
 from infinity.errors import ConfigError
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
-from infinity.runtime.commits import Commits, open_run, outside_of, restore_arena
+from infinity.runtime.commits import Commits, open_run, restore_arena, unpaged_state_of
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
 from infinity.runtime.first_values import InitFn, check_initializable, initialize_values, meta_parameters
@@ -132,10 +132,10 @@ def initialize(
         undo.callback(peers.close)
         routes = _watch_routes(model, settled, peers)
         with raise_on_all_ranks():
-            outside = outside_of(resumed) if resumed is not None else None
+            unpaged_state = unpaged_state_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
-            _give_values(model, swap, weights, init_fn, outside)
+            _give_values(model, swap, weights, init_fn, unpaged_state)
             made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
             schedule = make_schedule(settled, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, settled, collate_fn)
@@ -155,9 +155,9 @@ def initialize(
             on_close=close_group,
         )
         save_as_pretrained(engine)
-        if outside is not None:
+        if unpaged_state is not None:
             with raise_on_all_ranks():
-                engine.resume(outside)
+                engine.resume(unpaged_state)
         undo.pop_all()
     return engine, made, loader, schedule
 
@@ -454,11 +454,11 @@ def _give_values(
     swap: SwapManager | None,
     weights: str | os.PathLike[str] | None,
     init_fn: InitFn | None,
-    outside: dict[str, Any] | None,
+    unpaged_state: dict[str, Any] | None,
 ) -> None:
     """Fill what was built on the meta device; set everything from `weights` where they are given.
 
-    `outside`: what a commit holds that is gone on from; then parameters and buffers that are in it are left to that.
+    `unpaged_state`: what a commit holds that is gone on from; then parameters and buffers that are in it are left to that.
     """
     if swap is not None:
         paged = swap.paged
@@ -468,8 +468,8 @@ def _give_values(
     device = _torch_device()
     if swap is None and blank:
         _allocate(model, device)
-    if outside is not None:
-        initialize_values(model, set(), device, init_fn, frozenset(outside["buffers"]))
+    if unpaged_state is not None:
+        initialize_values(model, set(), device, init_fn, frozenset(unpaged_state["buffers"]))
     elif blank and weights is None:
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:

@@ -18,8 +18,8 @@ import torch
 from infinity.errors import CheckpointError
 from infinity.optim.kernel import join
 from infinity.runtime.checkpoint_folder import check_complete
-from infinity.runtime.commits import outside_of, ties_of
-from infinity.runtime.rest import RANDOM_STATES
+from infinity.runtime.commits import ties_of, unpaged_state_of
+from infinity.runtime.training_state import RANDOM_STATES
 from infinity.store.commit import RECORD_BYTES_MAX, Place, Record, StoredParameter, differences, parse_record
 from infinity.store.files import open_regular, read_small
 from infinity.store.layout import Field, SubGroup
@@ -167,17 +167,17 @@ class StoredArena:
             self._ranks[rank] = state
         return self._ranks[rank]
 
-    def outside(self, rank: int) -> dict[str, Any]:
+    def unpaged_state(self, rank: int) -> dict[str, Any]:
         """What a rank stored that lies outside of its arena; rank 0's less its random numbers where there was no such rank."""
         if rank >= self.manifest.ranks:
-            return {key: value for key, value in self.outside(0).items() if key not in RANDOM_STATES}
+            return {key: value for key, value in self.unpaged_state(0).items() if key not in RANDOM_STATES}
         self.verify(record_name(rank))
         try:
             record = parse_record(read_small(self.path / record_name(rank), RECORD_BYTES_MAX))
         except (OSError, ValueError) as error:
             raise self.rank(0).damaged(error) from None
-        outside = outside_of(record)
-        groups, steps, buffers = outside["param_groups"], outside["steps"], outside["buffers"]
+        unpaged_state = unpaged_state_of(record)
+        groups, steps, buffers = unpaged_state["param_groups"], unpaged_state["steps"], unpaged_state["buffers"]
         if not (
             isinstance(groups, list)
             and all(isinstance(group, dict) for group in groups)
@@ -185,7 +185,7 @@ class StoredArena:
             and _are_tensors(buffers)
         ):
             raise self.rank(0).damaged("what lies outside of the arena is something else")
-        return outside
+        return unpaged_state
 
     def alike(self, here: Place) -> RankState | None:
         """What the rank stored whose state lies just as `here`; None where none did, so that it must be put together."""
@@ -253,19 +253,21 @@ class StoredArena:
             state.close()
 
 
-def check_record(record: Record, outside: dict[str, Any]) -> None:
+def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
     """Raise CheckpointError unless training can go on from what a record holds: see `check_complete`."""
     stepped = zip(record.place.parameters, record.commit.stepped, strict=True)
     moments = {each.name for each, bit in stepped if bit == "1"}
-    names = outside.get("group_names")  # which earlier versions did not note
-    check_complete(moments, outside["steps"], moments if names is None else {name for own in names for name in own})
+    names = unpaged_state.get("group_names")  # which earlier versions did not note
+    check_complete(
+        moments, unpaged_state["steps"], moments if names is None else {name for own in names for name in own}
+    )
 
 
 def prove(path: Path, ranks: Iterable[int]) -> None:
     """Read back what loading an arena checkpoint parses of these ranks. Raises CheckpointError where it can't be loaded."""
     with StoredArena(path) as stored:
         for rank in ranks:
-            check_record(stored.rank(rank % stored.shards).record, stored.outside(rank))
+            check_record(stored.rank(rank % stored.shards).record, stored.unpaged_state(rank))
 
 
 def _are_tensors(named: object) -> bool:

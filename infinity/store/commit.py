@@ -124,19 +124,19 @@ class Commit:
 
 @dataclass(frozen=True)
 class Record:
-    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `outside`: the runtime's own bytes. `sums`: what
+    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `unpaged_state`: the runtime's own bytes. `sums`: what
     each page of the state must hold, sub-group by sub-group, as `File.checksums` gives it; empty where none are kept."""
 
     commit: Commit
     place: Place
     ties: bytes
-    outside: bytes
+    unpaged_state: bytes
     sums: bytes = b""
 
     def to_bytes(self) -> bytes:
         """What stands in the file."""
         head = json.dumps(asdict(self.commit), separators=(",", ":")).encode()
-        sections = (head, self.place.as_json, self.ties, self.outside, self.sums)
+        sections = (head, self.place.as_json, self.ties, self.unpaged_state, self.sums)
         lengths = " ".join(str(len(each)) for each in sections)
         return f"infinity-commit {VERSION} {_hash(sections)} {lengths}\n".encode() + b"".join(sections)
 
@@ -159,10 +159,10 @@ def parse_record(content: bytes, place: Place | None = None) -> Record:
         at += length
     if _hash(sections) != found[2].decode():
         raise ValueError("its bytes are not those that were written (SHA-256)")
-    head, described, ties, outside, sums = sections
+    head, described, ties, unpaged_state, sums = sections
     if place is None or described != place.as_json:
         place = _parse(Place, described)
-    record = Record(_parse(Commit, head), place, ties, outside, sums)
+    record = Record(_parse(Commit, head), place, ties, unpaged_state, sums)
     _check_counts(record)
     return record
 

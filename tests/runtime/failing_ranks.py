@@ -63,11 +63,11 @@ def fail_on(engine: infinity.Engine, where: str) -> None:
     acquire, failed = Stager.acquire, []
     running = []
 
-    def acquiring(stager: Stager, chunk: Any, *rest: Any, **named: Any) -> Any:
+    def acquiring(stager: Stager, chunk: Any, *training_state: Any, **named: Any) -> Any:
         if running and not failed:
             failed.append(chunk.name)
             raise infinity.IoError(f"{chunk.name}: no read today", errno.EIO)
-        return acquire(stager, chunk, *rest, **named)
+        return acquire(stager, chunk, *training_state, **named)
 
     if where == "forward":
         engine.module.blocks[1].register_forward_pre_hook(lambda *_: running.append(True), prepend=True)

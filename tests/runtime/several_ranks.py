@@ -102,8 +102,8 @@ def failing_alone(folder: Path) -> None:
             told(infinity.CheckpointError, "rank1.pt", lambda: engine.save_checkpoint(folder / "d", tag="one"))
         assert not (folder / "d" / "one").exists()
         engine.save_checkpoint(folder / "e", tag="one")
-        read = checkpoint._rest_of
-        with mock.patch.object(checkpoint, "_rest_of", lambda path: read(path / "gone" if rank else path)):
+        read = checkpoint._training_state_of
+        with mock.patch.object(checkpoint, "_training_state_of", lambda path: read(path / "gone" if rank else path)):
             told(infinity.CheckpointError, "has no rank0.pt", lambda: engine.load_checkpoint(folder / "e"))
         engine.load_checkpoint(folder / "e")
         stage = PagedShard.read

@@ -540,14 +540,14 @@ def test_any_number_of_ranks_goes_on_from_what_two_saved(
 
 
 def without_a_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    outside = infinity.Engine._outside
+    unpaged_state = infinity.Engine._unpaged_state
 
     def without_one(engine: infinity.Engine) -> dict[str, Any]:
-        found = outside(engine)
+        found = unpaged_state(engine)
         found["steps"].pop(next(iter(found["steps"])))
         return found
 
-    monkeypatch.setattr(infinity.Engine, "_outside", without_one)
+    monkeypatch.setattr(infinity.Engine, "_unpaged_state", without_one)
 
 
 def test_moments_without_a_number_of_steps_are_refused_before_anything_is_written(

@@ -254,11 +254,11 @@ def test_a_loop_of_ones_own_whose_backward_updated_a_part_is_torn(nvme_path: Pat
 
 
 @pytest.mark.parametrize("way", ["memory", "forward"])
-@pytest.mark.parametrize("at", ["_set_rest", "_set_outside"])
+@pytest.mark.parametrize("at", ["_set_training_state", "_set_unpaged_state"])
 def test_a_load_that_an_exception_ended_is_not_gone_on_from(
     way: str, at: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = "dcp" if at == "_set_rest" else "arena"
+    form = "dcp" if at == "_set_training_state" else "arena"
     if (way, form) == ("memory", "arena"):
         pytest.skip("arenas are of what rests on NVMe")
 

@@ -774,8 +774,8 @@ def test_a_16_bit_model_takes_the_place_of_the_older_one_only(
     assert ended
     assert attempt >= after
     ours = {"model.safetensors"} if after == 1 else {"model.safetensors.index.json"}
-    rest = {each.name for each in root.iterdir()} - others.keys() - ours
-    assert len(rest) == (0 if after == 1 else 3)
+    training_state = {each.name for each in root.iterdir()} - others.keys() - ours
+    assert len(training_state) == (0 if after == 1 else 3)
 
 
 def write_killed(root: Path, changes: int, monkeypatch: pytest.MonkeyPatch) -> bool:

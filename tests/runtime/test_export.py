@@ -211,9 +211,11 @@ def test_what_cannot_be_is_an_error_in_a_line(
 def test_checkpoints_of_before_do_not_say_what_is_in_which_group(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outside = infinity.Engine._outside
+    unpaged_state = infinity.Engine._unpaged_state
     monkeypatch.setattr(
-        infinity.Engine, "_outside", lambda self: {k: v for k, v in outside(self).items() if k != "group_names"}
+        infinity.Engine,
+        "_unpaged_state",
+        lambda self: {k: v for k, v in unpaged_state(self).items() if k != "group_names"},
     )
     with ours(nvme_path) as engine:
         engine.save_checkpoint(tmp_path / "saved")

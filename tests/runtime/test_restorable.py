@@ -13,7 +13,7 @@ import torch
 from durable_training import Case, Crash, make, step, weights
 
 import infinity
-from infinity.runtime import rest
+from infinity.runtime import training_state
 from infinity.store import commit, durable
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -23,27 +23,27 @@ Spoil = Callable[[dict[str, Any]], None]
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """What lies outside of the arena lacks something from now on."""
-    outside = infinity.Engine._outside
+    unpaged_state = infinity.Engine._unpaged_state
 
     def found(engine: infinity.Engine) -> dict[str, Any]:
-        all_of_it = outside(engine)
+        all_of_it = unpaged_state(engine)
         spoil(all_of_it)
         return all_of_it
 
-    monkeypatch.setattr(infinity.Engine, "_outside", found)
+    monkeypatch.setattr(infinity.Engine, "_unpaged_state", found)
 
 
-def drop_a_step(outside: dict[str, Any]) -> None:
-    del outside["steps"]["blocks.1.up.weight"]
+def drop_a_step(unpaged_state: dict[str, Any]) -> None:
+    del unpaged_state["steps"]["blocks.1.up.weight"]
 
 
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (drop_a_step, "blocks.1.up.weight has moments and no number of steps"),
-        (lambda outside: outside["buffers"].popitem(), "other parameter groups or buffers"),
-        (lambda outside: outside["param_groups"].clear(), "other parameter groups or buffers"),
-        (lambda outside: outside.pop("rng"), "lacks rng"),
+        (lambda unpaged_state: unpaged_state["buffers"].popitem(), "other parameter groups or buffers"),
+        (lambda unpaged_state: unpaged_state["param_groups"].clear(), "other parameter groups or buffers"),
+        (lambda unpaged_state: unpaged_state.pop("rng"), "lacks rng"),
     ],
     ids=["step", "buffer", "group", "rng"],
 )
@@ -138,12 +138,12 @@ def test_many_small_things_are_stored_as_few_and_come_back_as_they_were() -> Non
     names = [f"layers.{number}.weight" for number in range(500)]
     steps = {name: torch.tensor(float(number)) for number, name in enumerate(names)}
     buffers = {"norm.mean": torch.ones(3)}
-    outside = {"global_steps": 3, "steps": steps, "group_names": [names[:7], names[7:]], "buffers": buffers}
-    stored = rest.encode(outside)
+    unpaged_state = {"global_steps": 3, "steps": steps, "group_names": [names[:7], names[7:]], "buffers": buffers}
+    stored = training_state.encode(unpaged_state)
     assert stored.count(b"/data/") <= 2 * 2  # in the archive's directory once more
-    found = rest.decode(stored)
-    assert found.keys() == outside.keys()
-    assert found["group_names"] == outside["group_names"]
+    found = training_state.decode(stored)
+    assert found.keys() == unpaged_state.keys()
+    assert found["group_names"] == unpaged_state["group_names"]
     assert [*found["steps"]] == names
     assert all(found["steps"][name].equal(steps[name]) for name in names)
     assert len({each.untyped_storage().data_ptr() for each in found["steps"].values()}) == len(names)
@@ -162,16 +162,16 @@ def test_many_small_things_are_stored_as_few_and_come_back_as_they_were() -> Non
 )
 def test_forged_names_are_refused_in_words(spoilt: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(rest, "_packed", dict)
-        patch.setattr(rest, "_unpacked", dict)
-        forged = rest.encode(spoilt)
+        patch.setattr(training_state, "_packed", dict)
+        patch.setattr(training_state, "_unpacked", dict)
+        forged = training_state.encode(spoilt)
     with pytest.raises(ValueError, match=r"."):
-        rest.decode(forged)
+        training_state.decode(forged)
 
 
 def test_a_record_of_the_format_before_is_gone_on_from(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(rest, "_packed", dict)
+        patch.setattr(training_state, "_packed", dict)
         patch.setattr(commit, "VERSION", 1)
         with make(nvme_path, Case()) as engine:
             losses = [step(engine)]

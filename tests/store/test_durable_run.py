@@ -75,7 +75,7 @@ def commit(run: DurableRun, step: int) -> int:
     where = place()
     count = len(where.sub_groups)
     head = run.next_commit(step=step, slots="0" * count, filled="111", stepped="111", ties=[0] * count)
-    run.write(Record(head, where, b"", b"outside"))
+    run.write(Record(head, where, b"", b"unpaged_state"))
     return head.sequence
 
 

@@ -24,11 +24,11 @@ RANDOM_STATES = frozenset({"rng", "rng_device"})
 _NAMES, _VALUES = "names", "values"
 
 
-def encode(rest: dict[str, Any]) -> bytes:
+def encode(training_state: dict[str, Any]) -> bytes:
     """The bytes of plain values and tensors. Raises CheckpointError where something else is among them."""
     buffer = io.BytesIO()
     try:
-        torch.save(_packed(rest), buffer)
+        torch.save(_packed(training_state), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
@@ -50,12 +50,12 @@ def decode(stored: bytes | BinaryIO) -> dict[str, Any]:
     raise ValueError("it holds something else")
 
 
-def _packed(rest: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(rest)
-    if steps := rest.get("steps"):
+def _packed(training_state: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(training_state)
+    if steps := training_state.get("steps"):
         found["steps"] = {_NAMES: json.dumps([*steps]), _VALUES: torch.stack([*steps.values()])}
-    if "group_names" in rest:
-        found["group_names"] = json.dumps(rest["group_names"])
+    if "group_names" in training_state:
+        found["group_names"] = json.dumps(training_state["group_names"])
     return found
 
 
