@@ -69,7 +69,11 @@ class Strategy:
         """Bytes on NVMe of each element: of its copy, and of the rest of its state."""
         if self.optimizer != "nvme":
             return 0, 0
-        return (COMPUTE_BYTES, scheme.rest_bytes()) if self.parameters == "nvme" else (0, state_bytes(scheme.moments))
+        return (
+            (COMPUTE_BYTES, scheme.other_state_bytes())
+            if self.parameters == "nvme"
+            else (0, state_bytes(scheme.moments))
+        )
 
     @property
     def keeps_compute(self) -> bool:
@@ -253,13 +257,13 @@ class Kept:
         return sum(self.copies)
 
     @property
-    def rest_bytes(self) -> int:
+    def other_state_bytes(self) -> int:
         return sum(self.rest)
 
     @property
     def nbytes(self) -> int:
         """The host cache."""
-        return self.compute_bytes + self.rest_bytes
+        return self.compute_bytes + self.other_state_bytes
 
 
 def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
@@ -346,7 +350,7 @@ def record_bytes(stored_bytes: int) -> int:
 def _kept_of(user: str, kept: Kept) -> int:
     if user == _GRADIENTS:
         return 0
-    return kept.compute_bytes if user == _COMPUTE else kept.rest_bytes
+    return kept.compute_bytes if user == _COMPUTE else kept.other_state_bytes
 
 
 def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
@@ -356,7 +360,7 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     nvme: dict[str, int] = {}
-    compute_bytes, rest_bytes = strategy.stored_bytes(scheme)
+    compute_bytes, other_state_bytes = strategy.stored_bytes(scheme)
     if strategy.stage < 3:
         device["gathered parameters"] = COMPUTE_BYTES * numel
     elif strategy.optimizer == "cpu" and strategy.parameters == "none":
@@ -364,7 +368,7 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
     what = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
     user = f"optimizer state: {what} and moments" if scheme.moments else f"optimizer state: {what}"
-    home[user] = (rest_bytes or state_bytes(scheme.moments)) * shard
+    home[user] = (other_state_bytes or state_bytes(scheme.moments)) * shard
     if strategy.update_of(scheme) != "backward":
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.keeps_compute:

@@ -38,9 +38,9 @@ def candidates_of(part: Part, scheme: Scheme, *, compute_itemsize: int = COMPUTE
         return Candidate(compute_itemsize * part.numel, 1, part.gathers, 0), Candidate(0, 1, 0, 0)
     if not part.compute_on_nvme:  # masters rest in full
         full = replace(scheme, master_weights="full")
-        return Candidate(0, 1, 0, 0), Candidate(full.rest_bytes() * part.numel, 1, 1, 1)
+        return Candidate(0, 1, 0, 0), Candidate(full.other_state_bytes() * part.numel, 1, 1, 1)
     copies = Candidate(compute_itemsize * part.numel, 1, scheme.compute_reads(part.gathers, compute_itemsize), 1)
-    return copies, Candidate(scheme.rest_bytes(compute_itemsize) * part.numel, 1, 1, 1)
+    return copies, Candidate(scheme.other_state_bytes(compute_itemsize) * part.numel, 1, 1, 1)
 
 
 def step_bytes(

@@ -60,7 +60,7 @@ class Scheme:
         """Whether what is gathered is a part of the state: a split master's copy, or the fp32 master itself."""
         return self.master_weights == "split" or compute_itemsize >= MASTER_BYTES
 
-    def rest_bytes(self, compute_itemsize: int = COMPUTE_BYTES) -> int:
+    def other_state_bytes(self, compute_itemsize: int = COMPUTE_BYTES) -> int:
         """State per element beside what is gathered: a remainder and moments, moments alone, or master and moments."""
         return state_bytes(self.moments) - (compute_itemsize if self.compute_is_state(compute_itemsize) else 0)
 

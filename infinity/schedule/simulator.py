@@ -381,7 +381,7 @@ class _Drive:
             transfer.call(time, transfer.number)
 
 
-_RESTING, _READING, _STAGED, _IN_USE = range(4)
+_ON_NVME, _READING, _STAGED, _IN_USE = range(4)
 
 
 class _Thread:
@@ -395,7 +395,7 @@ class _Thread:
         self._result = result
         self._chunks = _chunks_of(step.program, len(step.group_bytes))
         self._lease_bytes = _lease_bytes(step.program, step.group_bytes)
-        self._states = [_RESTING] * len(self._lease_bytes)
+        self._states = [_ON_NVME] * len(self._lease_bytes)
         self._idle: set[int] = set()
         """The chunks that are staged and could be dropped."""
         self._filling: int | None = None
@@ -456,14 +456,14 @@ class _Thread:
         into = item.into if isinstance(item, SubGroup) else None
         if into is not None and not self._fill(into):
             return False
-        if self._states[chunk] == _RESTING and self._make_room(self._lease_bytes[chunk]):
+        if self._states[chunk] == _ON_NVME and self._make_room(self._lease_bytes[chunk]):
             self._start_read(time, place)
         self._drive.demand(time, self._states[chunk] == _READING)
         return self._states[chunk] in (_STAGED, _IN_USE)
 
     def _fill(self, group: int) -> bool:
         """Have a lease for a copy that is made, which stays until its use; whether there is one."""
-        if self._states[group] == _RESTING:
+        if self._states[group] == _ON_NVME:
             if not self._make_room(self._lease_bytes[group]):
                 return False
             self._pool.try_lease(self._lease_bytes[group])
@@ -486,7 +486,7 @@ class _Thread:
 
     def _drop(self, chunk: int) -> None:
         self._idle.discard(chunk)
-        self._states[chunk] = _RESTING
+        self._states[chunk] = _ON_NVME
         self._pool.give_back(self._lease_bytes[chunk])
 
     def _start_read(self, time: float, place: int) -> bool:
@@ -523,7 +523,7 @@ class _Thread:
         while self._read_up_to < self._wanted_up_to:
             chunk = self._chunks[self._read_up_to]
             pause = isinstance(self._step.program[self._read_up_to], Pause)
-            if not pause and self._states[chunk] == _RESTING and not self._start_read(time, self._read_up_to):
+            if not pause and self._states[chunk] == _ON_NVME and not self._start_read(time, self._read_up_to):
                 return
             self._read_up_to += 1
 

@@ -121,7 +121,7 @@ class SubGroup:
         return (*copy, Field.MASTER, *moments)
 
     @cached_property
-    def resting(self) -> tuple[Field, ...]:
+    def on_nvme(self) -> tuple[Field, ...]:
         """The fields of the extent, in order."""
         return tuple(each for each in self.fields if each not in self.held and each not in self.cached)
 
@@ -139,7 +139,7 @@ class SubGroup:
     @cached_property
     def state(self) -> tuple[Field, ...]:
         """The fields of the extent that stepping it reads: all but a copy that is no part of the master."""
-        return tuple(each for each in self.resting if self.split or each is not Field.COMPUTE)
+        return tuple(each for each in self.on_nvme if self.split or each is not Field.COMPUTE)
 
     def field_offset(self, which: Field) -> int:
         """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
@@ -149,13 +149,13 @@ class SubGroup:
 
     @cached_property
     def _offsets(self) -> dict[Field, int]:
-        ends = accumulate((self.numel * self.itemsize(each) for each in self.resting), initial=0)
-        return dict(zip(self.resting, ends, strict=False))
+        ends = accumulate((self.numel * self.itemsize(each) for each in self.on_nvme), initial=0)
+        return dict(zip(self.on_nvme, ends, strict=False))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole extent."""
-        return sum(self.numel * self.itemsize(each) for each in self.resting)
+        return sum(self.numel * self.itemsize(each) for each in self.on_nvme)
 
     @property
     def gradient_bytes(self) -> int:
@@ -189,7 +189,7 @@ class Cached:
         """The fields that stay of a sub-group that begins at element `first` of the part."""
         gathered = first < self.gathered_numel
         state = first < self.state_numel
-        return tuple(each for each in sub.resting if (gathered if each is sub.gathered else state))
+        return tuple(each for each in sub.on_nvme if (gathered if each is sub.gathered else state))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from infinity.device import CopyEvent
 class ChunkState(enum.Enum):
     """Where a chunk is, and who holds memory for it."""
 
-    RESTING = "resting"
+    ON_NVME = "on_nvme"
     """Only on NVMe. Holds no lease."""
     READING = "reading"
     """A read into its lease is in flight; the transfers hold the memory too. May be dropped once the read has ended."""
@@ -32,19 +32,19 @@ class ChunkState(enum.Enum):
 
 
 _ALLOWED = {
-    ChunkState.RESTING: {ChunkState.READING, ChunkState.IN_USE},
-    ChunkState.READING: {ChunkState.STAGED, ChunkState.RESTING},
-    ChunkState.STAGED: {ChunkState.IN_USE, ChunkState.RESTING},
+    ChunkState.ON_NVME: {ChunkState.READING, ChunkState.IN_USE},
+    ChunkState.READING: {ChunkState.STAGED, ChunkState.ON_NVME},
+    ChunkState.STAGED: {ChunkState.IN_USE, ChunkState.ON_NVME},
     ChunkState.IN_USE: {
         ChunkState.STAGED,
         ChunkState.COPYING_TO_DEVICE,
         ChunkState.COPYING_FROM_DEVICE,
         ChunkState.WRITING,
-        ChunkState.RESTING,
+        ChunkState.ON_NVME,
     },
-    ChunkState.COPYING_TO_DEVICE: {ChunkState.RESTING, ChunkState.IN_USE},
-    ChunkState.COPYING_FROM_DEVICE: {ChunkState.WRITING, ChunkState.RESTING},
-    ChunkState.WRITING: {ChunkState.RESTING},
+    ChunkState.COPYING_TO_DEVICE: {ChunkState.ON_NVME, ChunkState.IN_USE},
+    ChunkState.COPYING_FROM_DEVICE: {ChunkState.WRITING, ChunkState.ON_NVME},
+    ChunkState.WRITING: {ChunkState.ON_NVME},
 }
 
 
@@ -80,7 +80,7 @@ class Chunk:
     """Whether nobody has verified what was read."""
     sums: bytes | None = field(default=None, repr=False)
     """What the pages hold that are to be written, where its user has summed them."""
-    state: ChunkState = ChunkState.RESTING
+    state: ChunkState = ChunkState.ON_NVME
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)
     copy_event: CopyEvent | None = field(default=None, repr=False)
@@ -95,9 +95,9 @@ class Chunk:
         assert state in _ALLOWED[self.state], f"{self.name}: {self.state.value} -> {state.value}"
         self.state = state
 
-    def put_to_rest(self) -> None:
+    def forget_lease(self) -> None:
         """It holds no memory any more; nothing is in flight for it."""
-        if self.state is not ChunkState.RESTING:
-            self.move_to(ChunkState.RESTING)
+        if self.state is not ChunkState.ON_NVME:
+            self.move_to(ChunkState.ON_NVME)
         self.lease, self.transfers, self.copy_event = None, [], None
         self.unverified, self.sums = False, None

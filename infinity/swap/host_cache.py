@@ -74,6 +74,6 @@ def _parts(layout: Layout) -> list[_Part]:
 
 def _sets_of_fields(sub: SubGroup, resident: bool) -> list[tuple[bool, tuple[Field, ...]]]:
     """The fields that stay or go together: (whether it is the one that is gathered, fields)."""
-    gathered = () if resident else tuple(each for each in sub.resting if each is sub.gathered)
-    state = tuple(each for each in sub.resting if each not in gathered)
+    gathered = () if resident else tuple(each for each in sub.on_nvme if each is sub.gathered)
+    state = tuple(each for each in sub.on_nvme if each not in gathered)
     return [(which, fields) for which, fields in ((True, gathered), (False, state)) if fields]

@@ -499,7 +499,7 @@ class SwapManager:
             self._staging.use(group, module_trains=training)
             self._look_ahead(group)
         if shard.resident is not None:
-            for sub in group.beside:
+            for sub in group.resident_sub_groups:
                 model.catch_up(sub)
         else:
             if self._copying is not group:
@@ -832,7 +832,7 @@ class SwapManager:
             self._staging.end_pass()
 
     def _use(self, group: PagedGroup, training: bool) -> None:
-        for sub in group.beside:
+        for sub in group.resident_sub_groups:
             self.paged.catch_up(sub)
         self._staging.use(group, module_trains=training)
         self.paged.acquire(group, partial(self._look_ahead, group))

@@ -120,9 +120,9 @@ class PagedSubGroup:
         return tuple(spans)
 
     @property
-    def rests(self) -> bool:
+    def gathers_from_nvme(self) -> bool:
         """Whether gathering it takes bytes from the arena."""
-        return self.layout.gathered in self.layout.resting
+        return self.layout.gathered in self.layout.on_nvme
 
     def dtype(self, which: Field) -> torch.dtype:
         """Of the field's elements."""
@@ -340,7 +340,7 @@ class PagedGroup:
     shards: list[PagedShard] = field(default_factory=list)
     members: list[PagedSubGroup] = field(default_factory=list, repr=False)
     """The sub-groups of its flat space."""
-    beside: list[PagedSubGroup] = field(default_factory=list, repr=False)
+    resident_sub_groups: list[PagedSubGroup] = field(default_factory=list, repr=False)
     """Those that hold shards of it which stay resident, and perhaps shards of other groups."""
     chunk: Chunk | None = None
     cached: torch.Tensor | None = field(default=None, repr=False)
@@ -357,7 +357,7 @@ class PagedGroup:
     @property
     def completes(self) -> Chunk | None:
         """What holds copies that are a part of its masters, which an update in the backward takes from there."""
-        return self.chunk if any(sub.rests and sub.layout.split for sub in self.members) else None
+        return self.chunk if any(sub.gathers_from_nvme and sub.layout.split for sub in self.members) else None
 
     @property
     def all_delivered(self) -> bool:
@@ -436,7 +436,7 @@ class PagedModel:
                 if shard.resident is not None
                 for sub in shard.sub_groups
             }
-            group.beside = list(found.values())
+            group.resident_sub_groups = list(found.values())
 
     def _forget_updates(self) -> None:
         """The values are not whole any more: what is set anew is not to be updated."""
@@ -516,8 +516,8 @@ class PagedModel:
         """
         of_members = bool(self._moved_bytes(group)) and group.in_flight is None
         of_residents = bool(group.residents.nbytes) and group.residents.in_flight is None
-        beside = [sub for sub in group.beside if of_residents and sub in self.updates]
-        waiting = beside + [sub for sub in self.waiting(group) if of_members]
+        resident_sub_groups = [sub for sub in group.resident_sub_groups if of_residents and sub in self.updates]
+        waiting = resident_sub_groups + [sub for sub in self.waiting(group) if of_members]
         needed = [sub.chunk for sub in waiting if sub.moves]
         if of_members and group.chunk is not None:
             if not self.goes_direct(group):
@@ -526,7 +526,7 @@ class PagedModel:
                 return False
         if (waiting and not update) or not all(self._stager.is_ready(chunk) for chunk in needed):
             return False
-        for sub in beside:
+        for sub in resident_sub_groups:
             self.catch_up(sub)
         if of_members:
             self.acquire(group, look_ahead)
@@ -681,7 +681,7 @@ class PagedModel:
             return
         lease = self._stager.acquire(sub.chunk)
         try:
-            if copies is not None and sub.rests and sub.layout.split:
+            if copies is not None and sub.gathers_from_nvme and sub.layout.split:
                 start = sub.layout.start * sub.layout.compute_itemsize
                 with measured(timeline, "copy", sub.chunk.name):
                     sub.view(Field.COMPUTE, lease).copy_(copies.view(self.compute_dtype, start, sub.layout.numel))
@@ -788,8 +788,8 @@ class PagedModel:
     def _point(self, sub: PagedSubGroup) -> None:
         """What staging its chunk reads."""
         in_space = sub.layout.space < len(self.groups)
-        beside = self._in_backward and in_space and self.groups[sub.layout.space].chunk is not None
-        sub.chunk.reads = sub.reads(copy=not (beside and sub not in self.updates))
+        resident_sub_groups = self._in_backward and in_space and self.groups[sub.layout.space].chunk is not None
+        sub.chunk.reads = sub.reads(copy=not (resident_sub_groups and sub not in self.updates))
 
     def _leave_committed(self, sub: PagedSubGroup) -> None:
         """Before a range of a sub-group is written: where its values are committed, copy them to the other slot."""

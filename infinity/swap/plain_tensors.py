@@ -68,7 +68,7 @@ class PlainTensors:
     def prefetch(self, name: str) -> bool:
         """See `SwapManager.prefetch`."""
         entry = self._entry(name)
-        if entry.chunk.state is not ChunkState.RESTING:
+        if entry.chunk.state is not ChunkState.ON_NVME:
             return entry.chunk.state is not ChunkState.WRITING
         return self._machinery().stager.prefetch(entry.chunk)
 

@@ -267,7 +267,9 @@ class StagingPolicy:
             indices = dict.fromkeys(index for index in used if index < len(groups))
             if using is not None:
                 indices[using.index] = None
-            members = dict.fromkeys(sub for index in indices for sub in (*groups[index].beside, *groups[index].members))
+            members = dict.fromkeys(
+                sub for index in indices for sub in (*groups[index].resident_sub_groups, *groups[index].members)
+            )
             done = [*{sub: None for sub in (*done, *members) if sub in pending and sub not in updates}]
         if len(pending) - len(done) != len(updates):
             done = [sub for sub in pending if sub not in updates]
@@ -318,9 +320,9 @@ class StagingPolicy:
 
         `until_done`: these are needed for that update alone, as ~unit says.
         """
-        beside = [self._unit(sub) for sub in group.beside if sub in updated]
+        resident_sub_groups = [self._unit(sub) for sub in group.resident_sub_groups if sub in updated]
         members = [self._unit(sub) for sub in group.members if sub in updated]
-        yield from (~unit if until_done else unit for unit in beside)
+        yield from (~unit if until_done else unit for unit in resident_sub_groups)
         if members or not self._paged.may_go_direct(group):
             yield copies
         yield from (~unit if until_done else unit for unit in members)
@@ -350,16 +352,16 @@ class StagingPolicy:
                 reads.append(0)
                 continue
             group = groups[index]
-            beside = [sub for sub in group.beside if sub in waiting]
+            resident_sub_groups = [sub for sub in group.resident_sub_groups if sub in waiting]
             updated = [sub for sub in group.members if sub in waiting]
-            waiting -= {*beside, *updated}
+            waiting -= {*resident_sub_groups, *updated}
             if not updated and self._paged.may_go_direct(group):  # what is in host memory beside it is not kept for it
-                uses += map(self._unit, beside)
-                reads += [0] * len(beside)
+                uses += map(self._unit, resident_sub_groups)
+                reads += [0] * len(resident_sub_groups)
                 direct_bytes += _compute_bytes(group)
                 continue
-            uses += [*map(self._unit, beside), *map(self._unit, updated), index]
-            reads += [0] * (len(beside) + len(updated)) + [_compute_bytes(group, stepped=not updated)]
+            uses += [*map(self._unit, resident_sub_groups), *map(self._unit, updated), index]
+            reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, stepped=not updated)]
         return direct_bytes + cycle_read_bytes(uses, reads, *self._limits)
 
 
@@ -387,4 +389,4 @@ def _lease_bytes(chunk: Chunk | None) -> int:
 def _compute_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
     """What gathering a group reads where nothing of it is staged; `stepped`: the copies of what is trained too."""
     members = [sub for sub in group.members if stepped or not sub.layout.trained]
-    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.rests)
+    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.gathers_from_nvme)

@@ -150,7 +150,7 @@ class Stager:
             chunk.move_to(ChunkState.IN_USE)
             assert chunk.lease is not None
             return chunk.lease
-        if chunk.state is ChunkState.RESTING:
+        if chunk.state is ChunkState.ON_NVME:
             self.let_be_read(chunk)
             self.demand_reads += bool(chunk.reads)
             self._start_read(chunk, self.make_room(chunk.lease_bytes, chunk.name), Priority.DEMAND)
@@ -368,10 +368,10 @@ class Stager:
                         chunk.on_lost(str(error))
             if chunk.copy_event is not None:
                 chunk.copy_event.wait()
-            chunk.put_to_rest()
+            chunk.forget_lease()
             self._leased.pop(chunk, None)
         for chunks in (self._staged, self._from_device, self._writing, self._to_device):
-            for chunk in [chunk for chunk in chunks if chunk.state is ChunkState.RESTING]:
+            for chunk in [chunk for chunk in chunks if chunk.state is ChunkState.ON_NVME]:
                 del chunks[chunk]
         self._blocked_by.clear()
         self._wanted, _ = Wanted.of([])
@@ -379,7 +379,7 @@ class Stager:
         self._pool.reclaim(kept)
 
     def _key_to_read(self, chunk: Chunk) -> int | None:
-        return self._wanted.key(chunk) if chunk.state is ChunkState.RESTING else None
+        return self._wanted.key(chunk) if chunk.state is ChunkState.ON_NVME else None
 
     def _key_unwanted(self, chunk: Chunk) -> int | None:
         return self._staged.get(chunk) if self._wanted.key(chunk) is None else None
@@ -522,7 +522,7 @@ class Stager:
         """The lease goes back and the chunk rests. No transfer of it is in flight any more."""
         lease = chunk.lease
         assert lease is not None
-        chunk.put_to_rest()
+        chunk.forget_lease()
         lease.give_back()
         del self._leased[chunk]
         self._to_read.put(chunk)

@@ -26,11 +26,11 @@ TEST_CASE("short transfers go on where they stopped: at the page for a direct fi
     CHECK(holds(*machine.slab, 4096, 256 * kKiB, kMiB, 1));
     CHECK(engine.counters().resubmitted_blocks == 4);
     CHECK(engine.counters().read_bytes == 256 * kKiB);
-    std::vector<int64_t> rests;
+    std::vector<int64_t> gathers_from_nvme;
     for (auto [offset, length] : machine.drive->log) {
-      if (length < 64 * kKiB) rests.push_back(length);
+      if (length < 64 * kKiB) gathers_from_nvme.push_back(length);
     }
-    CHECK(rests == std::vector<int64_t>(4, 64 * kKiB - (direct ? 8192 : 10'000)));
+    CHECK(gathers_from_nvme == std::vector<int64_t>(4, 64 * kKiB - (direct ? 8192 : 10'000)));
   }
 }
 

@@ -44,12 +44,12 @@ class Model(nn.Module):
 
 def make(folder: Path, place: str, **own: Any) -> infinity.Engine:
     torch.manual_seed(0)
-    rests = {"device": "nvme", "nvme_path": str(folder)} if place == "nvme" else {"device": "none"}
+    gathers_from_nvme = {"device": "nvme", "nvme_path": str(folder)} if place == "nvme" else {"device": "none"}
     config = {
         "zero_optimization": {
             "stage": 3,
-            "offload_param": rests,
-            "offload_optimizer": rests,
+            "offload_param": gathers_from_nvme,
+            "offload_optimizer": gathers_from_nvme,
             "stage3_param_persistence_threshold": 0,
         },
         "infinity": {"wrap": ["Expert"], **own},

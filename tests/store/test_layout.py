@@ -206,7 +206,7 @@ def test_sub_group_below_the_least_is_refused_with_the_number() -> None:
 def test_state_that_is_held_leaves_the_extent_to_the_copies() -> None:
     shards = [Shard("p", 0, SPACE_ALIGN), Shard("kept", 0, SPACE_ALIGN, resident=True)]
     layout = plan_layout(shards, groups=1, sub_group_numel_max=SPACE_ALIGN, compute_itemsize=2, hold_state=True)
-    assert [sub.resting for sub in layout.sub_groups] == [(Field.COMPUTE,), ()]
+    assert [sub.on_nvme for sub in layout.sub_groups] == [(Field.COMPUTE,), ()]
     assert (layout.nbytes, layout.sub_group_bytes_max) == (2 * SPACE_ALIGN, 2 * SPACE_ALIGN)
 
 
@@ -233,7 +233,7 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
         members = [sub for sub in layout.by_space[space] if sub.trained is trained]
         first = members[0].start
         for sub in members:
-            assert sub.numel <= plan.numel_max and set(sub.cached) | set(sub.resting) == set(sub.fields)
+            assert sub.numel <= plan.numel_max and set(sub.cached) | set(sub.on_nvme) == set(sub.fields)
             for which in sub.fields:
                 end = first + (asked.gathered_numel if which is sub.gathered else asked.state_numel)
                 assert (which in sub.cached) == (sub.start < end)

@@ -69,7 +69,7 @@ def test_with_room_for_all_of_it_no_step_reads_or_writes(model: tuple[list[Shard
         gathered = [] if sub.space == layout.resident_space else [sub.gathered]
         assert not sub.trained or not sub.nbytes
         assert sub.trained or not set(gathered) & set(
-            sub.resting
+            sub.on_nvme
         )  # frozen: masters that nobody reads stay on the drive
 
 
@@ -99,7 +99,7 @@ def test_where_the_master_is_gathered_it_comes_before_the_moments() -> None:
     layout = laid_out([pages(2, 0)], groups=1, compute_itemsize=0)
     cached = plan_cache(layout, IN_STEP, [2], 4 * PAGE)
     (sub,) = laid_out([pages(2, 0)], groups=1, compute_itemsize=0, cached=cached).sub_groups
-    assert (sub.cached, sub.resting) == ((Field.MASTER,), (Field.MOMENT_1, Field.MOMENT_2))
+    assert (sub.cached, sub.on_nvme) == ((Field.MASTER,), (Field.MOMENT_1, Field.MOMENT_2))
 
 
 def model_of(hidden: int) -> nn.Module:

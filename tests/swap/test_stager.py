@@ -197,7 +197,7 @@ class Bench:
 
     def is_clean(self) -> bool:
         return self.pool.leased_bytes == 0 and all(
-            chunk.state is ChunkState.RESTING and chunk.lease is None for chunk in self.chunks
+            chunk.state is ChunkState.ON_NVME and chunk.lease is None for chunk in self.chunks
         )
 
 
@@ -295,7 +295,7 @@ def test_lease_returns_after_failed_read(real: Bench) -> None:
     with pytest.raises(IoError) as caught:
         real.stager.acquire(lost)
     assert (caught.value.operation, caught.value.offset) == ("read", 1 << 30)
-    assert lost.state is ChunkState.RESTING
+    assert lost.state is ChunkState.ON_NVME
     assert real.pool.leased_bytes == 0
 
 
@@ -479,7 +479,7 @@ def test_room_is_made_of_what_arrives(bench: Bench) -> None:
     for chunk in chunks:
         bench.write_late(chunk, 5)
     bench.stager.occupy(bench.chunk(8))
-    assert [chunk.state for chunk in chunks] == [ChunkState.RESTING] * 2
+    assert [chunk.state for chunk in chunks] == [ChunkState.ON_NVME] * 2
 
 
 def test_write_that_can_not_start_after_the_arrival_frees_its_lease(
@@ -612,7 +612,7 @@ def test_least_wanted_is_dropped_first(bench: Bench) -> None:
     left = []
     for each in new:
         bench.stager.acquire(each)
-        left.append([chunk.state is not ChunkState.RESTING for chunk in (unwanted, *wanted)])
+        left.append([chunk.state is not ChunkState.ON_NVME for chunk in (unwanted, *wanted)])
     assert left == [[False, True, True, True], [False, True, True, False], [False, True, False, False]]
 
 
@@ -622,7 +622,7 @@ def test_room_is_made_by_waiting_for_writes(bench: Bench) -> None:
     bench.write(second, 2)
     third = bench.chunk(8)
     bench.stager.acquire(third)
-    assert (first.state, second.state) == (ChunkState.RESTING, ChunkState.RESTING)
+    assert (first.state, second.state) == (ChunkState.ON_NVME, ChunkState.ON_NVME)
     assert bench.engine.arena_bytes[[0, 4 * PAGE]].tolist() == [1, 2]
 
 
@@ -632,7 +632,7 @@ def test_room_is_taken_from_what_ended_before_anything_is_dropped(bench: Bench) 
     bench.write(written, 1)
     bench.engine.end_all()
     bench.stager.acquire(bench.chunk(4))
-    assert (staged.state, written.state) == (ChunkState.READING, ChunkState.RESTING)
+    assert (staged.state, written.state) == (ChunkState.READING, ChunkState.ON_NVME)
 
 
 def test_pool_full_of_what_is_in_use_is_a_budget_error_with_a_number(bench: Bench) -> None:
@@ -645,7 +645,7 @@ def test_pool_full_of_what_is_in_use_is_a_budget_error_with_a_number(bench: Benc
         "chunk 2 needs 16.00 KiB of the pinned pool at once, which holds 32.00 KiB, 24.00 KiB of them in use: "
         "raise pinned_bytes_max (host_bytes_max) to at least 72.00 KiB"
     )
-    assert starved.state is ChunkState.RESTING
+    assert starved.state is ChunkState.ON_NVME
     assert bench.pool.leased_bytes == 6 * PAGE
 
 
@@ -666,7 +666,7 @@ def test_what_is_wanted_is_read_in_turn_until_it_no_longer_fits(bench: Bench) ->
     bench.engine.end_all()
     bench.stager.want([first, second, too_large, small])
     states = [chunk.state.name for chunk in (unwanted, first, second, too_large, small)]
-    assert states == ["RESTING", "READING", "READING", "RESTING", "RESTING"]
+    assert states == ["ON_NVME", "READING", "READING", "ON_NVME", "ON_NVME"]
     assert list(bench.stager.wanted) == [first, second, too_large, small]
 
 
@@ -697,7 +697,7 @@ def test_prefetch_takes_the_room_of_what_is_not_wanted(bench: Bench) -> None:
     bench.stager.wanted = [old[0]]
     new = bench.chunk(4)
     assert bench.stager.prefetch(new)
-    assert [chunk.state for chunk in (*old, new)] == [ChunkState.READING, ChunkState.RESTING, ChunkState.READING]
+    assert [chunk.state for chunk in (*old, new)] == [ChunkState.READING, ChunkState.ON_NVME, ChunkState.READING]
 
 
 def test_prefetch_never_waits(bench: Bench) -> None:
@@ -755,7 +755,7 @@ def test_room_is_made_by_waiting_for_the_device(bench: Bench) -> None:
     on_device(bench, chunk, keep=False)
     bench.stager.acquire(bench.chunk(8))
     assert bench.device.copy_events[0].waited
-    assert chunk.state is ChunkState.RESTING
+    assert chunk.state is ChunkState.ON_NVME
 
 
 def test_landing_chunk_is_acquired_where_it_lies(bench: Bench) -> None:
@@ -791,7 +791,7 @@ def test_kept_chunk_is_dropped_only_when_the_device_has_copied(bench: Bench, dro
         bench.stager.drop(chunk)
     else:
         bench.stager.drop_all()
-    assert chunk.state is ChunkState.RESTING
+    assert chunk.state is ChunkState.ON_NVME
     assert bench.device.copy_events[0].fired, "the lease went back while the device was copying out of it"
 
 
@@ -889,7 +889,7 @@ class StagerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def prefetch(self, data: st.DataObject) -> None:
-        chunk = self.some(data, ChunkState.RESTING)
+        chunk = self.some(data, ChunkState.ON_NVME)
         pending = self.bench.engine.pending
         started = self.attempt(lambda: self.stager.prefetch(chunk))
         assert bool(started) == (chunk.state is ChunkState.READING)
@@ -967,7 +967,7 @@ class StagerMachine(RuleBasedStateMachine):
         for one, other in pairwise(leases):
             assert one.offset + one.nbytes <= other.offset
         for chunk in self.bench.chunks:
-            assert (chunk.lease is None) == (chunk.state is ChunkState.RESTING)
+            assert (chunk.lease is None) == (chunk.state is ChunkState.ON_NVME)
 
     @invariant()
     def what_is_in_flight_has_its_lease(self) -> None:
