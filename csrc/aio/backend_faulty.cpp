@@ -1,4 +1,4 @@
-// A drive that fails on purpose: wraps any backend, and decides by lot what becomes of each submission.
+// A drive that fails on purpose: wraps any backend, and decides by draw what becomes of each submission.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -36,10 +36,10 @@ constexpr std::array<Names, kFaultKinds> kNames{{{Fault::kInterrupted, "interrup
                                                  {Fault::kOvertaken, "overtaken"}}};
 
 // Numbers that depend on nothing but seed, ring and the number of the submission: the order in which a drive answers
-// changes no lot. (The finalizer of splitmix64, by Sebastiano Vigna.)
-class Lots {
+// changes no draw. (The finalizer of splitmix64, by Sebastiano Vigna.)
+class Draws {
  public:
-  Lots(uint64_t seed, int ring, uint64_t submission)
+  Draws(uint64_t seed, int ring, uint64_t submission)
       : state_(mix(mix(seed) + static_cast<uint64_t>(ring)) + mix(submission)) {}
 
   uint64_t bits() { return mix(state_ += 0x9e3779b97f4a7c15ULL); }
@@ -131,7 +131,7 @@ class FaultyBackend final : public Backend {
   };
 
   void decide(const Block& block) {
-    Lots lots(plan_.seed, ring_, submissions_);
+    Draws draws(plan_.seed, ring_, submissions_);
     Slot& slot = slots_[block.tag];
     slot = Slot{};
     slot.block = block;
@@ -139,31 +139,31 @@ class FaultyBackend final : public Backend {
       sound_.push_back(&slot.block);
       return;
     }
-    if (happens(Fault::kLate, lots.fraction())) slot.late_seconds = lots.fraction() * plan_.delay_seconds_max;
-    slot.overtaken = happens(Fault::kOvertaken, lots.fraction());
-    if (slot.overtaken) slot.late_seconds += lots.fraction() * kOvertakenSecondsMax;
-    double lot = lots.fraction();
-    slot.dice = lots.bits();
+    if (happens(Fault::kLate, draws.fraction())) slot.late_seconds = draws.fraction() * plan_.delay_seconds_max;
+    slot.overtaken = happens(Fault::kOvertaken, draws.fraction());
+    if (slot.overtaken) slot.late_seconds += draws.fraction() * kOvertakenSecondsMax;
+    double draw = draws.fraction();
+    slot.dice = draws.bits();
     for (size_t kind = 0; kind < static_cast<size_t>(Fault::kLate); ++kind) {
       auto fault = static_cast<Fault>(kind);
-      lot -= plan_.rate(fault);
-      if (lot < 0) {
-        befall(slot, fault, lots);
+      draw -= plan_.rate(fault);
+      if (draw < 0) {
+        befall(slot, fault, draws);
         return;
       }
     }
     sound_.push_back(&slot.block);
   }
 
-  bool happens(Fault fault, double lot) {
-    if (lot >= plan_.rate(fault)) return false;
+  bool happens(Fault fault, double draw) {
+    if (draw >= plan_.rate(fault)) return false;
     count(fault);
     return true;
   }
 
   void count(Fault fault) { (*tally_)[static_cast<size_t>(fault)].fetch_add(1, std::memory_order_relaxed); }
 
-  void befall(Slot& slot, Fault fault, Lots& lots) {
+  void befall(Slot& slot, Fault fault, Draws& draws) {
     Block& block = slot.block;
     bool writes = block.operation == Operation::kWrite;
     switch (fault) {
@@ -176,10 +176,10 @@ class FaultyBackend final : public Backend {
       case Fault::kIo:
       case Fault::kSpace:
         slot.error_number = writes && fault == Fault::kSpace ? ENOSPC : EIO;
-        if (lots.bits() % 2 == 0 || !shorten(block, lots)) return answer(slot, fault, -slot.error_number);
+        if (draws.bits() % 2 == 0 || !shorten(block, draws)) return answer(slot, fault, -slot.error_number);
         break;
       case Fault::kShort:
-        if (!shorten(block, lots)) return pass(slot);
+        if (!shorten(block, draws)) return pass(slot);
         slot.reports_part = true;
         break;
       case Fault::kCorrupt:
@@ -210,11 +210,11 @@ class FaultyBackend final : public Backend {
   }
 
   // Leaves a part of the block, in whole pages for a direct file; false where it has no part.
-  static bool shorten(Block& block, Lots& lots) {
+  static bool shorten(Block& block, Draws& draws) {
     int64_t unit = block.file->direct() ? kPageBytes : 1;
     int64_t units = block.length / unit;
     if (units < 2) return false;
-    block.length = unit * (1 + lots.below(units - 1));
+    block.length = unit * (1 + draws.below(units - 1));
     return true;
   }
 

@@ -45,7 +45,7 @@ struct FaultPlan {
 // How often each happened, over all rings of an engine.
 using FaultTally = std::array<std::atomic<int64_t>, kFaultKinds>;
 
-// Backends of `factory` on which the plan comes true. `ring`: from 0, as each ring draws lots of its own.
+// Backends of `factory` on which the plan comes true. `ring`: from 0, as each ring draws draws of its own.
 BackendFactory faulty(BackendFactory factory, const FaultPlan& plan, int ring, std::shared_ptr<FaultTally> tally);
 
 }  // namespace infinity::aio

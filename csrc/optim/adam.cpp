@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "aio/crc32c.h"
-#include "optim/crew.h"
+#include "optim/pool.h"
 #include "optim/kernels.h"
 
 namespace infinity::optim {
@@ -205,7 +205,7 @@ const int32_t* first_from(Ties ties, int64_t index) {
 template <typename Body>
 std::vector<std::vector<int32_t>> run_shares(int64_t shares, Ties ties, int threads, const Body& body) {
   std::vector<std::vector<int32_t>> found(static_cast<size_t>(shares));
-  Crew::here().run(threads, shares, [&](int64_t share) {
+  ThreadPool::here().run(threads, shares, [&](int64_t share) {
     TiesOnTheWay on_the_way{ties.begin, ties.end, &found[static_cast<size_t>(share)]};
     body(share, on_the_way);
   });

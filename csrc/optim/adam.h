@@ -1,5 +1,5 @@
 // One step of Adam or AdamW on a sub-group, in one pass over its memory: from the gradient through both moments and the
-// master weight to its 16-bit copy. Called from any thread; the work is shared with the threads of the crew.
+// master weight to its 16-bit copy. Called from any thread; the work is shared with the threads of the pool.
 #pragma once
 
 #include <cstddef>

@@ -46,7 +46,7 @@ class DriveLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPlan:
-    """Makes the drives of an engine fail, by lot: what a bad drive, cable or kernel does, for tests and experiments.
+    """Makes the drives of an engine fail, at random: what a bad drive, cable or kernel does, for tests and experiments.
 
     Each field but the last three is the probability (0 to 1) that it happens to a submission; of those before `late`, one at
     most. The same seed and the same submissions give the same faults, in whatever order the drive answers.
@@ -60,7 +60,7 @@ class FaultPlan:
         stuck: no answer ever; see `silence_seconds_max` of `IoEngine`.
         late: the answer comes up to `delay_seconds_max` later.
         overtaken: the answer comes after some that should have come later.
-        seed: of the lots.
+        seed: of the draws.
         delay_seconds_max: of `late`.
         after_blocks: so many submissions of each ring go well first.
     """

@@ -1,4 +1,4 @@
-"""Faults by lot, through the Python face: what the engine makes good, what it raises, and what it can't know."""
+"""Faults at random, through the Python face: what the engine makes good, what it raises, and what it can't know."""
 
 from __future__ import annotations
 

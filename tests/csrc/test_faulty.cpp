@@ -1,4 +1,4 @@
-// Faults by lot: what the engine makes good, what it says, and what only a checksum could find.
+// Faults by draw: what the engine makes good, what it says, and what only a checksum could find.
 #include <cmath>
 #include <thread>
 

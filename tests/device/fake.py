@@ -1,6 +1,6 @@
 """A device that isn't there: a runtime for infinity/device/streams.py on which every careless order of things goes wrong.
 
-Its memory is ordinary memory, its current stream runs at once, and its copies run as late as the rules allow or, by lot, a
+Its memory is ordinary memory, its current stream runs at once, and its copies run as late as the rules allow or, at random, a
 little earlier, those of one stream before or after those of another. Until a copy has run, its destination is filled with NaN.
 Beside that it keeps vector clocks, of the streams and of the host, so that a missing wait is an error even where the bytes
 happen to be there. Raises `Hazard` on
@@ -174,7 +174,7 @@ class FakeRuntime:
     numa_node = None
 
     def __init__(self, seed: int = 0, *, refuses: str | None = None) -> None:
-        self.lots = random.Random(seed)
+        self.draws = random.Random(seed)
         self.refuses = refuses
         self.host: Clock = {}
         self.compute = FakeStream(self, "compute", at_once=True)
@@ -263,15 +263,15 @@ class FakeRuntime:
             memory.noted.add(stream)
             return
         for copy in self.copies:  # of the current stream's own: the copy holds it, as the allocator would
-            if copy.stream is stream and overlap(copy.reads, span_of(tensor)):  # or has run by now, by lot
+            if copy.stream is stream and overlap(copy.reads, span_of(tensor)):  # or has run by now, at random
                 self._held.add(copy)
 
     # What goes wrong.
 
     def stir(self) -> None:
-        """By lot, some of what is queued runs."""
-        for stream in self.lots.sample(self.streams, len(self.streams)):
-            while stream.queue and self.lots.random() < 0.2:
+        """At random, some of what is queued runs."""
+        for stream in self.draws.sample(self.streams, len(self.streams)):
+            while stream.queue and self.draws.random() < 0.2:
                 self.early += isinstance(stream.queue[0], Copy)
                 stream.run_one()
         self.copies = [copy for copy in self.copies if not (copy.ran and copy.known_by(self.host))]

@@ -1,4 +1,4 @@
-"""Under faults by lot, whatever the seed: the right answer or an error in words; never a wrong number, a hang or a leak."""
+"""Under faults at random, whatever the seed: the right answer or an error in words; never a wrong number, a hang or a leak."""
 
 from __future__ import annotations
 

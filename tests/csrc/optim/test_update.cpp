@@ -12,7 +12,7 @@
 
 #include "aio/crc32c.h"
 #include "optim/adam.h"
-#include "optim/crew.h"
+#include "optim/pool.h"
 
 namespace infinity::optim {
 namespace {
@@ -170,13 +170,13 @@ TEST_CASE("several threads may update at once") {
 
 TEST_CASE("a job that fails throws where it was brought, and the next one runs") {
   for (int round = 0; round < 20; ++round) {
-    CHECK_THROWS_AS(Crew::here().run(3, 100,
+    CHECK_THROWS_AS(ThreadPool::here().run(3, 100,
                                      [](int64_t i) {
                                        if (i == 50) throw std::runtime_error("out of something");
                                      }),
                     std::runtime_error);
     std::vector<int> done(100);
-    Crew::here().run(3, 100, [&done](int64_t i) { done[static_cast<size_t>(i)] = 1; });
+    ThreadPool::here().run(3, 100, [&done](int64_t i) { done[static_cast<size_t>(i)] = 1; });
     CHECK(done == std::vector<int>(100, 1));
   }
 }

@@ -1,5 +1,5 @@
 // Waking threads, counting them, and waiting for the last.
-#include "optim/crew.h"
+#include "optim/pool.h"
 
 #include <algorithm>
 #include <string>
@@ -9,18 +9,18 @@ namespace infinity::optim {
 
 // Never destroyed: its threads wait on it until the process ends. In a forked child there are no threads, and its locks
 // may have been held; see [Note: fork] in aio/process.h.
-Crew& Crew::here() {
-  static std::atomic<Crew*> current{nullptr};
-  Crew* crew = current.load(std::memory_order_acquire);
-  while (crew == nullptr || crew->guard_.in_child()) {
-    auto* made = new Crew;
-    if (current.compare_exchange_strong(crew, made, std::memory_order_acq_rel)) return *made;
+ThreadPool& ThreadPool::here() {
+  static std::atomic<ThreadPool*> current{nullptr};
+  ThreadPool* pool = current.load(std::memory_order_acquire);
+  while (pool == nullptr || pool->guard_.in_child()) {
+    auto* made = new ThreadPool;
+    if (current.compare_exchange_strong(pool, made, std::memory_order_acq_rel)) return *made;
     delete made;
   }
-  return *crew;
+  return *pool;
 }
 
-void Crew::run(int threads, int64_t count, const std::function<void(int64_t)>& body) {
+void ThreadPool::run(int threads, int64_t count, const std::function<void(int64_t)>& body) {
   if (count <= 1 || threads <= 1) {
     for (int64_t i = 0; i < count; ++i) body(i);
     return;
@@ -45,7 +45,7 @@ void Crew::run(int threads, int64_t count, const std::function<void(int64_t)>& b
 }
 
 // As many as the system gives: with fewer, the others do more.
-void Crew::start_threads(int wanted) {
+void ThreadPool::start_threads(int wanted) {
   while (static_cast<int>(threads_.size()) < wanted) {
     int number = static_cast<int>(threads_.size());
     try {
@@ -57,7 +57,7 @@ void Crew::start_threads(int wanted) {
   }
 }
 
-void Crew::wait_for_jobs(int number) {
+void ThreadPool::wait_for_jobs(int number) {
   uint64_t seen = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -71,7 +71,7 @@ void Crew::wait_for_jobs(int number) {
   }
 }
 
-void Crew::take_part() {
+void ThreadPool::take_part() {
   try {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) (*body_)(i);
   } catch (...) {

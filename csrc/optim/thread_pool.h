@@ -16,10 +16,10 @@ namespace infinity::optim {
 
 // One job at a time; those who come meanwhile wait. Threads are started when they are first needed, and wait for the
 // next job until the process ends.
-class Crew {
+class ThreadPool {
  public:
-  // The crew of this process; a forked child gets one of its own.
-  static Crew& here();
+  // The pool of this process; a forked child gets one of its own.
+  static ThreadPool& here();
 
   // Calls `body(i)` once for every i in [0, count), on up to `threads` threads, the caller among them. Returns when all
   // calls have; rethrows what the first of them to fail threw, after which no further ones are started.
