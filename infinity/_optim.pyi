@@ -40,8 +40,8 @@ def update(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
     """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel), ascending.
 
-    Of the addresses `master`, `copy` and `remainder`, 0 says that there is none; `compute_dtype` tells what lies at `copy` where
-    there is a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
+    Of the addresses `master`, `copy` and `remainder`, 0 means none. `compute_dtype` is the dtype of what lies at `copy` beside a
+    master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
 
     `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The
     fields that lie in them are verified before they change, and summed after. Returns the new checksums (0 for pages of no

@@ -52,7 +52,7 @@ def _next_step(policy: StagingPolicy) -> Iterator[int]:
 def _units_of(
     policy: StagingPolicy, group: PagedGroup, updated: Container[PagedSubGroup], copies: int
 ) -> Iterator[int]:
-    yield from (policy._unit(sub) for sub in group.beside if sub in updated)
+    yield from (policy._unit(sub) for sub in group.resident_sub_groups if sub in updated)
     members = [sub for sub in group.members if sub in updated]
     if members or not policy._paged.may_go_direct(group):
         yield copies

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "aio/crc32c.h"
-#include "optim/pool.h"
+#include "optim/thread_pool.h"
 #include "optim/kernels.h"
 
 namespace infinity::optim {

@@ -1,5 +1,5 @@
 // Waking threads, counting them, and waiting for the last.
-#include "optim/pool.h"
+#include "optim/thread_pool.h"
 
 #include <algorithm>
 #include <string>

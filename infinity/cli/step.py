@@ -49,8 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "step",
         help="time real training steps from a drive",
         description="Train a synthetic transformer from a drive for a few steps, and print the time of a step, the bytes it "
-        "moved and how long it waited, beside the lower bound: the longer of compute and of what the bytes take at the bandwidth "
-        "that the drive gave in the same run.",
+        "moved and how long it waited, with the lower bound: the longer of compute and of what the bytes take at "
+        "the bandwidth that the drive gave in the same run.",
     )
     parser.add_argument(
         "--params", type=checked_value(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
@@ -299,11 +299,12 @@ def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
     table = Table(show_header=False)
     seconds = [step["seconds"] for step in result["steps"]]
     stall = statistics.median(step["stall_seconds"] for step in result["steps"])
+    bound = result["lower_bound_seconds"]
     drive = result["drive"]
     rows = {
         "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
         "of it waiting": f"{stall:.3f} s",
-        "floor": f"{result['lower_bound_seconds']:.3f} s; a step takes {result['seconds'] / result['lower_bound_seconds']:.2f} times it",
+        "lower bound": f"{bound:.3f} s; a step takes {result['seconds'] / bound:.2f} times it",
         "predicted": _predicted(result),
         "compute": f"{result['compute_seconds']:.3f} s (the step less its waiting)",
         "moved per parameter": f"{result['read_bytes_per_param']:.2f} B read, "

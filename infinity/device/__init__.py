@@ -7,6 +7,7 @@ from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
 from infinity.device.streams import Runtime, StreamDevice
 
 __all__ = [
+    "CopyEvent",
     "CpuDevice",
     "Device",
     "DirectRead",
@@ -14,7 +15,6 @@ __all__ = [
     "HostBuffer",
     "HostBuffers",
     "InFlightCopy",
-    "CopyEvent",
     "Runtime",
     "StreamDevice",
     "device_for",

@@ -351,8 +351,8 @@ def _load_training_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
         ) from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{folder / _TRAINING_STATE} is damaged, or holds other things than plain values ({_reason(error)}): if you trust whoever "
-            "wrote it, pass trust_checkpoints=True to InfinityStrategy, which runs code that is in it"
+            f"{folder / _TRAINING_STATE} is damaged, or holds other things than plain values ({_reason(error)}): if you trust "
+            "whoever wrote it, pass trust_checkpoints=True to InfinityStrategy, which runs code that is in it"
         ) from None
     except Exception as error:  # whatever torch.load makes of arbitrary bytes
         raise CheckpointError(

@@ -59,8 +59,8 @@ def save(
 
     `keep`: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
 
-    Raises CheckpointError on all ranks when `training_state` of one can't be stored, no training could go on from the state, or the
-    folder can't be written or lacks the space. An earlier checkpoint stays then, until the new one was read back.
+    Raises CheckpointError on all ranks when `training_state` of one can't be stored, no training could go on from the
+    state, or the folder can't be written or lacks the space. An earlier checkpoint stays then, until the new one was read back.
     """
     draft, writer = draft_of(directory, tag), dist.get_rank() == 0
     state = _state_of(model, optimizer)

@@ -221,8 +221,8 @@ def start(
         outside: what lies outside of the arena, as a commit holds it; this rank's own.
         keep: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
 
-    Raises CheckpointError on all ranks when `unpaged_state` of one can't be stored, no training could go on from the state, or the
-    folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
+    Raises CheckpointError on all ranks when `unpaged_state` of one can't be stored, no training could go on from the
+    state, or the folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
     """
     rank, draft = dist.get_rank(), draft_of(directory, tag)
     with raise_on_all_ranks(), in_our_words(draft.what):

@@ -9,8 +9,8 @@ drive's own cache and a small file. Both places are the same on all ranks, so al
 
 [Note: What can be gone on from]
 A commit takes the place of the one before it, so it counts only when it is known that a run can go on from it. What a resume
-asks of a record is asked of it before: `check_unpaged_state` when it is noted and again, with `check_arena`, when it is made; and the
-file is read back. All ranks hear how that went before any removes the older one.
+asks of a record is asked of it before: `check_unpaged_state` when it is noted and again, with `check_arena`, when it is
+made; and the file is read back. All ranks hear how that went before any removes the older one.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ class Commits:
     def note(self, step: int, training: Training, unpaged_state: Callable[[], dict[str, Any]]) -> None:
         """The step is over: what it was is to be committed. A collective.
 
-        Raises CheckpointError on all ranks where what lies `unpaged_state` of the arena of one can't be stored, or couldn't be gone
-        on from; then what was noted before is still to be committed, on all of them.
+        Raises CheckpointError on all ranks where the unpaged state of one can't be stored, or couldn't be gone on from; then what was noted before is still to be committed, on all of them.
         """
         with raise_on_all_ranks():
             found = unpaged_state()

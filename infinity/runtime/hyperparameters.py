@@ -45,8 +45,8 @@ class Hyperparameters:
         """What counts: see [Note: What the run was told]."""
 
     def settle(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
-        """Optimizer and `schedule` (where that is wanted) have been set to what a run had, and stored in `training_state`: name what the
-        config has otherwise, on rank 0, and set that again where the config's are to count."""
+        """Optimizer and `schedule` (where that is wanted) have been set to what a run had, and stored in `training_state`:
+        name what the config has otherwise, on rank 0, and set that again where the config's are to count."""
         found = training_state.get("hyperparameters")  # older ones don't hold it
         run: Told = found if found is not None else {"groups": _settings(self._optimizer.param_groups)}
         changed = [*_differences(run, self.told)]

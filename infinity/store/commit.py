@@ -2,7 +2,7 @@
 
 No torch here, and no I/O: bytes in, a checked record out. It is read as what it is, a file that anybody may have written.
 
-    infinity-commit 2 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
+    infinity-commit 3 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
     header (JSON) | place (JSON) | ties (int32) | outside (what the runtime encoded) | sums (CRC-32C of the pages)
 """
 
@@ -21,9 +21,15 @@ from pydantic import Field, TypeAdapter, ValidationError
 from infinity.store.layout import MOMENTS, Layout
 from infinity.units import GIB
 
-VERSION = 2
-_READ = (1, VERSION)
-"""Formats that are read; in the first one the runtime's own bytes were larger."""
+VERSION = 3
+_READ = (1, 2, VERSION)
+"""Formats that are read. In the first one the runtime's own bytes were larger; the first two have older names of fields."""
+_OLDER_NAMES = {
+    b'"copy_dtype":': b'"compute_dtype":',
+    b'"copy_itemsize":': b'"compute_itemsize":',
+    b'"halves":': b'"slots":',
+}
+"""As they stand in JSON, where a quotation mark inside of a text has a backslash before it."""
 
 SUM_BYTES = 4
 """Of the checksum of a page."""
@@ -124,8 +130,8 @@ class Commit:
 
 @dataclass(frozen=True)
 class Record:
-    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `unpaged_state`: the runtime's own bytes. `sums`: what
-    each page of the state must hold, sub-group by sub-group, as `File.checksums` gives it; empty where none are kept."""
+    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `unpaged_state`: the runtime's own bytes.
+    `sums`: what each page of the state must hold, sub-group by sub-group, as `File.checksums` gives it; empty where none are kept."""
 
     commit: Commit
     place: Place
@@ -160,11 +166,19 @@ def parse_record(content: bytes, place: Place | None = None) -> Record:
     if _hash(sections) != found[2].decode():
         raise ValueError("its bytes are not those that were written (SHA-256)")
     head, described, ties, unpaged_state, sums = sections
+    if int(found[1]) < VERSION:
+        head, described = _renamed(head), _renamed(described)
     if place is None or described != place.as_json:
         place = _parse(Place, described)
     record = Record(_parse(Commit, head), place, ties, unpaged_state, sums)
     _check_counts(record)
     return record
+
+
+def _renamed(described: bytes) -> bytes:
+    for older, name in _OLDER_NAMES.items():
+        described = described.replace(older, name)
+    return described
 
 
 def _hash(sections: Sequence[bytes]) -> str:

@@ -78,8 +78,8 @@ class HostGradients:
         return tensor
 
     def fetch(self, gradient: torch.Tensor, into: torch.Tensor) -> CopyEvent | None:
-        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the copy event fires when it is
-        there (None where it is already), and so does `settle`."""
+        """Begin to bring a gradient to its place in host memory, converted to the dtype of that; the copy event fires
+        when it is there (None where it is already), and so does `settle`."""
         if not self._device.is_discrete:
             into.copy_(gradient)
             return None

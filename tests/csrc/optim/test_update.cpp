@@ -12,7 +12,7 @@
 
 #include "aio/crc32c.h"
 #include "optim/adam.h"
-#include "optim/pool.h"
+#include "optim/thread_pool.h"
 
 namespace infinity::optim {
 namespace {
