@@ -33,8 +33,8 @@ from results import machine, save
 
 from infinity.aio import IoEngine, IoSettings, PinnedPool, Priority, Request, probe
 from infinity.cli.sweep.fio import Fio, find_fio, version_of
+from infinity.drive.measure import DriveTest, Trial, Workload
 from infinity.store import Arena, RunFolder
-from infinity.store.measure import DriveTest, Trial, Workload
 from infinity.units import GIB, KIB, MIB, format_bytes, parse_bytes
 
 BLOCKS = (MIB, 4 * MIB, 8 * MIB, 16 * MIB)

@@ -35,9 +35,9 @@ from infinity.aio import IoSettings  # noqa: E402
 from infinity.cli.arguments import checked_value, count, whole_number  # noqa: E402
 from infinity.cli.program import run_program  # noqa: E402
 from infinity.config import load_config  # noqa: E402
-from infinity.runtime.storage import choose_storage  # noqa: E402
-from infinity.schedule.lower_bound import forward_lower_bound_seconds, step_lower_bound_seconds  # noqa: E402
-from infinity.store.measure import FILE_BYTES_MIN, DriveTest, Workload  # noqa: E402
+from infinity.drive.choice import choose_storage  # noqa: E402
+from infinity.drive.measure import FILE_BYTES_MIN, DriveTest, Workload  # noqa: E402
+from infinity.plan.lower_bound import forward_lower_bound_seconds, step_lower_bound_seconds  # noqa: E402
 from infinity.units import GIB, MIB, parse_bytes, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")

@@ -17,9 +17,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from infinity.aio import IoEngine, PinnedPool, Priority, Request
 from infinity.aio.pool import FreeRanges
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.simulator import Resources, Step, SubGroup, Use, simulate
 from infinity.schedule.lookahead import plan_look_ahead
-from infinity.schedule.lower_bound import DriveSpeed
-from infinity.schedule.simulator import Resources, Step, SubGroup, Use, simulate
 from infinity.store import Arena, RunFolder, Shard, plan_layout
 from infinity.units import KIB, MIB
 

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from infinity import checkpointing, ops, utils, zero
+    from infinity.checkpoint.consolidate import (
+        convert_zero_checkpoint_to_fp32_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
+    from infinity.drive.probe import DriveRates, measure_drive
     from infinity.errors import (
         BudgetError,
         CheckpointError,
@@ -25,13 +30,8 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_live,
     )
     from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
-    from infinity.runtime.consolidate import (
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-    )
     from infinity.runtime.engine import Engine as DeepSpeedEngine
     from infinity.runtime.initialize import initialize
-    from infinity.store.probe import DriveRates, measure_drive
     from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, SwapManager
 
 __version__ = "0.1.0"
@@ -86,11 +86,11 @@ _NAMES_OF = {
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
     "infinity.runtime": ("Engine", "add_config_arguments", "init_distributed", "init_empty", "initialize"),
-    "infinity.runtime.consolidate": (
+    "infinity.checkpoint.consolidate": (
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",
     ),
-    "infinity.store.probe": ("DriveRates", "measure_drive"),
+    "infinity.drive.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "SwapManager"),
 }
 _MODULES = {

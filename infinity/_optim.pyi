@@ -40,7 +40,7 @@ def update(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
     """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel), ascending.
 
-    Of the addresses `master`, `copy` and `remainder`, 0 means none. `compute_dtype` is the dtype of what lies at `copy` beside a
+    Of the addresses `master`, `copy` and `remainder`, 0 means none. `compute_dtype` is that of what lies at `copy` beside a
     master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
 
     `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The

@@ -1,4 +1,4 @@
-"""Floor 5.3. Activation checkpointing under DeepSpeed's names, by torch's non-reentrant checkpoint, which FSDP2 works with."""
+"""Floor 14. Activation checkpointing under DeepSpeed's names, by torch's non-reentrant checkpoint, which FSDP2 works with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5.2, above the runtime. What the states of a model need, under the names that DeepSpeed gave these questions.
+"""Floor 12, above the runtime. What the states of a model need, under the names that DeepSpeed gave these questions.
 
 Parameters, gradients and optimizer state as infinity holds them, on the GPUs, in the host and on NVMe; activations come on
 top (`infinity-bench plan` counts them too). Pure arithmetic that prints a table.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from infinity.schedule.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, STRATEGIES, Memory, Strategy, states_of
+from infinity.plan.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, STRATEGIES, Memory, Strategy, states_of
 from infinity.schedule.pinned import SUB_GROUP_NUMEL_DEFAULT, comfortable_bytes, gather_bytes
 from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.units import GIB, format_count
@@ -116,7 +116,7 @@ def needs_of(
 
 def count(model: nn.Module) -> tuple[int, int]:
     """Parameters of `model`, shared ones once, and of its largest group as `infinity.initialize` wraps it."""
-    from infinity.runtime.wrap import modules_to_wrap
+    from infinity.fsdp2.wrap import modules_to_wrap
 
     groups = [{id(each): each.numel() for each in module.parameters()} for module in modules_to_wrap(model, None)]
     everything = {id(each): each.numel() for each in model.parameters()}

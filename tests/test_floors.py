@@ -19,31 +19,40 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The part of the house that a module belongs to is the name after `infinity.`: a folder, or a file on the ground floor; or a
 # folder within a folder that is named here.
-FLOORS: dict[str, float] = {
-    "cli": 7,
-    "integrations": 6,
-    "": 5.5,  # infinity/__init__.py, the public names: above all it names, beneath those who use the library
-    "runtime.zero": 5.3,  # the paths, names and contexts of DeepSpeed
-    "checkpointing": 5.3,
-    "ops": 5.3,
-    "utils": 5.3,
-    "zero": 5.3,
-    "memory_needs": 5.2,  # public functions that print
-    "runtime": 5,
-    "swap": 4,
-    "optim": 3,
-    "schedule": 3,
-    "_optim": 2.5,  # the compiled half of optim
-    "store": 2,
-    "device": 2,
-    "aio": 1,
-    "_aio": 0.5,  # the compiled half of aio
-    "host_memory": 0.1,
-    "config": 0,
+FLOORS: dict[str, int] = {
+    "cli": 17,
+    "integrations": 16,
+    "": 15,  # infinity/__init__.py, the public names: above all it names, beneath those who use the library
+    "runtime.zero": 14,  # the paths, names and contexts of DeepSpeed
+    "checkpointing": 14,
+    "ops": 14,
+    "utils": 14,
+    "zero": 14,
+    "memory_needs": 12,
+    "runtime": 11,
+    "checkpoint": 10,
+    "activations": 9,
+    "swap": 8,
+    "fsdp2": 7,
+    "plan": 7,
+    "optim": 6,
+    "schedule": 6,
+    "drive": 5,
+    "store": 4,
+    "device": 4,
+    "aio": 3,
+    "ranks": 2,
+    "config": 1,
+    "host_memory": 1,
+    "_aio": 1,  # the compiled half of aio
+    "_optim": 1,  # the compiled half of optim
     "errors": 0,
     "kernel_files": 0,
     "units": 0,
 }
+
+GROUND = 0
+"""On which files may know each other."""
 
 COMPILED = {"infinity._aio", "infinity._optim"}
 
@@ -163,10 +172,10 @@ def floor_violations(tree: Tree) -> list[str]:
             there, here = FLOORS[other], FLOORS[part]
             if there > here:
                 found.append(
-                    f"{tree.where(name, line)}: {name} (floor {here:g}) imports {target} (floor {there:g}) above it"
+                    f"{tree.where(name, line)}: {name} (floor {here}) imports {target} (floor {there}) above it"
                 )
-            elif there == here != 0:
-                found.append(f"{tree.where(name, line)}: {name} knows {target}, which is on the same floor ({here:g})")
+            elif there == here != GROUND:
+                found.append(f"{tree.where(name, line)}: {name} knows {target}, which is on the same floor ({here})")
     return found
 
 

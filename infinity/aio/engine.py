@@ -1,4 +1,4 @@
-"""Floor 1. The I/O engine as the floors above see it: transfers between a file and a lease of the pinned pool.
+"""Floor 3. The I/O engine as the floors above see it: transfers between a file and a lease of the pinned pool.
 
 The ring threads live in csrc/aio and never enter Python; everything here runs on the caller's thread.
 """

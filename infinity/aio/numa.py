@@ -1,4 +1,4 @@
-"""Floor 1. On which NUMA node new memory lies: near the device or the drive that it is for.
+"""Floor 3. On which NUMA node new memory lies: near the device or the drive that it is for.
 
 A slab is touched whole when it is made, by the thread that makes it, so a preference of that thread meanwhile is all it takes.
 """

@@ -1,4 +1,4 @@
-"""Floor 1. How storage is driven, in one value that is handed down from whoever decides it to the engine."""
+"""Floor 3. How storage is driven, in one value that is handed down from whoever decides it to the engine."""
 
 from __future__ import annotations
 

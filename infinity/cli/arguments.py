@@ -1,4 +1,4 @@
-"""Floor 7. What the subcommands ask of their arguments alike: bounds, files that can be written, how a model is stepped."""
+"""Floor 17. What the subcommands ask of their arguments alike: bounds, files that can be written, how a model is stepped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7. The program `infinity-ckpt`: looks into checkpoints, verifies them, makes others or models of them. Main thread.
+"""Floor 17. The program `infinity-ckpt`: looks into checkpoints, verifies them, makes others or models of them. Main thread.
 
 What is heavy (torch, pydantic, rich) is imported when a command runs, so that --help is there at once.
 """
@@ -92,8 +92,8 @@ def _path(text: str) -> Path:
 
 
 def _info(asked: argparse.Namespace) -> int:
-    from infinity.runtime.consolidate import open_model
-    from infinity.store.manifest import others
+    from infinity.checkpoint.consolidate import open_model
+    from infinity.checkpoint.manifest import others
 
     with open_model(asked.checkpoint, asked.tag) as model:
         manifest = model.manifest
@@ -157,8 +157,8 @@ def _print_info(found: dict[str, Any], tensors: list[dict[str, Any]], elsewhere:
 
 
 def _verify(asked: argparse.Namespace) -> int:
+    from infinity.checkpoint.manifest import FILE_NAME, damage, find_checkpoint, load_manifest
     from infinity.errors import CheckpointError
-    from infinity.store.manifest import FILE_NAME, damage, find_checkpoint, load_manifest
 
     path = find_checkpoint(asked.checkpoint, asked.tag)
     manifest = load_manifest(path)
@@ -188,7 +188,7 @@ def _verify(asked: argparse.Namespace) -> int:
 
 
 def _consolidate(asked: argparse.Namespace) -> int:
-    from infinity.runtime.consolidate import DTYPES, consolidate
+    from infinity.checkpoint.consolidate import DTYPES, consolidate
 
     with contextlib.ExitStack() as stack:
         files = consolidate(
@@ -209,8 +209,8 @@ def _consolidate(asked: argparse.Namespace) -> int:
 
 
 def _export(asked: argparse.Namespace) -> int:
-    from infinity.runtime.export import export
-    from infinity.store.manifest import load_manifest
+    from infinity.checkpoint.export import export
+    from infinity.checkpoint.manifest import load_manifest
 
     with contextlib.ExitStack() as stack:
         path = export(

@@ -1,4 +1,4 @@
-"""Floor 7. What this machine and this process may do, as plain data read from /proc and /sys: no judgement, no effect.
+"""Floor 17. What this machine and this process may do, as plain data read from /proc and /sys: no judgement, no effect.
 
 What the kernel does not say is None. `root` is where /proc, /sys and /run are looked for.
 """

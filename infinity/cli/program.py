@@ -1,4 +1,4 @@
-"""Floor 7. How a program of ours begins and ends: its signals, its exit code, and errors as one line. Main thread."""
+"""Floor 17. How a program of ours begins and ends: its signals, its exit code, and errors as one line. Main thread."""
 
 from __future__ import annotations
 

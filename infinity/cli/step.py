@@ -1,4 +1,4 @@
-"""Floor 7. `infinity-bench step`: real training steps of a synthetic transformer from a drive, beside their lower bound.
+"""Floor 17. `infinity-bench step`: real training steps of a synthetic transformer from a drive, beside their lower bound.
 
 Checks what it was asked, then trains, then tells. What it puts on the drive has no name and is gone when it ends.
 """
@@ -34,10 +34,10 @@ from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_c
 if TYPE_CHECKING:
     import infinity
     from infinity.cli import synthetic
-    from infinity.schedule.estimate import Work
-    from infinity.schedule.planner import Machine
+    from infinity.plan.estimate import Work
+    from infinity.plan.planner import Machine
+    from infinity.plan.transformer import Transformer as Shape
     from infinity.schedule.timeline import TraceSummary
-    from infinity.schedule.transformer import Transformer as Shape
 
 POOL_BYTES_MIN = 2 * ACCESS_BYTES
 """Of any model; what this one needs is known once it is there."""
@@ -119,8 +119,8 @@ def run(asked: argparse.Namespace) -> int:
 def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
     """Train for `warmup` and `steps` steps and return what they took, as the JSON of this command has it; and the trace."""
     from infinity.cli.synthetic import shape_for
-    from infinity.schedule.estimate import Work
-    from infinity.store.probe import measure_drive
+    from infinity.drive.probe import measure_drive
+    from infinity.plan.estimate import Work
     from infinity.store.run_folder import make_writable
 
     shape = shape_for(asked.params)
@@ -185,8 +185,8 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
 
 def predict(machine: Machine, work: Work, *, pinned_bytes: int, cache_bytes: int) -> float | None:
     """What the planner says a step takes on `machine` with everything on NVMe; None where it says that it can't be done."""
-    from infinity.schedule.estimate import STRATEGIES
-    from infinity.schedule.planner import plan_step
+    from infinity.plan.estimate import STRATEGIES
+    from infinity.plan.planner import plan_step
 
     everything = next(s for s in STRATEGIES if (s.parameters, s.optimizer) == ("nvme", "nvme"))
     plan = plan_step(work, machine, everything, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
@@ -197,7 +197,7 @@ def _machine(asked: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine
     """This machine and the model, in the planner's terms. Measured before the steps, so that it is a prediction."""
     from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import HEAD, VOCABULARY
-    from infinity.schedule.transformer import Transformer
+    from infinity.plan.transformer import Transformer
 
     block = 12 * shape.hidden**2
     model = Transformer(

@@ -1,4 +1,4 @@
-"""Floor 0. `python -m infinity.config`: print the reference of the config (docs/config.md)."""
+"""Floor 1. `python -m infinity.config`: print the reference of the config (docs/config.md)."""
 
 import sys
 

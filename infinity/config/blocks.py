@@ -1,4 +1,4 @@
-"""Floor 0. The blocks of the config, each a frozen model: what sharding, storage, precision and infinity itself "
+"""Floor 1. The blocks of the config, each a frozen model: what sharding, storage, precision and infinity itself "
 "take."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 0. From values to a config, or to an error that tells all that is wrong with them."""
+"""Floor 1. From values to a config, or to an error that tells all that is wrong with them."""
 
 from __future__ import annotations
 

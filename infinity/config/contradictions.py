@@ -1,4 +1,4 @@
-"""Floor 0. Values of the config that are fine alone and can't work together, and how an error tells of them."""
+"""Floor 1. Values of the config that are fine alone and can't work together, and how an error tells of them."""
 
 from __future__ import annotations
 

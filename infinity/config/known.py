@@ -1,4 +1,4 @@
-"""Floor 0. Every key that exists, by its dotted path; what to say of one that doesn't."""
+"""Floor 1. Every key that exists, by its dotted path; what to say of one that doesn't."""
 
 from __future__ import annotations
 

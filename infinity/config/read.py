@@ -1,4 +1,4 @@
-"""Floor 0. Reading a config from a dict, a file or base64: what each of its keys is taken for."""
+"""Floor 1. Reading a config from a dict, a file or base64: what each of its keys is taken for."""
 
 from __future__ import annotations
 

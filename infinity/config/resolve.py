@@ -1,4 +1,4 @@
-"""Floor 0. Filling every "auto" from the caller, the hidden size or another value, and solving the batch sizes."""
+"""Floor 1. Filling every "auto" from the caller, the hidden size or another value, and solving the batch sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 0. What a value of the config may be: how each kind is read, when it is right, and the words for it."""
+"""Floor 1. What a value of the config may be: how each kind is read, when it is right, and the words for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 2. Pinned host memory for what comes back from the device: made when first asked for, then lent again and again.
+"""Floor 4. Pinned host memory for what comes back from the device: made when first asked for, then lent again and again.
 
 Owns its slabs until `close`. Training thread only, but for `give_back`, which may come at any moment and on any thread.
 

@@ -1,4 +1,4 @@
-"""Floor 2. Which Device computes on a torch device, and who reads files into its memory."""
+"""Floor 4. Which Device computes on a torch device, and who reads files into its memory."""
 
 from __future__ import annotations
 

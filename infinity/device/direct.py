@@ -1,4 +1,4 @@
-"""Floor 2. Reads of files into a device's memory, past host memory: what whoever does them promises, and kvikio, which does.
+"""Floor 4. Reads of files into a device's memory, past host memory: what whoever does them promises, and kvikio, which does.
 
 GPUDirect Storage by way of kvikio, where that is installed. A read is work of a stream. Called by the training thread.
 """

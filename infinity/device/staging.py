@@ -1,4 +1,4 @@
-"""Floor 2. From pinned host memory to the device that computes, and back: what any device promises, and the CPU.
+"""Floor 4. From pinned host memory to the device that computes, and back: what any device promises, and the CPU.
 
 On a CPU the staged bytes are used where they lie. A device with memory of its own gets copies: see streams.py. Called by the
 training thread, which in a backward on CUDA is autograd's.

@@ -1,4 +1,4 @@
-"""Floor 2. A device with memory of its own: which copy waits for what, in terms of streams, events and memory.
+"""Floor 4. A device with memory of its own: which copy waits for what, in terms of streams, events and memory.
 
 Owns one stream for each direction and decides the order of everything on them; how a stream, an event or a copy is made is the
 runtime's matter (cuda.py; a fake in the tests, which holds this file to its promises).

@@ -1,1 +1,1 @@
-"""Floor 6. infinity inside other frameworks; nothing here is imported until a module of it is named."""
+"""Floor 16. infinity inside other frameworks; nothing here is imported until a module of it is named."""

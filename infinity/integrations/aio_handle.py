@@ -1,4 +1,4 @@
-"""Floor 6. DeepSpeed's I/O handle on infinity's I/O engine; knows nothing of DeepSpeed itself.
+"""Floor 16. DeepSpeed's I/O handle on infinity's I/O engine; knows nothing of DeepSpeed itself.
 
 Owns an engine, and the calls that nobody has waited for. Any thread may use it; the bytes move on the engine's threads.
 

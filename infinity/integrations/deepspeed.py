@@ -1,4 +1,4 @@
-"""Floor 6. DeepSpeed with infinity's I/O: its swappers, its checkpoint writer and its I/O tools on our engine.
+"""Floor 16. DeepSpeed with infinity's I/O: its swappers, its checkpoint writer and its I/O tools on our engine.
 
 `install()` changes what one class of DeepSpeed's answers, `uninstall()` puts it back. As a command, the module runs a
 script or one of DeepSpeed's own commands with the handle installed:

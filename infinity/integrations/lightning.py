@@ -1,4 +1,4 @@
-"""Floor 6. Lightning on infinity's engine: a strategy under the names and arguments of Lightning's DeepSpeed strategy.
+"""Floor 16. Lightning on infinity's engine: a strategy under the names and arguments of Lightning's DeepSpeed strategy.
 
 Importing this registers the names, such as `Trainer(strategy="infinity_stage_3_offload_nvme")`. Lightning keeps its loops, data
 and callbacks; what is sharded, paged, stepped, saved and loaded is the engine's.
@@ -34,11 +34,11 @@ except ModuleNotFoundError as error:
     raise ImportError(f"this needs Lightning ({error}): pip install 'infinity-offload[lightning]'") from error
 
 from infinity.errors import CheckpointError, ConfigError
+from infinity.fsdp2.first_values import init_empty
+from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.runtime import Engine
-from infinity.runtime.first_values import init_empty
 from infinity.runtime.initialize import initialize
 from infinity.store.files import open_regular, sync, write_durably
-from infinity.swap.all_ranks import raise_on_all_ranks
 
 log = logging.getLogger("infinity")
 

@@ -1,4 +1,4 @@
-"""Floor 6. Tensors over pinned slabs of their own, and which slab a tensor lies in; process-wide, any thread.
+"""Floor 16. Tensors over pinned slabs of their own, and which slab a tensor lies in; process-wide, any thread.
 
 Keeps no memory alive: a slab goes with the last tensor over it, or stays as long as a transfer holds it.
 """

@@ -1,4 +1,4 @@
-"""Floor 5.3. `ops` as scripts written for DeepSpeed use it: `infinity.ops.adam`."""
+"""Floor 14. `ops` as scripts written for DeepSpeed use it: `infinity.ops.adam`."""
 
 from infinity.ops import adam
 

@@ -1,4 +1,4 @@
-"""Floor 5.3. DeepSpeed's Adams by name. Both are torch's fused Adam, paged where the config says so."""
+"""Floor 14. DeepSpeed's Adams by name. Both are torch's fused Adam, paged where the config says so."""
 
 from __future__ import annotations
 

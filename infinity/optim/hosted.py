@@ -1,4 +1,4 @@
-"""Floor 3. Any element-wise torch optimizer, stepped on pieces of tensors: its own `step`, on views that it is handed.
+"""Floor 6. Any element-wise torch optimizer, stepped on pieces of tensors: its own `step`, on views that it is handed.
 
 [Note: What can be stepped piece by piece]
 An optimizer can be if each element is updated by its own gradient and by what is kept of itself alone, and all that is kept are

@@ -1,4 +1,4 @@
-"""Floor 3. The update kernel: torch's fused Adam and AdamW, bit for bit, in one pass over memory.
+"""Floor 6. The update kernel: torch's fused Adam and AdamW, bit for bit, in one pass over memory.
 
 The gradient is converted, unscaled and clipped on the way in; the 16-bit copy is made on the way out, and the master weight
 may be kept as that copy and what its rounding left. Tensors are updated in place, on the caller's thread and a few more.

@@ -1,4 +1,4 @@
-"""Floor 3. An fp32 master weight as a bf16 copy and the 16 bits that its rounding left: 4 bytes instead of 6, exactly.
+"""Floor 6. An fp32 master weight as a bf16 copy and the 16 bits that its rounding left: 4 bytes instead of 6, exactly.
 
 [Note: Copy and remainder]
 The remainder is the lower half of the master's bits. The copy is the upper half, rounded to nearest even as torch converts; so

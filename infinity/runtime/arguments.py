@@ -1,4 +1,4 @@
-"""Floor 5. The command-line arguments that scripts written for DeepSpeed take."""
+"""Floor 11. The command-line arguments that scripts written for DeepSpeed take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5. The engine: forward, backward, step, save and load, under the names that users of DeepSpeed know."""
+"""Floor 11. The engine: forward, backward, step, save and load, under the names that users of DeepSpeed know."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from infinity.activations.saved_tensors import Activations
+from infinity.checkpoint import arena_writer as checkpoint_arena
+from infinity.checkpoint import dcp as checkpoint
+from infinity.checkpoint.arena_reader import is_arena_checkpoint
+from infinity.checkpoint.commits import Commits, Training, check_unpaged_state
+from infinity.checkpoint.folder import find
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, in_words
-from infinity.runtime import checkpoint, checkpoint_arena
-from infinity.runtime.checkpoint_folder import find
-from infinity.runtime.commits import Commits, Training, check_unpaged_state
+from infinity.fsdp2.live import LiveParameters
+from infinity.fsdp2.materialize import named_full_tensors
+from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.routes import Routes
+from infinity.fsdp2.sharding import abandon_unfinished_pass, in_backward, reshard
+from infinity.plan.lower_bound import step_lower_bound_seconds
+from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.peers import Peers, as_pass
 from infinity.runtime.flops import make_flops_profile
 from infinity.runtime.hyperparameters import Hyperparameters
-from infinity.runtime.live import LiveParameters
 from infinity.runtime.loss_scale import make_loss_scale
-from infinity.runtime.materialize import named_full_tensors
-from infinity.runtime.peers import Peers, as_pass
-from infinity.runtime.routes import Routes
-from infinity.runtime.stored_arena import is_arena_checkpoint
 from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
-from infinity.schedule.lower_bound import step_lower_bound_seconds
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
-from infinity.swap.activations import Activations
-from infinity.swap.all_ranks import raise_on_all_ranks
-from infinity.swap.fsdp2 import abandon_unfinished_pass, in_backward, reshard
 from infinity.swap.health import Health, ModelHealth
-from infinity.swap.names import buffer_names, parameter_names
 from infinity.swap.taken_gradient import TakenGradient
 from infinity.swap.timeline import Timeline, measured
 
@@ -538,7 +539,7 @@ class Engine:
     def step_lower_bound_seconds(
         self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float
     ) -> float:
-        """The least a step could take on this rank (seconds), moving what it moves: see infinity/schedule/lower_bound.py.
+        """The least a step could take on this rank (seconds), moving what it moves: see infinity/plan/lower_bound.py.
 
         Once a step was taken, that is without what stays in host memory from step to step, or from forward to backward, and
         with what saved activations moved in the last one.

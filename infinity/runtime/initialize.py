@@ -1,4 +1,4 @@
-"""Floor 5. `initialize`: the one place that constructs the whole."""
+"""Floor 11. `initialize`: the one place that constructs the whole."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from infinity.activations.choice import make_activations
+from infinity.activations.saved_tensors import Activations
+from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
 from infinity.config import Config, ZeroConfig, load_config
+from infinity.drive.choice import choose_storage
 from infinity.errors import ConfigError
+from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
+from infinity.fsdp2.gathered import remember_sharded
+from infinity.fsdp2.live import LiveParameters, choose_wrap
+from infinity.fsdp2.materialize import load_weights, stored_names
+from infinity.fsdp2.routes import Routes
+from infinity.fsdp2.scalars import hold_as_rows
+from infinity.fsdp2.sharding import is_sharded
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
-from infinity.runtime.commits import Commits, open_run, restore_arena, unpaged_state_of
+from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.peers import Peers
+from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
-from infinity.runtime.first_values import InitFn, check_initializable, initialize_values, meta_parameters
-from infinity.runtime.gathered import remember_sharded
-from infinity.runtime.live import LiveParameters, choose_wrap
-from infinity.runtime.materialize import load_weights, stored_names
 from infinity.runtime.optimizers import make_early, make_optimizer, make_schedule, stepper_for, trained_names
-from infinity.runtime.peers import Peers
 from infinity.runtime.pretrained import save_as_pretrained
-from infinity.runtime.process_group import ensure_process_group
-from infinity.runtime.routes import Routes
-from infinity.runtime.saved import make_activations
-from infinity.runtime.scalars import hold_as_rows
-from infinity.runtime.storage import choose_storage
 from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import choose_update, state_bytes
 from infinity.store import DurableRun
 from infinity.swap import SwapManager
-from infinity.swap.activations import Activations
-from infinity.swap.all_ranks import raise_on_all_ranks
-from infinity.swap.fsdp2 import is_sharded
 from infinity.swap.plan import Placing
 
 log = logging.getLogger("infinity")

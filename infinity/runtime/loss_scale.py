@@ -1,4 +1,4 @@
-"""Floor 5. The factor on the loss that keeps fp16 gradients from vanishing, and how it adapts. Training thread only.
+"""Floor 11. The factor on the loss that keeps fp16 gradients from vanishing, and how it adapts. Training thread only.
 
 A pure state machine of numbers, with the rules of DeepSpeed's scaler, so that a run which moves here sees the same factor in
 every step. All ranks keep their own copy and agree, because what they hear, whether the whole gradient is finite, is the same.

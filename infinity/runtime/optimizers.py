@@ -1,4 +1,4 @@
-"""Floor 5. The optimizer over a sharded model, paged where the model is, and the schedule that moves its learning rate.
+"""Floor 11. The optimizer over a sharded model, paged where the model is, and the schedule that moves its learning rate.
 
 An optimizer or a schedule may come from the config or from the caller, made or as a function that makes it.
 """
@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from infinity.config import AdamConfig, Config, SGDConfig
 from infinity.errors import ConfigError
+from infinity.fsdp2.names import parameter_names, parameters_by_name
 from infinity.optim.hosted import Stepper
 from infinity.runtime.lr_schedules import make_lr_scheduler
 from infinity.swap import HostedOptimizer, PagedAdam, SwapManager
 from infinity.swap.hosted_optimizer import stand_in
-from infinity.swap.names import parameter_names, parameters_by_name
 
 Groups = list[tuple[dict[str, Any], list[str]]]
 """Parameter groups as (settings, names)."""

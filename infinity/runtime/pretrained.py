@@ -1,4 +1,4 @@
-"""Floor 5. `save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included.
+"""Floor 11. `save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included.
 
 Hugging Face's own looks at a whole state dict at once, by the memory that its tensors lie in, and paged tensors have none. So
 the values come first: a model's go to safetensors in a folder inside the one that is saved to, in the dtype of compute, piece
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
+from infinity.checkpoint.model_files import SAFETENSORS_BYTES_MAX
 from infinity.errors import CheckpointError, InfinityError
+from infinity.fsdp2.materialize import full_tensor
+from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.sharding import reshard
+from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.runtime.engine import Engine
-from infinity.runtime.materialize import full_tensor
-from infinity.runtime.model_files import SAFETENSORS_BYTES_MAX
-from infinity.swap.all_ranks import raise_on_all_ranks
-from infinity.swap.fsdp2 import reshard
-from infinity.swap.names import buffer_names, parameter_names
 
 
 def save_as_pretrained(engine: Engine) -> None:

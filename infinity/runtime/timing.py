@@ -1,4 +1,4 @@
-"""Floor 5. Who hears of it when a forward, a backward or a step of the engine begins and ends. Training thread only."""
+"""Floor 11. Who hears of it when a forward, a backward or a step of the engine begins and ends. Training thread only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 5. Where the seconds of a step go, printed as DeepSpeed prints it where `wall_clock_breakdown` is set.
+"""Floor 11. Where the seconds of a step go, printed as DeepSpeed prints it where `wall_clock_breakdown` is set.
 
 Training thread only.
 """

@@ -1,1 +1,1 @@
-"""Floor 3. What to move and when: integers in, decisions out; no torch, no I/O."""
+"""Floor 6. What to move and when: integers in, decisions out; no torch, no I/O."""

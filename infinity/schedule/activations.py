@@ -1,4 +1,4 @@
-"""Floor 3. Activations that are saved for the backward and wait on NVMe: which pass through the buffer, and what they move.
+"""Floor 6. Activations that are saved for the backward and wait on NVMe: which pass through the buffer, and what they move.
 
 Numbers only; swap/stores.py does it.
 """

@@ -1,4 +1,4 @@
-"""Floor 3. Where reduced gradients wait for their update: which stay in host memory, and what the others move.
+"""Floor 6. Where reduced gradients wait for their update: which stay in host memory, and what the others move.
 
 [Note: Gradients that spill]
 A gradient waits from the backward that brings it to the update that takes it. Where updates are in the forward, the gradients

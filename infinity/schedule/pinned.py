@@ -1,4 +1,4 @@
-"""Floor 3. The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
+"""Floor 6. The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
 
 A group is gathered, or updated before it is: the pool must hold what the larger of the two needs at once, and beside either
 the buffer through which single tensors are read and written, and what stays from step to step.

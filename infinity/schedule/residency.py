@@ -1,4 +1,4 @@
-"""Floor 3. Which bytes stay in host memory from step to step: the optimum over all ways of caching. Integers only.
+"""Floor 6. Which bytes stay in host memory from step to step: the optimum over all ways of caching. Integers only.
 
 [Note: What stays]
 A step repeats. It reads the copies of the parameters in its passes (forward and backward of each micro-batch), and it updates

@@ -1,4 +1,4 @@
-"""Floor 3. The scheme of a step: how master weights rest on the drive, when a group is updated, and what that moves.
+"""Floor 6. The scheme of a step: how master weights rest on the drive, when a group is updated, and what that moves.
 
 [Note: Schemes]
 Master weights rest *split*, as the bf16 copy that is gathered and the 16 bits that rounding took away (with Adam

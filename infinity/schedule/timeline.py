@@ -1,4 +1,4 @@
-"""Floor 3. A timeline: what did what from when to when, measured or simulated, as figures and as Chrome's trace events.
+"""Floor 6. A timeline: what did what from when to when, measured or simulated, as figures and as Chrome's trace events.
 
 Pure: names and seconds in, figures and dicts out.
 """

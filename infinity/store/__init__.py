@@ -1,4 +1,4 @@
-"""Floor 2. Where bytes rest: the run folder and its arena, and the layout of a model in it."""
+"""Floor 4. Where bytes rest: the run folder and its arena, and the layout of a model in it."""
 
 from infinity.store.arena import Arena, Extent, check_free
 from infinity.store.commit import Place

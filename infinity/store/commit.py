@@ -1,4 +1,4 @@
-"""Floor 2. The record of a commit: which bytes of the arena are one rank's state after a step, and what lies outside of it.
+"""Floor 4. The record of a commit: which bytes of the arena are one rank's state after a step, and what lies outside of it.
 
 No torch here, and no I/O: bytes in, a checked record out. It is read as what it is, a file that anybody may have written.
 
@@ -131,7 +131,8 @@ class Commit:
 @dataclass(frozen=True)
 class Record:
     """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `unpaged_state`: the runtime's own bytes.
-    `sums`: what each page of the state must hold, sub-group by sub-group, as `File.checksums` gives it; empty where none are kept."""
+    `sums`: what each page of the state must hold, sub-group by sub-group, as `File.checksums` gives it; empty
+    where none are kept."""
 
     commit: Commit
     place: Place

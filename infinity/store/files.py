@@ -1,4 +1,4 @@
-"""Floor 2. Files opened as a careful program does: ours alone when we make them, and only files, never what a link names.
+"""Floor 4. Files opened as a careful program does: ours alone when we make them, and only files, never what a link names.
 
 [Note: Places that others can write to]
 A path under /tmp, or a drive that everybody may write to, is a place where another user can put links, pipes and folders
@@ -12,11 +12,22 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
+
+from pydantic import Field
 
 from infinity.errors import StoreError
 from infinity.units import format_bytes
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Length (bytes) and SHA-256 (hexadecimal) of one file."""
+
+    nbytes: Annotated[int, Field(ge=0, le=2**62)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 def create_private(path: str | os.PathLike[str]) -> BinaryIO:

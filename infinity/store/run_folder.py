@@ -1,4 +1,4 @@
-"""Floor 2. The run folder: a place of our own under the user's path, locked, and gone when the run is.
+"""Floor 4. The run folder: a place of our own under the user's path, locked, and gone when the run is.
 
 [Note: Leaving nothing behind]
 A run keeps its files in `PATH/infinity-run-PID-RANDOM/` and holds an flock on the `lock` in it for as long as it lives.

@@ -1,4 +1,4 @@
-"""Floor 2. Extents of the arena for what comes and goes, in any sizes and any order.
+"""Floor 4. Extents of the arena for what comes and goes, in any sizes and any order.
 
 Owns the ranges that it reserved, for as long as the arena lives. Used by one thread at a time.
 

@@ -1,4 +1,4 @@
-"""Floor 4. Groups on their way to a device with memory of its own before they are gathered, within a bound of that memory.
+"""Floor 8. Groups on their way to a device with memory of its own before they are gathered, within a bound of that memory.
 
 Owns no bytes: a group holds its own copies while they are on their way. Used by the training thread, at each gather.
 """

@@ -1,4 +1,4 @@
-"""Floor 4. Gradients between the backward and the update: in 16 bits where that loses nothing, on NVMe where memory ends.
+"""Floor 8. Gradients between the backward and the update: in 16 bits where that loses nothing, on NVMe where memory ends.
 
 Used by the training thread only. Gradients of resident shards are small and stay where torch puts them.
 

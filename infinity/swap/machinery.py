@@ -1,4 +1,4 @@
-"""Floor 4. What one run moves bytes with: its drives; and the pinned pool, the engine, the arena and the stager over them.
+"""Floor 8. What one run moves bytes with: its drives; and the pinned pool, the engine, the arena and the stager over them.
 
 The drives are known from the start, the rest is made as soon as the size of the pool is. Used by the training thread only.
 """
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool, near
 from infinity.device import Device, DirectReader, HostBuffers, direct_reader_for
+from infinity.drive.describe import drive_of
+from infinity.drive.probe import measure_drive
 from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
-from infinity.store.drive import drive_of
 from infinity.store.placement import step_bandwidth
-from infinity.store.probe import measure_drive
 from infinity.swap.direct import DirectReads
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager

@@ -1,4 +1,4 @@
-"""Floor 4. The swap manager: the floor's public face, over one run's drives and pinned pool.
+"""Floor 8. The swap manager: the floor's public face, over one run's drives and pinned pool.
 
 Two faces, in fact. `page(model)` hands a model that FSDP2 sharded over to the arena; `register / prefetch / use / update /
 flush` do the same for plain tensors of any other engine. What a gather, an update or a step sets off comes together here: what
@@ -34,20 +34,7 @@ from torch.distributed.tensor import DTensor
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease, PoolPart
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
-from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
-from infinity.schedule.estimate import record_bytes
-from infinity.schedule.scheme import Update
-from infinity.schedule.timeline import TraceSummary
-from infinity.store import DurableRun, Field, Layout, Place
-from infinity.store.commit import describe, differences
-from infinity.store.copying import Copying
-from infinity.store.manifest import StoredFile
-from infinity.swap import budget
-from infinity.swap.activation_stores import ArenaActivationStore
-from infinity.swap.ahead import DeviceAhead
-from infinity.swap.all_ranks import raise_on_all_ranks
-from infinity.swap.chunk import ChunkState
-from infinity.swap.fsdp2 import (
+from infinity.fsdp2.sharding import (
     GroupOutline,
     ShardedGroup,
     abandon_unfinished_pass,
@@ -59,6 +46,18 @@ from infinity.swap.fsdp2 import (
     outlined_groups,
     sharded_groups,
 )
+from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
+from infinity.plan.estimate import record_bytes
+from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.schedule.scheme import Update
+from infinity.schedule.timeline import TraceSummary
+from infinity.store import Arena, DurableRun, Field, Layout, Place
+from infinity.store.arena_copy import Copying
+from infinity.store.commit import describe, differences
+from infinity.store.files import StoredFile
+from infinity.swap import budget
+from infinity.swap.ahead import DeviceAhead
+from infinity.swap.chunk import ChunkState
 from infinity.swap.gradients import Gradients
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradients
@@ -261,7 +260,7 @@ class SwapManager:
             gradient_dtype: how gradients wait for their update. One of 16 bits is for where it holds all of a gradient:
                 see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
             activation_bytes: so much of the pinned memory is for saved activations on their way to NVMe and back: see
-                `activation_store`.
+                `activation_buffers`.
             moments: what the optimizer keeps of each element, by the names it has in its `state`, 4 bytes each: Adam's two, or
                 `("momentum_buffer",)` for SGD, or `()` for SGD without momentum.
             gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
@@ -547,8 +546,9 @@ class SwapManager:
         """Where the paged model computes."""
         return self._device
 
-    def activation_store(self) -> ArenaActivationStore:
-        """Where saved activations go through what `page(activation_bytes=...)` set aside. Close it before this manager."""
+    def activation_buffers(self) -> tuple[Stager, PoolPart, Arena]:
+        """What moves saved activations: a stager over the pinned memory that `page(activation_bytes=...)` set aside, that
+        memory, and the arena. Raises InfinityError where none was set aside."""
         if self._activation_part is None:
             raise InfinityError(
                 "no pinned memory was set aside for saved activations: pass activation_bytes= to page()"
@@ -557,7 +557,7 @@ class SwapManager:
         stager = Stager(machinery.engine, self._activation_part, machinery.arena, self._device)
         stager.timeline = self.timeline
         self._activation_stager = stager
-        return ArenaActivationStore(stager, self._activation_part, machinery.arena)
+        return stager, self._activation_part, machinery.arena
 
     @property
     def groups_coming(self) -> int:

@@ -1,4 +1,4 @@
-"""Floor 4. A model whose state rests in the arena: its groups, shards and sub-groups, and access to single ranges.
+"""Floor 8. A model whose state rests in the arena: its groups, shards and sub-groups, and access to single ranges.
 
 Knows bytes and chunks; knows neither FSDP2 nor the optimizer. Used by one thread at a time.
 
@@ -37,7 +37,7 @@ that is written outside of an update takes the rest of the sub-group along first
 another commit has taken their place (infinity/store/durable.py, [Note: What a record promises]).
 
 What a checkpoint is copying must stay, too, until it is copied: see [Note: A copy of what goes on changing] in
-infinity/store/copying.py.
+infinity/store/arena_copy.py.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, InFlight
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
+from infinity.store.arena_copy import Copying, Source
 from infinity.store.commit import SUM_BYTES
-from infinity.store.copying import Copying, Source
 from infinity.store.layout import Piece
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span

@@ -1,4 +1,4 @@
-"""Floor 4. An optimizer over paged parameters: what a step does to each sub-group; when, the swap manager decides.
+"""Floor 8. An optimizer over paged parameters: what a step does to each sub-group; when, the swap manager decides.
 
 What is common to all of them is here: gradients, what is updated when, state. How elements are updated the kinds know that are
 in paged_adam.py and hosted_optimizer.py.

@@ -1,4 +1,4 @@
-"""Floor 4. Plain tensors in the arena, by name: what the swap manager's second face does. Used by the training thread only."""
+"""Floor 8. Plain tensors in the arena, by name: what the swap manager's second face does. Used by the training thread only."""
 
 from __future__ import annotations
 

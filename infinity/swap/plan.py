@@ -1,4 +1,4 @@
-"""Floor 4. How a model will rest: its layout, and the pinned pool that this takes. Decided before anything is moved.
+"""Floor 8. How a model will rest: its layout, and the pinned pool that this takes. Decided before anything is moved.
 
 Pure but for one look at how much memory the machine has available.
 """
@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from infinity.errors import ConfigError
+from infinity.fsdp2.sharding import GroupOutline, padded_shape
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.schedule.gradients import GRADIENT_BYTES, groups_that_spill
 from infinity.schedule.scheme import Scheme, Update
@@ -20,7 +21,6 @@ from infinity.store import Layout, Shard, plan_layout
 from infinity.store.layout import MOMENTS as FIELDS
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap import budget
-from infinity.swap.fsdp2 import GroupOutline, padded_shape
 from infinity.swap.host_cache import plan_cache
 
 

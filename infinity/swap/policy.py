@@ -1,4 +1,4 @@
-"""Floor 4. What to stage when: the traces of a paged model, whose pass it is, and how far reads run ahead.
+"""Floor 8. What to stage when: the traces of a paged model, whose pass it is, and how far reads run ahead.
 
 Decides and moves nothing: is told what happens, and says which chunks should be staged. Used by the training thread only.
 
@@ -31,12 +31,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from infinity.fsdp2.sharding import in_backward
 from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
 from infinity.schedule.scheme import Update
 from infinity.schedule.trace import Trace
 from infinity.swap import budget
 from infinity.swap.chunk import Chunk
-from infinity.swap.fsdp2 import in_backward
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedSubGroup
 from infinity.swap.wanted import Wanted
 

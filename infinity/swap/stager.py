@@ -1,4 +1,4 @@
-"""Floor 4. The stager: brings chunks into leases and back. Mechanism only; what to stage next is decided elsewhere.
+"""Floor 8. The stager: brings chunks into leases and back. Mechanism only; what to stage next is decided elsewhere.
 
 [Note: Why nobody waits for ever]
 Every lease is held by a chunk in one of six states. READING and WRITING end by themselves, LANDING ends when the device has

@@ -1,4 +1,4 @@
-"""Floor 4. What `.grad` shows of a gradient that was taken in the backward: its shape, and an error for whoever would use it.
+"""Floor 8. What `.grad` shows of a gradient that was taken in the backward: its shape, and an error for whoever would use it.
 
 A gradient that waits for its update elsewhere, or was applied already, is not in `.grad`. None there would let
 `clip_grad_norm_`, or any other change, pass without effect, and the numbers would be others than in memory without a word.

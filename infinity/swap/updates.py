@@ -1,4 +1,4 @@
-"""Floor 4. All updates that sub-groups wait for, at once: as a pipeline through the pinned pool, three or more deep.
+"""Floor 8. All updates that sub-groups wait for, at once: as a pipeline through the pinned pool, three or more deep.
 
 Sub-group k+1 is being read while k is updated and k-1 is being written; the pool is the only bound.
 """

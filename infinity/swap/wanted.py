@@ -1,4 +1,4 @@
-"""Floor 4. The chunks that are worth having staged, soonest needed first, as a look-ahead over numbers chooses them."""
+"""Floor 8. The chunks that are worth having staged, soonest needed first, as a look-ahead over numbers chooses them."""
 
 from __future__ import annotations
 

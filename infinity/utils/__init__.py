@@ -1,1 +1,1 @@
-"""Floor 5.3. What scripts written for DeepSpeed import from its `utils`: `infinity.utils.zero_to_fp32`."""
+"""Floor 14. What scripts written for DeepSpeed import from its `utils`: `infinity.utils.zero_to_fp32`."""

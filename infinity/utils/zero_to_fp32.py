@@ -1,4 +1,4 @@
-"""Floor 5.3. A checkpoint's model in fp32, under the path that scripts import it from, and as DeepSpeed's command of that name.
+"""Floor 14. A checkpoint's model in fp32, under the path that scripts import it from, and as DeepSpeed's command of that name.
 
 python -m infinity.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--max_shard_size 5GB] [--tag TAG]
 """
@@ -12,12 +12,12 @@ from typing import TypeVar
 
 from torch import nn
 
-from infinity.errors import CheckpointError
-from infinity.runtime.consolidate import (
+from infinity.checkpoint.consolidate import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
 )
-from infinity.swap.fsdp2 import is_sharded
+from infinity.errors import CheckpointError
+from infinity.fsdp2.sharding import is_sharded
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",

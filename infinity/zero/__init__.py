@@ -1,5 +1,5 @@
-"""Floor 5.3. `zero` as scripts written for DeepSpeed use it: `infinity.zero.Init`, `infinity.zero.GatheredParameters`, ..."""
+"""Floor 14. `zero` as scripts written for DeepSpeed use it: `infinity.zero.Init`, `infinity.zero.GatheredParameters`, ..."""
 
-from infinity.runtime.gathered import GatheredParameters, Init, register_external_parameter
+from infinity.fsdp2.gathered import GatheredParameters, Init, register_external_parameter
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]

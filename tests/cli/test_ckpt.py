@@ -29,9 +29,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import infinity
+from infinity.checkpoint import consolidate as consolidation
+from infinity.checkpoint.manifest import load_manifest
 from infinity.cli.ckpt import main
-from infinity.runtime import consolidate as consolidation
-from infinity.store.manifest import StoredFile, load_manifest
+from infinity.store.files import StoredFile
 from infinity.utils import zero_to_fp32
 
 
@@ -217,7 +218,7 @@ def test_every_command_names_the_arena_that_is_missing(
 def test_a_drive_without_room_is_left_as_it_was(
     saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("infinity.runtime.checkpoint_folder.free_bytes", lambda root: 1000)
+    monkeypatch.setattr("infinity.checkpoint.folder.free_bytes", lambda root: 1000)
     assert main(["consolidate", str(saved[0]), str(tmp_path / "out")]) == 1
     assert re.search(r"has 1000 B free: free .* more or save elsewhere", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
@@ -330,7 +331,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_ctrl_c_leaves_nothing(saved: tuple[Path, Any], tmp_path: Path) -> None:
     slow = (
-        "import sys, time, infinity.runtime.consolidate as c\n"
+        "import sys, time, infinity.checkpoint.consolidate as c\n"
         "pieces = c._DcpModel.pieces\n"
         "def slowly(self, name):\n"
         "    print('piece', flush=True); time.sleep(0.2); yield from pieces(self, name)\n"

@@ -23,9 +23,9 @@ from infinity.cli import bench
 from infinity.cli.doctor import checks
 from infinity.cli.doctor.checks import Finding, Mark, Section
 from infinity.cli.environment import Container, HugePages, Limits, Machine
+from infinity.drive import describe as drive_module
+from infinity.drive.describe import Disk, Drive, Queue
 from infinity.errors import IoError
-from infinity.store import drive as drive_module
-from infinity.store.drive import Disk, Drive, Queue
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20

@@ -14,8 +14,8 @@ import pytest
 from infinity.aio import IoSettings
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.fio import Fio, find_fio, parse_output
+from infinity.drive.measure import DriveTest, Workload
 from infinity.errors import IoError, StoreError
-from infinity.store.measure import DriveTest, Workload
 from infinity.units import KIB, MIB
 
 # fio-3.33, two jobs of rw=rw in one group, for half a second; latencies and percentiles left out.

@@ -13,11 +13,11 @@ from infinity.cli import bench
 from infinity.cli.plan.machines import PRESETS
 from infinity.cli.plan.model import read_hf_config
 from infinity.config import AdamConfig, load_config
+from infinity.drive.profile import DriveProfile, save_profile
 from infinity.errors import ConfigError
-from infinity.schedule.estimate import STRATEGIES
-from infinity.schedule.lower_bound import DriveSpeed
-from infinity.schedule.planner import plans_for
-from infinity.store.profile import DriveProfile, save_profile
+from infinity.plan.estimate import STRATEGIES
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.planner import plans_for
 
 FIGURES = [
     *("--tflops", "400", "--gpu-memory", "80GB", "--gpu-bandwidth", "3000", "--link", "50"),
@@ -476,8 +476,8 @@ def test_processes_on_a_cpu_share_its_cores(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_plans_do_not_depend_on_what_was_planned_before() -> None:
-    from infinity.schedule.estimate import Work
-    from infinity.schedule.transformer import transformer_of
+    from infinity.plan.estimate import Work
+    from infinity.plan.transformer import transformer_of
 
     work = Work(transformer_of(10**9, seq=512, vocab=1000), ranks=8)
     assert plans_for(work, PRESETS["dgx-h100"]) == plans_for(work, PRESETS["dgx-h100"])

@@ -27,7 +27,7 @@ from infinity.cli.sweep.search import (
     prefer,
     step_bytes_per_s,
 )
-from infinity.store.measure import Trial, Workload
+from infinity.drive.measure import Trial, Workload
 from infinity.units import KIB, MIB
 
 POOL_BYTES = 512 * MIB

@@ -28,9 +28,9 @@ from infinity.cli.sweep.report import Swept, config_block, endurance, share_a_di
 from infinity.cli.sweep.run import Sweep
 from infinity.cli.sweep.search import Choice, Effort, Standing
 from infinity.config import load_config
-from infinity.store.drive import Disk, Drive, Queue
-from infinity.store.measure import Workload
-from infinity.store.profile import FILE_NAME, load_profile
+from infinity.drive.describe import Disk, Drive, Queue
+from infinity.drive.measure import Workload
+from infinity.drive.profile import FILE_NAME, load_profile
 from infinity.units import GIB, KIB, MIB
 
 COMMAND = [sys.executable, "-m", "infinity.cli.bench", "sweep"]

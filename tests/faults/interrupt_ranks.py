@@ -19,7 +19,7 @@ import torch.distributed as dist
 from interrupts import FSDP2, OURS, SAVED_STEP, STEPS, Lines, Result, Run, Training, remove_run
 
 import infinity
-from infinity.runtime import peers
+from infinity.ranks import peers
 
 RANKS = 2
 GROUPS = count()

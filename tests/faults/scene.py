@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.runtime.commits import Commits
+from infinity.checkpoint.commits import Commits
 from infinity.store import Arena, DurableRun, durable
 
 STEPS = 4

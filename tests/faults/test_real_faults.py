@@ -30,7 +30,8 @@ import torch.distributed as dist
 from children import Nursery
 
 import infinity
-from infinity.runtime import checkpoint, checkpoint_arena
+from infinity.checkpoint import arena_writer as checkpoint_arena
+from infinity.checkpoint import dcp as checkpoint
 from infinity.store import RunFolder
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.schedule.estimate import STRATEGIES, states_of
+from infinity.plan.estimate import STRATEGIES, states_of
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.store.layout import SPACE_ALIGN

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import infinity
-from infinity.runtime import checkpoint, model_files
+from infinity.checkpoint import dcp as checkpoint
+from infinity.checkpoint import model_files
 from infinity.swap.paged_model import PagedShard
 
 

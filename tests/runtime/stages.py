@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import infinity
-from infinity.swap.fsdp2 import _reshards_to_fewer_ranks
+from infinity.fsdp2.sharding import _reshards_to_fewer_ranks
 
 MICRO_BATCHES = 8
 Outcome = tuple[list[float], list[torch.Tensor]]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.schedule.estimate import STRATEGIES, Strategy, Work, memory_of, pipeline_of
+from infinity.plan.estimate import STRATEGIES, Strategy, Work, memory_of, pipeline_of
+from infinity.plan.transformer import Transformer
 from infinity.schedule.scheme import Scheme, Update
-from infinity.schedule.transformer import Transformer
 from infinity.units import MIB
 
 LAYERS = 3

@@ -10,7 +10,7 @@ from itertools import chain, combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.lower_bound import Part, candidates_of, step_bytes
+from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
 from infinity.schedule.scheme import Scheme
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from infinity.errors import BudgetError
+from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
 from infinity.store import Field, Layout
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap import budget
-from infinity.swap.fsdp2 import GroupOutline, ParameterOutline
 from infinity.swap.plan import Placing, plan_model
 from infinity.units import MIB
 

@@ -1,1 +1,1 @@
-"""Floor 7. `infinity-bench doctor`: `command` asks and prints, `checks` judge and try."""
+"""Floor 17. `infinity-bench doctor`: `command` asks and prints, `checks` judge and try."""

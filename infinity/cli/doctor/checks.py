@@ -1,4 +1,4 @@
-"""Floor 7. The doctor's checks: each looks at one thing and returns what it found as plain data. Nothing is printed here.
+"""Floor 17. The doctor's checks: each looks at one thing and returns what it found as plain data. Nothing is printed here.
 
 Run in order on the main thread by `examine`. torch and the compiled core are imported by the checks that need them, so that
 one which can't be loaded is a finding like any other.
@@ -35,7 +35,7 @@ from infinity.kernel_files import text_of
 from infinity.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, format_count
 
 if TYPE_CHECKING:
-    from infinity.store.drive import Disk, Drive, Queue
+    from infinity.drive.describe import Disk, Drive, Queue
 
 TRIAL_BYTES = 8 * MIB
 """What the trial writes and reads back."""
@@ -411,7 +411,7 @@ def _parameters(nbytes: int) -> int:
 
 def check_drive(section: Section, path: Path) -> None:
     """What lies under the path, or under the nearest folder above it that exists."""
-    from infinity.store.drive import default_block_bytes, drive_of
+    from infinity.drive.describe import default_block_bytes, drive_of
 
     drive = drive_of(next(each for each in (path, *path.parents) if os.access(each, os.F_OK)))
     block_bytes = default_block_bytes(drive)

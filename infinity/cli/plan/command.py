@@ -1,6 +1,6 @@
-"""Floor 7. `infinity-bench plan`: does this model train on that machine, how, and how fast? Runs on the main thread.
+"""Floor 17. `infinity-bench plan`: does this model train on that machine, how, and how fast? Runs on the main thread.
 
-Reads what was asked, plans every strategy (schedule/planner.py), and tells. Only --here measures anything.
+Reads what was asked, plans every strategy (plan/planner.py), and tells. Only --here measures anything.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.units import parse_count
 
 if TYPE_CHECKING:
-    from infinity.schedule.estimate import Work
-    from infinity.schedule.lower_bound import DriveSpeed
-    from infinity.schedule.planner import Machine, Plan
-    from infinity.schedule.transformer import Transformer
+    from infinity.plan.estimate import Work
+    from infinity.plan.lower_bound import DriveSpeed
+    from infinity.plan.planner import Machine, Plan
+    from infinity.plan.transformer import Transformer
 
 OPTIMIZERS = {"AdamW": 2, "SGD": 1, "plain-SGD": 0}
 """How many numbers each keeps of a parameter beside its master."""
@@ -190,7 +190,7 @@ def run(asked: argparse.Namespace) -> int:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
     from infinity.cli.plan.remedies import Case, remedies
-    from infinity.schedule.planner import fastest_that_fits, plans_for
+    from infinity.plan.planner import fastest_that_fits, plans_for
 
     work = _work(model, machine, asked)
     plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
@@ -236,7 +236,7 @@ def _nvme_path(asked: argparse.Namespace) -> str:
 
 
 def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
-    from infinity.schedule.estimate import Work
+    from infinity.plan.estimate import Work
 
     return Work(
         model,
@@ -304,7 +304,7 @@ def _check(asked: argparse.Namespace) -> None:
 def _base(asked: argparse.Namespace) -> Machine:
     """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
     from infinity.cli.plan.machines import PRESETS
-    from infinity.schedule.planner import Machine
+    from infinity.plan.planner import Machine
 
     if asked.preset is not None:
         if asked.preset not in PRESETS:
@@ -350,7 +350,7 @@ def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
 
 def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
     """The drives with the rates that were given. Raises ConfigError for a mixed rate alone."""
-    from infinity.schedule.lower_bound import DriveSpeed
+    from infinity.plan.lower_bound import DriveSpeed
 
     drive = machine.drive if asked.read is None else DriveSpeed(asked.read * 1e9, asked.write * 1e9)
     if drive is None:

@@ -1,4 +1,4 @@
-"""Floor 7. This machine as numbers for the planner: its memory, its drive's profile or a short look, and a few training steps.
+"""Floor 17. This machine as numbers for the planner: its memory, its drive's profile or a short look, and a few training steps.
 
 What compute reaches is measured where it will be used: blocks of the model's width under infinity's engine, held in memory, so
 that FSDP2's copies and the real AdamW are in the figures. Runs on the main thread; leaves nothing behind.
@@ -20,13 +20,13 @@ from torch import nn
 
 import infinity
 from infinity.aio import IoSettings
+from infinity.drive.describe import drive_of
+from infinity.drive.measure import DriveTest, Workload
+from infinity.drive.profile import load_profile
 from infinity.host_memory import available_bytes
-from infinity.schedule.lower_bound import DriveSpeed
-from infinity.schedule.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
-from infinity.schedule.transformer import BLOCK_FACTOR, Transformer, heads_for
-from infinity.store.drive import drive_of
-from infinity.store.measure import DriveTest, Workload
-from infinity.store.profile import load_profile
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
+from infinity.plan.transformer import BLOCK_FACTOR, Transformer, heads_for
 from infinity.store.run_folder import free_bytes
 from infinity.units import MIB
 

@@ -1,11 +1,11 @@
-"""Floor 7. Machines that one may not have, as numbers with their sources (docs/plan.md repeats them)."""
+"""Floor 17. Machines that one may not have, as numbers with their sources (docs/plan.md repeats them)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from infinity.schedule.lower_bound import DriveSpeed
-from infinity.schedule.planner import Machine
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.planner import Machine
 
 GB = 1e9
 

@@ -1,4 +1,4 @@
-"""Floor 7. The model that is planned for: from a count, from a shape, or from the config.json of a Hugging Face model."""
+"""Floor 17. The model that is planned for: from a count, from a shape, or from the config.json of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.schedule.transformer import Transformer, dense_transformer, heads_for, transformer_of
+from infinity.plan.transformer import Transformer, dense_transformer, heads_for, transformer_of
 
 VOCABULARY_DEFAULT = 32_000
 SEQ_DEFAULT = 2048

@@ -1,4 +1,4 @@
-"""Floor 7. Step time over the number of parameters, a line per strategy for as far as it fits. Needs matplotlib."""
+"""Floor 17. Step time over the number of parameters, a line per strategy for as far as it fits. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from infinity.schedule.estimate import Work
-from infinity.schedule.planner import Machine, plans_for
-from infinity.schedule.transformer import transformer_of
+from infinity.plan.estimate import Work
+from infinity.plan.planner import Machine, plans_for
+from infinity.plan.transformer import transformer_of
 
 _SIZES = tuple(step * 10**power for power in range(7, 13) for step in (1, 2, 5))
 _AROUND = 30

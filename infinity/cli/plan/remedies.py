@@ -1,4 +1,4 @@
-"""Floor 7. Where nothing fits: which other arguments would make it fit. Each was tried before it is named. Pure.
+"""Floor 17. Where nothing fits: which other arguments would make it fit. Each was tried before it is named. Pure.
 
 A remedy is a ladder of values, from the one next to what was asked for to the boldest. First come those that cost time or
 samples, then those that cost money.
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from infinity.schedule.estimate import Work
-from infinity.schedule.lower_bound import DriveSpeed
-from infinity.schedule.planner import Machine, drive_room, some_strategy_fits
+from infinity.plan.estimate import Work
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.planner import Machine, drive_room, some_strategy_fits
 
 SEQ_MIN = 128
 """Shorter samples are no advice."""

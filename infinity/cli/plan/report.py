@@ -1,4 +1,4 @@
-"""Floor 7. What was planned, for people and for programs: tables, words, JSON, and a complete training config."""
+"""Floor 17. What was planned, for people and for programs: tables, words, JSON, and a complete training config."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.schedule.estimate import Memory
-from infinity.schedule.planner import Machine, Plan
+from infinity.plan.estimate import Memory
+from infinity.plan.planner import Machine, Plan
 from infinity.units import format_bytes, format_count
 
 JSON_FORMAT = 1

@@ -1,1 +1,1 @@
-"""Floor 7. `infinity-bench sweep`: `command` asks, `run` keeps the order, `search` decides, the others measure and tell."""
+"""Floor 17. `infinity-bench sweep`: `command` asks, `run` keeps the order, `search` decides, the others measure and tell."""

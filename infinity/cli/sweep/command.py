@@ -1,4 +1,4 @@
-"""Floor 7. `infinity-bench sweep`: how fast is this drive, and with which settings? Runs on the main thread.
+"""Floor 17. `infinity-bench sweep`: how fast is this drive, and with which settings? Runs on the main thread.
 
 Checks what it was asked, then measures, then tells. What it puts on the drive has no name and is gone when it ends,
 however it ends; only the drive's profile stays.

@@ -1,4 +1,4 @@
-"""Floor 7. fio on the same bytes, measured and searched like our own engine: what else the drive could be driven by.
+"""Floor 17. fio on the same bytes, measured and searched like our own engine: what else the drive could be driven by.
 
 One process of fio per trial; it ends with us. It opens the test file through our descriptor, so it makes no file.
 """
@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from infinity.aio import IoSettings
+from infinity.drive.measure import DriveTest, Trial, Workload
 from infinity.errors import IoError, StoreError
-from infinity.store.measure import DriveTest, Trial, Workload
 from infinity.units import MIB, align_up
 
 NAME = "fio"

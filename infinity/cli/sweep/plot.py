@@ -1,4 +1,4 @@
-"""Floor 7. Bandwidth over block size, one panel per path and load, drawn from every trial of a sweep. Needs matplotlib."""
+"""Floor 17. Bandwidth over block size, one panel per path and load, drawn from every trial of a sweep. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from infinity.cli.sweep.report import Swept, block_in_words, name_of
 from infinity.cli.sweep.search import Search
-from infinity.store.measure import Workload
+from infinity.drive.measure import Workload
 from infinity.units import GIB
 
 _MARKERS = "osD^vP"

@@ -1,4 +1,4 @@
-"""Floor 7. What a sweep found, for people and for programs: tables, words, JSON, and the block for the training config."""
+"""Floor 17. What a sweep found, for people and for programs: tables, words, JSON, and the block for the training config."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rich.table import Table
 import infinity
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.search import Choice, Search, Standing, default_settings
-from infinity.schedule.lower_bound import Part, step_bytes
+from infinity.drive.describe import Drive
+from infinity.drive.measure import DriveTest, Workload
+from infinity.drive.profile import DriveProfile
+from infinity.plan.lower_bound import Part, step_bytes
 from infinity.schedule.scheme import Scheme
-from infinity.store.drive import Drive
-from infinity.store.measure import DriveTest, Workload
-from infinity.store.profile import DriveProfile
 from infinity.units import GIB, KIB, MIB, format_bytes, format_count
 
 _DAY_SECONDS = 86_400

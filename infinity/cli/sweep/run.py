@@ -1,6 +1,6 @@
-"""Floor 7. The sweep itself: every path on its own, then those on different drives all at once; then the results.
+"""Floor 17. The sweep itself: every path on its own, then those on different drives all at once; then the results.
 
-Owns the order of things. The policy is in search.py, the measuring in store/measure.py, the words in sweep_report.py.
+Owns the order of things. The policy is in search.py, the measuring in drive/measure.py, the words in sweep_report.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from infinity.cli.sweep.report import (
     share_a_disk,
 )
 from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
+from infinity.drive.describe import drive_of
+from infinity.drive.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Trial, Workload
+from infinity.drive.profile import save_profile
 from infinity.host_memory import available_bytes
-from infinity.store.drive import drive_of
-from infinity.store.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Trial, Workload
-from infinity.store.profile import save_profile
 from infinity.units import GIB, MIB
 
 _QUEUE_SECONDS_MAX = 0.1

@@ -1,4 +1,4 @@
-"""Floor 7. Which settings to try on a drive, and which of them to recommend. Pure policy: it is given a function that
+"""Floor 17. Which settings to try on a drive, and which of them to recommend. Pure policy: it is given a function that
 measures, and does no I/O of its own, so that it is tested on drives made of arithmetic.
 
 [Note: How the search goes]
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.aio import IoSettings
-from infinity.store.measure import Trial, Workload
+from infinity.drive.measure import Trial, Workload
 from infinity.units import KIB, MIB
 
 Measure = Callable[[Workload, IoSettings, float], Trial]

@@ -1,4 +1,4 @@
-"""Floor 5.3. What the states of a model need at stage 3, under the path that scripts import it from."""
+"""Floor 14. What the states of a model need at stage 3, under the path that scripts import it from."""
 
 from infinity.memory_needs import (
     estimate_zero3_model_states_mem_needs_all_cold,

@@ -1,0 +1,235 @@
+"""Floor 9. Activations that autograd saves, kept elsewhere from their forward to their backward: which, and for how long.
+
+Where they are kept is a store's matter: stores.py. Runs on the thread that runs forward and backward.
+
+[Note: What moves, and when it is forgotten]
+Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it again in the backward, last saved first.
+Moved is what is large, holds floating-point numbers, fills its storage (a view of a part would keep the whole) and is no
+parameter: FSDP2 frees and refills those by itself. A tensor that several operations save moves once and comes back once. While
+one comes back, those saved before it are started on their way.
+
+A tensor is forgotten when autograd has let go of it: after its backward, or when the graph is dropped without one (a loss that
+is thrown away, an exception). Python may tell so at any moment and on any thread, so it is only noted then; the place is given
+free the next time that something is saved or asked for, or the engine closes.
+
+An exception that ends this code itself, at any line, leaves nobody who knows what is where: then all is forgotten that was
+saved so far, and a backward that asks for any of it is refused (`recover`).
+
+With activation checkpointing a forward saves the inputs of what is checkpointed, and those move. What the recomputation in the
+backward saves stays where it is, because it is used at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.activations.stores import ActivationStore, Item
+from infinity.errors import InfinityError
+from infinity.units import format_bytes
+
+log = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True)
+class ActivationStats:
+    """Counters since the start. moved, left: tensors, and bytes of those that were moved; kept: bytes that are stored now."""
+
+    moved: int
+    moved_bytes: int
+    left: int
+    kept_bytes: int
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A tensor that was moved. `handles`: how many of autograd's saved tensors it stands for; `asked`: how many of these were
+    asked for since it came back."""
+
+    number: int
+    item: Item
+    shape: torch.Size
+    stride: tuple[int, ...]
+    handles: int = 0
+    asked: int = 0
+    back: torch.Tensor | None = field(default=None, repr=False)
+    """The tensor, for those who still ask."""
+    is_lost: bool = False
+
+
+class _Handle:
+    """What autograd holds instead of a tensor."""
+
+    def __init__(self, entry: _Entry) -> None:
+        self.entry = entry
+
+
+class Activations:
+    """See the note of this file.
+
+    store: where they are kept. bytes_min: smaller tensors stay where they are.
+    """
+
+    def __init__(self, store: ActivationStore, *, bytes_min: int) -> None:
+        self._store = store
+        self._bytes_min = bytes_min
+        self._entries: dict[int, _Entry] = {}
+        """By number, ascending: in the order in which they were saved."""
+        self._known: dict[tuple[object, ...], tuple[StorageWeakRef, _Entry]] = {}
+        self._ended: deque[_Entry] = deque()
+        """One for each handle that autograd let go of."""
+        self._moving = False
+        """Whether something is being put away, or brought back, or was when an exception came."""
+        self._next = self._moved = self._moved_bytes = self._left = 0
+        self._drive_bytes = (0, 0)
+        """As they were at the end of the last step."""
+        self.step_bytes = (0, 0)
+        """Bytes (read, written) that the last step's took of the drives."""
+
+    @property
+    def stats(self) -> ActivationStats:
+        """The counters."""
+        self._forget()
+        kept = sum(entry.item.nbytes for entry in self._entries.values())
+        return ActivationStats(self._moved, self._moved_bytes, self._left, kept)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a forward that a backward follows: what is saved in it moves."""
+        self.recover()
+        self._forget()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def recover(self) -> None:
+        """After a pass that an exception ended: where it ended this code too, forget all that was saved."""
+        if not self._moving:
+            return
+        entries, self._entries = [*self._entries.values()], {}
+        self._known.clear()
+        for entry in entries:
+            entry.back, entry.is_lost = None, True
+        self._store.reset([entry.item for entry in entries])
+        self._moving = False
+
+    def end_step(self) -> None:
+        """What moves from now on belongs to the next step."""
+        before, self._drive_bytes = self._drive_bytes, self._store.drive_bytes
+        self.step_bytes = self._drive_bytes[0] - before[0], self._drive_bytes[1] - before[1]
+
+    def close(self) -> None:
+        """Forget everything; backward passes of forwards before this fail."""
+        self._forget()
+        for entry in self._entries.values():
+            self._store.drop(entry.item)
+        self._entries.clear()
+        self._known.clear()
+        self._store.close()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+        if not self._is_worth_it(tensor):
+            return tensor
+        self._moving = True
+        packed = self._put_away(tensor)
+        self._moving = False
+        return packed
+
+    def _put_away(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
+        self._forget()
+        entry = self._find(tensor) or self._put(tensor)
+        if entry is None:
+            self._left += 1
+            return tensor
+        entry.handles += 1
+        handle = _Handle(entry)
+        weakref.finalize(handle, self._ended.append, entry).atexit = False
+        return handle
+
+    def _unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        self._moving = True
+        tensor = self._brought_back(packed.entry)
+        self._moving = False
+        return tensor
+
+    def _brought_back(self, entry: _Entry) -> torch.Tensor:
+        if entry.is_lost:
+            raise InfinityError(
+                "what this forward saved for its backward is lost, since an exception ended another pass while saved "
+                "activations moved: do the forward again"
+            )
+        self._forget()
+        if entry.back is None:
+            flat = self._store.fetch(entry.item)
+            entry.back = flat.as_strided(entry.shape, entry.stride)
+            self._store.start_fetch(self._entries[each].item for each in self._before(entry.number))
+        tensor = entry.back
+        entry.asked += 1
+        if entry.asked >= entry.handles:
+            entry.back, entry.asked = None, 0
+        return tensor
+
+    def _is_worth_it(self, tensor: torch.Tensor) -> bool:
+        nbytes = tensor.numel() * tensor.itemsize
+        if type(tensor) is not torch.Tensor or nbytes < self._bytes_min or not tensor.is_floating_point():
+            return False
+        if isinstance(tensor._base, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            return False
+        whole = tensor.untyped_storage().nbytes() == nbytes
+        return whole and is_non_overlapping_and_dense_or_false(tensor)
+
+    def _find(self, tensor: torch.Tensor) -> _Entry | None:
+        """The entry of the same elements, if they were saved before, are still kept, and have not changed since."""
+        storage, entry = self._known.get(_key(tensor), (None, None))
+        kept = storage is not None and not storage.expired() and entry is not None and entry.number in self._entries
+        return entry if kept else None
+
+    def _put(self, tensor: torch.Tensor) -> _Entry | None:
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,), 0)
+        item = self._store.try_put(flat)
+        if item is None:
+            return None
+        entry = _Entry(self._next, item, tensor.shape, tensor.stride())
+        self._next += 1
+        self._moved += 1
+        self._moved_bytes += item.nbytes
+        self._entries[entry.number] = entry
+        self._known[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), entry
+        return entry
+
+    def _before(self, number: int) -> Iterator[int]:
+        """Numbers of what was saved before `number` and is still kept, the last one first."""
+        return (each for each in reversed(self._entries) if each < number)
+
+    def _forget(self) -> None:
+        moving, self._moving = self._moving, True
+        self._forget_ended()
+        self._moving = moving
+
+    def _forget_ended(self) -> None:
+        while self._ended:
+            entry = self._ended.popleft()
+            entry.handles -= 1
+            if entry.handles == 0 and self._entries.pop(entry.number, None) is not None:
+                entry.back = None
+                self._store.drop(entry.item)
+        if len(self._known) > 2 * len(self._entries) + 64:
+            self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
+
+    def __repr__(self) -> str:
+        return f"Activations({len(self._entries)} kept, of at least {format_bytes(self._bytes_min)})"
+
+
+def _key(tensor: torch.Tensor) -> tuple[object, ...]:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor._version, tensor.dtype, tensor.shape, tensor.stride()

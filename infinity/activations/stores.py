@@ -1,0 +1,306 @@
+"""Floor 9. Places for tensors that are put away and come back soon, last put first: host memory, and the arena.
+
+A store owns the bytes of its items until they are dropped. Used by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, islice
+from typing import Protocol, cast
+
+import torch
+
+from infinity.aio import Lease, PoolPart
+from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, InFlightCopy
+from infinity.errors import BudgetError, InfinityError
+from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
+from infinity.store import Arena, Extent, Scratch
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.stager import Stager
+from infinity.units import align_up, format_bytes
+
+log = logging.getLogger("infinity")
+
+
+class Item(Protocol):
+    """One tensor that was put away."""
+
+    nbytes: int
+
+
+class ActivationStore(Protocol):
+    """Where tensors are put away. All are 1-D, on the device that computes."""
+
+    drive_bytes: tuple[int, int]
+    """Bytes (read, written) that this took of drives since the start."""
+
+    def try_put(self, tensor: torch.Tensor) -> Item | None:
+        """Put a tensor away as the current stream leaves it; the caller may forget it. None where there is no room for it.
+
+        Raises StoreError without space on the drives, IoError where a transfer failed.
+        """
+
+    def start_fetch(self, items: Iterable[Item]) -> None:
+        """These are asked for next, soonest first: start what the store has room for."""
+
+    def fetch(self, item: Item) -> torch.Tensor:
+        """The tensor on the device. May be asked for again. Raises IoError, or InfinityError where it was lost."""
+
+    def drop(self, item: Item) -> None:
+        """Forget it."""
+
+    def reset(self, items: Iterable[Item]) -> None:
+        """Everything is forgotten, `items` and whatever an exception left otherwise."""
+
+    def close(self) -> None:
+        """Every item was dropped."""
+
+
+@dataclass(eq=False)
+class _InHost:
+    buffer: HostBuffer
+    copy_event: CopyEvent
+    nbytes: int
+    in_flight: InFlightCopy | None = field(default=None, repr=False)
+
+
+class HostActivationStore:
+    """Host memory, as much as its bound allows; it is closed at the end."""
+
+    def __init__(self, device: Device, host_memory: HostBuffers) -> None:
+        self._device, self._host_memory = device, host_memory
+        self.drive_bytes = 0, 0
+        self._told = False
+
+    def try_put(self, tensor: torch.Tensor) -> Item | None:
+        buffer = self._host_memory.try_lend(tensor.numel(), tensor.dtype)
+        if buffer is None:
+            self._tell_full()
+            return None
+        return _InHost(buffer, self._device.start_d2h(tensor, buffer.tensor), buffer.nbytes)
+
+    def start_fetch(self, items: Iterable[Item]) -> None:
+        for item in islice(items, 1):  # on the device it takes what it saves there
+            self._start(cast(_InHost, item))
+
+    def fetch(self, item: Item) -> torch.Tensor:
+        kept = cast(_InHost, item)
+        self._start(kept)
+        assert kept.in_flight is not None
+        tensor = kept.in_flight.on_device()
+        kept.copy_event, kept.in_flight = kept.in_flight.copy_event, None
+        return tensor if self._device.is_discrete else tensor.clone()
+
+    def drop(self, item: Item) -> None:
+        kept = cast(_InHost, item)
+        copy_event = kept.in_flight.copy_event if kept.in_flight is not None else kept.copy_event
+        copy_event.wait()
+        kept.in_flight = None
+        kept.buffer.give_back()
+
+    def reset(self, items: Iterable[Item]) -> None:
+        for item in items:
+            kept = cast(_InHost, item)
+            (kept.in_flight.copy_event if kept.in_flight is not None else kept.copy_event).wait()
+        self._host_memory.reset()
+
+    def close(self) -> None:
+        self._host_memory.close()
+
+    def _start(self, kept: _InHost) -> None:
+        if kept.in_flight is None:
+            kept.copy_event.wait()
+            kept.in_flight = self._device.start_h2d(kept.buffer.tensor)
+
+    def _tell_full(self) -> None:
+        bytes_max = self._host_memory.bytes_max
+        if bytes_max is not None and not self._told:
+            self._told = True
+            log.info("saved activations fill their %s of host memory: the rest stay", format_bytes(bytes_max))
+
+
+@dataclass(eq=False)
+class _InArena:
+    chunk: Chunk
+    extents: list[Extent]
+    nbytes: int
+    numel: int
+    dtype: torch.dtype
+    lost: str | None = None
+
+    def lose(self, why: str) -> None:
+        self.lost = why
+
+
+class ArenaActivationStore:
+    """The arena, by way of a part of the pinned pool: what comes is copied there and written, and read again in time.
+
+    Half of the part holds what came last, which is asked for first and needs no drive. Places in the arena are used again: see
+    [Note: The most that was taken] in store/scratch.py.
+    """
+
+    def __init__(self, stager: Stager, part: PoolPart, arena: Arena) -> None:
+        self._stager, self._part = stager, part
+        self._places = Scratch(arena, "saved activations")
+        self._in_hand: dict[_InArena, CopyEvent] = {}
+        """In their leases, the first one first, and not written yet; the device may still copy into or out of them."""
+        self._ending: deque[_InArena] = deque()
+        """Dropped while being written."""
+        self.drive_bytes = 0, 0
+        self._told = False
+
+    def try_put(self, tensor: torch.Tensor) -> Item | None:
+        nbytes = align_up(tensor.nbytes)
+        if nbytes > self._part.nbytes // BUFFER_SHARES:
+            self._tell_too_large(nbytes)
+            return None
+        self._sweep()
+        item = self._item(tensor, nbytes)
+        try:
+            lease = self._with_room(partial(self._stager.occupy, item.chunk))
+            into = lease.view(tensor.dtype, 0, tensor.numel())
+            self._in_hand[item] = self._stager.device.start_d2h(tensor, into)
+            self._write_early()
+        except BaseException:
+            self._abandon(item)
+            raise
+        return item
+
+    def start_fetch(self, items: Iterable[Item]) -> None:
+        self._stager.reap()
+        room = self._part.nbytes - self._part.nbytes // BUFFER_SHARES
+        coming = []
+        for item in items:
+            room -= item.nbytes
+            if room < 0:
+                break
+            if item not in self._in_hand:
+                coming.append(cast(_InArena, item).chunk)
+        self._stager.want(coming)
+
+    def fetch(self, item: Item) -> torch.Tensor:
+        kept = cast(_InArena, item)
+        if kept in self._in_hand:
+            self._in_hand[kept].wait()
+            assert kept.chunk.lease is not None
+            tensor, self._in_hand[kept] = self._copied(kept, kept.chunk.lease)
+            return tensor
+        if kept.lost is None:
+            self._stager.settle(kept.chunk)
+        if kept.lost is not None:
+            raise InfinityError(
+                f"{kept.chunk.name} is lost, since a write of it failed: {kept.lost}; do the step again"
+            )
+        lease = self._with_room(partial(self._stager.acquire, kept.chunk))
+        tensor, copy_event = self._copied(kept, lease)
+        self.drive_bytes = self.drive_bytes[0] + kept.nbytes, self.drive_bytes[1]
+        self._stager.release(kept.chunk, keep=False, copy_event=copy_event)
+        return tensor
+
+    def drop(self, item: Item) -> None:
+        kept = cast(_InArena, item)
+        if kept in self._in_hand:
+            copy_event = self._in_hand.pop(kept)
+            copy_event.wait()
+            self._stager.release(kept.chunk, keep=False, copy_event=copy_event)
+        self._stager.drop(kept.chunk)
+        self._ending.append(kept)
+        self._sweep()
+
+    def reset(self, items: Iterable[Item]) -> None:
+        for copy_event in self._in_hand.values():
+            copy_event.wait()
+        self._in_hand.clear()
+        self._ending.clear()
+        self._stager.recover(())
+        self._places.reset()
+
+    def close(self) -> None:
+        self._stager.drop_all()
+        while self._ending:
+            self._end(self._ending.popleft())
+
+    def _item(self, tensor: torch.Tensor, nbytes: int) -> _InArena:
+        while self._ending and nbytes > self._places.free_bytes:
+            self._end(self._ending.popleft())
+        extents = self._places.take(nbytes)
+        starts = accumulate((extent.nbytes for extent in extents), initial=0)
+        spans = tuple(Span(extent.offset, start, extent.nbytes) for extent, start in zip(extents, starts, strict=False))
+        shape = "x".join(map(str, tensor.shape))
+        chunk = Chunk(f"saved activation of {shape} {tensor.dtype}", nbytes, spans, spans)
+        item = _InArena(chunk, extents, nbytes, tensor.numel(), tensor.dtype)
+        chunk.on_lost = item.lose
+        return item
+
+    def _copied(self, kept: _InArena, lease: Lease) -> tuple[torch.Tensor, CopyEvent]:
+        in_flight = self._stager.device.start_h2d(lease.view(kept.dtype, 0, kept.numel))
+        tensor = in_flight.on_device()
+        return tensor if self._stager.device.is_discrete else tensor.clone(), in_flight.copy_event
+
+    def _with_room(self, take: Callable[[], Lease]) -> Lease:
+        """A lease, for which what is in hand is written, the first one first, where there is no other room."""
+        while True:
+            try:
+                return take()
+            except BudgetError:
+                if not self._in_hand:
+                    raise
+                self._write_first()
+
+    def _write_early(self) -> None:
+        """While there is still room: what has arrived first, as long as it is more than stays in hand."""
+        while sum(item.nbytes for item in self._in_hand) > self._part.nbytes // IN_HAND_SHARES:
+            if not next(iter(self._in_hand.values())).done():
+                break
+            self._write_first()
+            self._stager.reap()
+
+    def _write_first(self) -> None:
+        item = next(iter(self._in_hand))
+        self._in_hand.pop(item).wait()
+        self.drive_bytes = self.drive_bytes[0], self.drive_bytes[1] + item.nbytes
+        self._stager.write_back(item.chunk)
+
+    def _sweep(self) -> None:
+        """The places of what was dropped are free once nothing is written there any more."""
+        for _ in range(len(self._ending)):
+            item = self._ending.popleft()
+            if item.chunk.state is ChunkState.WRITING and not all(t.done for t in item.chunk.transfers):
+                self._ending.append(item)
+            else:
+                self._end(item)
+
+    def _abandon(self, item: _InArena) -> None:
+        """Putting it away failed: nobody will drop it."""
+        if item in self._in_hand:
+            self.drop(item)
+            return
+        if item.chunk.state is ChunkState.IN_USE:
+            self._stager.release(item.chunk, keep=False)
+        self._ending.append(item)
+
+    def _end(self, item: _InArena) -> None:
+        """Wait until nothing is written there any more; then the place is free."""
+        try:
+            self._stager.settle(item.chunk)
+        except OSError as error:
+            log.warning("a saved activation that nobody needs could not be written: %s", str(error))
+        except BaseException:
+            self._ending.append(item)
+            raise
+        self._places.give_back(item.extents)
+
+    def _tell_too_large(self, nbytes: int) -> None:
+        if not self._told:
+            self._told = True
+            log.info(
+                "a saved activation of %s stays on the device: with infinity.offload_activations.buffer_bytes of at least %d "
+                "it would move",
+                format_bytes(nbytes),
+                BUFFER_SHARES * nbytes,
+            )

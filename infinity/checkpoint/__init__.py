@@ -1,0 +1,1 @@
+"""Checkpoints and commits: written, found, read and changed into one another."""

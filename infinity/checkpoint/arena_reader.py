@@ -1,0 +1,276 @@
+"""Floor 10. What an arena checkpoint holds: any elements of any parameter, out of the ranks' files. Any thread, one at a time.
+
+Everything in it is read as what it is, files that anybody may have written: held to their hashes in the manifest before they
+are parsed, then checked field by field (infinity/store/commit.py, snapshot.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from infinity.checkpoint.commits import ties_of, unpaged_state_of
+from infinity.checkpoint.folder import check_complete
+from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, Manifest, damage, load_manifest, others
+from infinity.checkpoint.snapshot import Snapshot, rows_of
+from infinity.checkpoint.training_state import RANDOM_STATES
+from infinity.errors import CheckpointError
+from infinity.optim.kernel import join
+from infinity.store.commit import RECORD_BYTES_MAX, Place, Record, StoredParameter, differences, parse_record
+from infinity.store.files import open_regular, read_small
+from infinity.store.layout import Field, SubGroup
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def is_arena_checkpoint(path: Path) -> bool:
+    """Whether the checkpoint in this folder is one of arenas."""
+    return (path / FIRST_RECORD).is_file()
+
+
+def arena_name(rank: int) -> str:
+    """The file with the arena of a rank."""
+    return f"rank{rank}.arena"
+
+
+def record_name(rank: int) -> str:
+    """The file with what lies outside of it."""
+    return f"rank{rank}.record"
+
+
+class RankState:
+    """What one rank stored. Raises CheckpointError where its files can't be read or are damaged."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path / record_name(rank)
+        try:
+            self.record: Record = parse_record(read_small(self._path, RECORD_BYTES_MAX))
+            self.snapshot = Snapshot(self.record.place)
+            self.ties = ties_of(self.record, [sub.numel for sub in self.snapshot.sub_groups])
+        except (OSError, ValueError) as error:
+            raise self.damaged(error) from None
+        try:
+            self._file: BinaryIO = open_regular(path / arena_name(rank))
+        except OSError as error:
+            raise self.damaged(error, arena_name(rank)) from None
+        if self.record.place.rank != rank:
+            raise self.damaged(f"it is rank {self.record.place.rank}'s")
+
+    @property
+    def place(self) -> Place:
+        """How it lay there."""
+        return self.record.place
+
+    def damaged(self, why: object, name: str = "") -> CheckpointError:
+        """The error that says so, of the record or of the file `name` beside it."""
+        checkpoint = self._path.parent
+        reason = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
+        return CheckpointError(
+            f"{checkpoint / (name or self._path.name)} is damaged ({reason}): "
+            f"{others(checkpoint.parent, but=checkpoint.name)}"
+        )
+
+    def read_field(self, sub: SubGroup, which: Field, into: torch.Tensor, start: int = 0) -> None:
+        """Elements of a field of a sub-group, from element `start` on, as many as `into` (1-D, contiguous) holds."""
+        offset = self.snapshot.field_offset(sub, which) + start * into.itemsize
+        buffer, done = into.view(torch.uint8).numpy().data, 0
+        while done < buffer.nbytes:
+            try:
+                count = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
+                if not count:
+                    raise OSError(errno.EIO, "the arena file beside it ends too early")
+            except OSError as error:
+                raise self.damaged(error) from None
+            done += count
+
+    def dtype(self, which: Field) -> torch.dtype:
+        """Of a field's elements."""
+        if which is Field.COMPUTE:
+            return _DTYPES[self.place.compute_dtype]
+        return torch.int16 if which is Field.REMAINDER else torch.float32
+
+    def read(self, parameter: int, which: Field, start: int, numel: int) -> torch.Tensor:
+        """Elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
+        found = torch.empty(numel, dtype=torch.float32)
+        done = 0
+        for sub, first, count in self.snapshot.pieces(parameter, start, numel):
+            out = found[done : done + count]
+            if which is Field.MASTER and sub.split:
+                self._join(sub, first, out)
+            else:
+                self.read_field(sub, which, out, first)
+            done += count
+        assert done == numel, "a shard that its sub-groups don't make up"
+        return found
+
+    def _join(self, sub: SubGroup, first: int, out: torch.Tensor) -> None:
+        parts = {}
+        for which in (Field.COMPUTE, Field.REMAINDER):
+            parts[which] = torch.empty(out.numel(), dtype=self.dtype(which))
+            self.read_field(sub, which, parts[which], first)
+        ties = self.ties[sub.index]
+        own = ties[(ties >= first) & (ties < first + out.numel())] - first
+        join(parts[Field.COMPUTE], parts[Field.REMAINDER], own, out=out)
+
+    def close(self) -> None:
+        """Close its file."""
+        self._file.close()
+
+
+class StoredArena:
+    """An arena checkpoint, for the time of a `with` block. Its records are verified and parsed when they are needed.
+
+    Raises CheckpointError where it has no manifest, or rank 0's files can't be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = load_manifest(path)
+        if found is None:
+            raise CheckpointError(
+                f"{path} has no {FILE_NAME}, without which arenas can't be verified: {others(path.parent, but=path.name)}"
+            )
+        self.manifest: Manifest = found
+        self._ranks: dict[int, RankState] = {}
+        self._verified: set[str] = set()
+        first = self.rank(0)
+        self.shards = first.place.shards
+        """Over how many ranks each parameter is sharded; what there are more hold the same again, and have stored no arena."""
+        self._numbers = {each.name: number for number, each in enumerate(first.place.parameters)}
+
+    @property
+    def parameters(self) -> tuple[StoredParameter, ...]:
+        """The model's, as rank 0 had them."""
+        return self.rank(0).place.parameters
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What the optimizer kept of each element, by its names."""
+        return self.rank(0).place.moments
+
+    def rank(self, rank: int) -> RankState:
+        """What a rank has stored. Raises CheckpointError."""
+        if rank not in self._ranks:
+            self.verify(record_name(rank))
+            state = RankState(self.path, rank)
+            try:
+                self._check_belongs(state)
+            except BaseException:
+                state.close()
+                raise
+            self._ranks[rank] = state
+        return self._ranks[rank]
+
+    def unpaged_state(self, rank: int) -> dict[str, Any]:
+        """What a rank stored that lies outside of its arena; rank 0's less its random numbers where there was no such rank."""
+        if rank >= self.manifest.ranks:
+            return {key: value for key, value in self.unpaged_state(0).items() if key not in RANDOM_STATES}
+        self.verify(record_name(rank))
+        try:
+            record = parse_record(read_small(self.path / record_name(rank), RECORD_BYTES_MAX))
+        except (OSError, ValueError) as error:
+            raise self.rank(0).damaged(error) from None
+        unpaged_state = unpaged_state_of(record)
+        groups, steps, buffers = unpaged_state["param_groups"], unpaged_state["steps"], unpaged_state["buffers"]
+        if not (
+            isinstance(groups, list)
+            and all(isinstance(group, dict) for group in groups)
+            and _are_tensors(steps)
+            and _are_tensors(buffers)
+        ):
+            raise self.rank(0).damaged("what lies outside of the arena is something else")
+        return unpaged_state
+
+    def alike(self, here: Place) -> RankState | None:
+        """What the rank stored whose state lies just as `here`; None where none did, so that it must be put together."""
+        if here.ranks != self.manifest.ranks or here.shards != self.shards:
+            return None
+        state = self.rank(here.rank % self.shards)
+        return None if any(differences(state.place, replace(here, rank=state.place.rank))) else state
+
+    def read(self, name: str, which: Field, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) of the master or a moment (1-D, fp32) of the whole parameter `name`."""
+        number = self._numbers[name]
+        parts = []
+        for state, first, count in self._rows(number, start, numel):
+            parts.append(state.read(number, which, first, count))
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def read_verified(self, name: str, which: Field, start: int, numel: int) -> torch.Tensor:
+        """As `read`, with the files that the elements are in held to the manifest before. Raises CheckpointError."""
+        for state, _, _ in self._rows(self._numbers[name], start, numel):
+            self.verify(arena_name(state.place.rank))
+        return self.read(name, which, start, numel)
+
+    def verify(self, name: str) -> None:
+        """Hold a file to the manifest, once. Raises CheckpointError."""
+        if name in self._verified:
+            return
+        known = name in self.manifest.files
+        for _, why in damage(self.path, self.manifest, [name]) if known else [(name, "its manifest doesn't know it")]:
+            raise CheckpointError(
+                f"{self.path / name} is damaged ({why}): {others(self.path.parent, but=self.path.name)}"
+            )
+        self._verified.add(name)
+
+    def _rows(self, number: int, start: int, numel: int) -> Iterator[tuple[RankState, int, int]]:
+        """(rank's state, first element of its shard, count) of what makes up elements [start, start + numel)."""
+        shape = self.parameters[number].shape
+        for rank in range(self.shards):
+            first, end = rows_of(shape, rank, self.shards)
+            low, high = max(start, first), min(start + numel, end)
+            if low < high:
+                yield self.rank(rank), low - first, high - low
+
+    def _check_belongs(self, state: RankState) -> None:
+        """Raise CheckpointError where it isn't of this save, or of another model than rank 0's."""
+        place, first = state.place, self._ranks[0] if self._ranks else state
+        alike = [(p.name, p.shape, p.trained) for p in place.parameters] == [
+            (p.name, p.shape, p.trained) for p in first.place.parameters
+        ]
+        same_save = state.record.commit.identity == first.record.commit.identity
+        if not (alike and same_save and place.ranks == self.manifest.ranks and place.shards == first.place.shards):
+            raise state.damaged("it belongs to another checkpoint")
+        stored = self.manifest.files.get(arena_name(place.rank))
+        if stored is None or stored.nbytes != state.snapshot.nbytes:
+            raise state.damaged("the arena file beside it has another length")
+
+    def __enter__(self) -> StoredArena:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files."""
+        for state in self._ranks.values():
+            state.close()
+
+
+def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
+    """Raise CheckpointError unless training can go on from what a record holds: see `check_complete`."""
+    stepped = zip(record.place.parameters, record.commit.stepped, strict=True)
+    moments = {each.name for each, bit in stepped if bit == "1"}
+    names = unpaged_state.get("group_names")  # which earlier versions did not note
+    check_complete(
+        moments, unpaged_state["steps"], moments if names is None else {name for own in names for name in own}
+    )
+
+
+def prove(path: Path, ranks: Iterable[int]) -> None:
+    """Read back what loading an arena checkpoint parses of these ranks. Raises CheckpointError where it can't be loaded."""
+    with StoredArena(path) as stored:
+        for rank in ranks:
+            check_record(stored.rank(rank % stored.shards).record, stored.unpaged_state(rank))
+
+
+def _are_tensors(named: object) -> bool:
+    if not isinstance(named, dict):
+        return False
+    return all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in named.items())

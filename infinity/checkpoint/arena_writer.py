@@ -1,0 +1,415 @@
+"""Floor 10. Checkpoints that are cheap as the state is on a drive already: the arenas' bytes, copied while training goes on.
+
+Beside the manifest, `DIR/TAG/` holds `rankN.arena` (infinity/checkpoint/snapshot.py) and `rankN.record` for each rank. The
+training thread of every rank calls what is here; a thread of its own copies (infinity/store/arena_copy.py).
+
+[Note: When an arena checkpoint is there]
+`start` returns when the copying has begun. A checkpoint gets its name when all ranks have copied, which no rank can know by
+itself; so it gets it at a point that all ranks come to: in the first `step` that finds all of them done, or in `finish`, which
+waits (the next save or load, `finish_checkpoint` and `close` call that). Until then there is only the hidden folder, and
+`latest` names the checkpoint before, whatever happens. What fails is told in the log by the next step, and raised by `finish`.
+
+Where the program ends without that, or an error is being handled, the ranks may be elsewhere, or gone, and so may the process
+group be. Then each ends alone (`finish_alone`, also as an exit function): what a rank has copied it says in a file beside the
+checkpoint, written by the thread that copied; the first waits for these files, so long and no longer, and names the
+checkpoint or says that there is none. Only what ends a process at once (SIGKILL, os._exit) loses it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.checkpoint.arena_reader import RankState, StoredArena, arena_name, check_record, prove, record_name
+from infinity.checkpoint.commits import packed_ties
+from infinity.checkpoint.folder import (
+    Draft,
+    check_same_model,
+    check_space,
+    draft_of,
+    in_our_words,
+    manifest_of,
+    refusing,
+    verify,
+)
+from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.snapshot import Snapshot, rows_of
+from infinity.checkpoint.training_state import encode
+from infinity.errors import CheckpointError
+from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.sharding import reshard
+from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.store.arena_copy import Copying
+from infinity.store.commit import Commit, Record, bits
+from infinity.store.files import StoredFile, read_small, write_durably
+from infinity.store.layout import MOMENTS, Field, SubGroup
+from infinity.swap import SwapManager
+from infinity.units import MIB
+
+log = logging.getLogger("infinity")
+
+_PIECE_NUMEL = 1 << 20
+"""Elements that are put together at once where a checkpoint lies otherwise than the model."""
+
+ALONE_SECONDS_MIN = 60.0
+"""How long a first rank that ends alone waits for what the others have copied, at the least."""
+
+_FILES = TypeAdapter(dict[str, StoredFile])
+
+
+class Saving:
+    """A checkpoint on its way: see [Note: When an arena checkpoint is there]. Made, finished and cancelled by all ranks.
+
+    record: this rank's, which is written when the arena is copied; where there is no `copying`, it is written already.
+    """
+
+    def __init__(
+        self, draft: Draft, manifest: Manifest, record: StoredFile, copying: Copying | None, keep: int
+    ) -> None:
+        self.what = draft.what
+        self._draft, self._keep = draft, keep
+        self._manifest = manifest
+        self._record = record
+        self._copying = copying
+        self._rank = dist.get_rank()  # there may be no process group at the end
+        self._pid = os.getpid()
+        self._failure: Exception | None = None
+        self._ended = self._told = False
+        atexit.register(self._at_exit)
+
+    def finish_if_copied(self) -> bool:
+        """Give the checkpoint its name if all ranks have copied; whether it has. A collective. What fails `finish` raises."""
+        if self._failure is None and _all_agree(self._is_copied()):
+            try:
+                self.finish()
+            except Exception as error:
+                log.warning("%s", error)
+                self._failure = error
+        return self._ended and self._failure is None
+
+    def finish(self) -> None:
+        """Wait until all ranks have copied, and give the checkpoint its name. A collective.
+
+        Raises CheckpointError on all ranks where that failed on one. An earlier checkpoint stays then.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            return
+        self._end()
+        try:
+            with raise_on_all_ranks(), in_our_words(self.what):
+                files = self._files()
+            everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(everything, files)
+            with raise_on_all_ranks():
+                if dist.get_rank() == 0:
+                    found = {name: file for each in everything for name, file in each.items()}
+                    self._draft.write_manifest(replace(self._manifest, files=found))
+            with raise_on_all_ranks(), self._draft.proving():
+                prove(self._draft.folder, [self._rank])
+            with raise_on_all_ranks():
+                if dist.get_rank() == 0:
+                    self._draft.complete(self._keep)
+        except BaseException:
+            self._stop()
+            self._draft.discard()
+            raise
+
+    def finish_alone(self) -> None:
+        """As `finish`, of one rank whose others may be elsewhere; how it ended is told in the log. No collective.
+
+        The first waits for the others as long again as its own copying took, a minute at least.
+        """
+        if self._ended:
+            return
+        self._end()
+        try:
+            files = self._files()
+            if self._rank == 0:
+                files |= self._told_by_others()
+                self._draft.write_manifest(replace(self._manifest, files=files))
+                with self._draft.proving():
+                    prove(self._draft.folder, range(self._manifest.ranks))
+                self._draft.complete(self._keep)
+                log.info("%s is done: the training had ended without waiting for it", self.what)
+        except Exception as error:
+            reason = str(error).removeprefix(f"{self.what} failed ")
+            log.error("%s failed, and the training has ended (%s): the checkpoint before it stays", self.what, reason)
+            with contextlib.suppress(OSError):
+                _tell(self._draft, self._rank, {})
+            self._draft.discard()
+        except BaseException:
+            self._stop()
+            self._draft.discard()
+            raise
+
+    def cancel(self) -> None:
+        """Stop copying. What is there of it goes with the next save."""
+        self._stop()
+        self._draft.release()
+
+    def _end(self) -> None:
+        self._ended = True
+        atexit.unregister(self._at_exit)
+
+    def _stop(self) -> None:
+        self._end()
+        if self._copying is not None:
+            self._copying.cancel()
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:  # not in a forked child
+            self.finish_alone()
+
+    def _told_by_others(self) -> dict[str, StoredFile]:
+        """The files of all other ranks, once they have told. Raises CheckpointError where one doesn't, or has failed."""
+        own_seconds = self._copying.seconds if self._copying is not None else 0.0
+        deadline = time.monotonic() + max(ALONE_SECONDS_MIN, own_seconds)
+        found: dict[str, StoredFile] = {}
+        for rank in range(1, self._manifest.ranks):
+            while (files := _told_by(self._draft, rank)) is None:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(f"rank {rank} has not copied its part, or is gone")
+                time.sleep(0.1)
+            if not files:
+                raise CheckpointError(f"rank {rank} could not copy its part: see its log")
+            found |= files
+        return found
+
+    def _is_copied(self) -> bool:
+        copying = self._copying
+        if copying is not None and copying.error is not None and not self._told:
+            self._told = True
+            log.warning("%s failed (%s): the next save, load or close raises this", self.what, copying.error)
+        return copying is None or (copying.ended and copying.error is None)
+
+    def _files(self) -> dict[str, StoredFile]:
+        files = {record_name(self._rank): self._record}
+        if self._copying is not None:
+            files[arena_name(self._rank)] = self._copying.join()
+        return files
+
+
+def start(
+    directory: str | os.PathLike[str],
+    tag: str,
+    model: nn.Module,
+    swap: SwapManager,
+    unpaged_state: dict[str, Any],
+    *,
+    keep: int = 0,
+) -> Saving:
+    """Begin to write a checkpoint of what the model is now. A collective.
+
+    Args:
+        outside: what lies outside of the arena, as a commit holds it; this rank's own.
+        keep: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
+
+    Raises CheckpointError on all ranks when `unpaged_state` of one can't be stored, no training could go on from the
+    state, or the folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
+    """
+    rank, draft = dist.get_rank(), draft_of(directory, tag)
+    with raise_on_all_ranks(), in_our_words(draft.what):
+        blob = encode(unpaged_state)
+        snapshot = Snapshot(swap.place)
+        swap.settle()
+        made = _record_of(swap, snapshot, draft.identity, unpaged_state["global_steps"], blob)
+        with refusing(draft.what):
+            check_record(made, unpaged_state)
+        if rank == 0:
+            draft.make()
+    copying: Copying | None = None
+    try:
+        with raise_on_all_ranks(), in_our_words(draft.what):
+            if rank == 0:
+                check_space(
+                    draft.root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"
+                )
+            content = made.to_bytes()
+            record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
+            write_training_state = partial(_write_training_state, draft, rank, content, {record_name(rank): record})
+            if rank < swap.place.shards:
+                copying = swap.start_copying(draft.folder / arena_name(rank), write_training_state)
+            else:  # another rank has just the same
+                write_training_state(None)
+        manifest = manifest_of(model, unpaged_state["global_steps"], {}, tag, "arena")
+        return Saving(draft, manifest, record, copying, keep)
+    except BaseException:
+        if copying is not None:
+            copying.cancel()
+        draft.discard()
+        raise
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    swap: SwapManager | None,
+    begin: Callable[[], None],
+    *,
+    verified: bool = True,
+) -> dict[str, Any]:
+    """Read the checkpoint in the folder `path` into the model and the moments, which must exist. A collective.
+
+    `begin`: called before the first value changes; nothing was touched by what fails before.
+    Where the state lies here as it lay there, ranges are copied; else it is put together from all ranks' files, piece by piece.
+    `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
+    held to it always.
+
+    Returns what lies outside of the arena: what this rank stored of it, or where there was no such rank, rank 0, less its
+    random states.
+    Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
+    """
+    with contextlib.ExitStack() as closing:
+        with raise_on_all_ranks():
+            stored = closing.enter_context(StoredArena(path))
+            unpaged_state = stored.unpaged_state(dist.get_rank())
+            verify(path, (), everything=verified)
+            reshard(model)  # what is gathered now would be stale
+            _check_fits(stored, unpaged_state, model, optimizer)
+        begin()
+        with raise_on_all_ranks():
+            same = stored.alike(swap.place) if swap is not None else None
+            if swap is not None and same is not None:
+                _copy_back(same, swap)
+            else:
+                _put_together(stored, model, optimizer)
+    return unpaged_state
+
+
+def _write_training_state(
+    draft: Draft, rank: int, record: bytes, files: dict[str, StoredFile], arena: StoredFile | None
+) -> None:
+    """The arena is copied, if the rank stores one: write its record, and tell the first rank what there is."""
+    write_durably(draft.folder / record_name(rank), record)
+    _tell(draft, rank, files | ({} if arena is None else {arena_name(rank): arena}))
+
+
+def _tell(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
+    """Say beside the checkpoint which files of a rank are whole; none: it could not write them. Raises OSError."""
+    path = draft.beside / f"rank{rank}.json"
+    written = path.with_suffix(".partial")
+    write_durably(written, _FILES.dump_json(files))
+    written.rename(path)
+
+
+def _told_by(draft: Draft, rank: int) -> dict[str, StoredFile] | None:
+    """What `_tell` said for a rank, None where it hasn't yet."""
+    try:
+        files = _FILES.validate_json(read_small(draft.beside / f"rank{rank}.json", MIB), strict=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"what rank {rank} tells can't be read ({error})") from None
+    return files if files.keys() <= {record_name(rank), arena_name(rank)} else {}
+
+
+def _all_agree(own: bool) -> bool:
+    if dist.get_world_size() == 1:
+        return own
+    everywhere = [own] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return all(everywhere)
+
+
+def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, unpaged_state: bytes) -> Record:
+    counts, ties = packed_ties(swap)
+    shards = swap.paged.shards
+    commit = Commit(
+        sequence=1,
+        launch=identity,
+        arena=identity,
+        step=step,
+        slots="0" * len(counts),
+        filled=bits([shard.filled for shard in shards]),
+        stepped=bits([shard.stepped for shard in shards]),
+        ties=tuple(counts),
+    )
+    place = replace(swap.place, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
+    return Record(commit, place, ties, unpaged_state)
+
+
+def _check_fits(
+    stored: StoredArena, unpaged_state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    theirs = {f"model.{name}": tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
+    for each in stored.parameters:
+        theirs[f"model.{each.name}"] = each.shape
+        if each.trained:
+            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in stored.moments}
+    ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
+    for parameter, names in parameter_names(model).items():
+        ours[f"model.{names[0]}"] = tuple(parameter.shape)
+        for key in optimizer.state.get(parameter, {}):
+            if key != "step":
+                ours[f"optimizer.state.{names[0]}.{key}"] = tuple(parameter.shape)
+    check_same_model(stored.path, ours, theirs)
+    try:
+        check_record(stored.rank(0).record, unpaged_state)
+    except CheckpointError as error:
+        raise CheckpointError(f"what {stored.path} holds of {error}") from None
+    if len(unpaged_state["param_groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{stored.path} was saved with {len(unpaged_state['param_groups'])} parameter groups, and the optimizer has "
+            f"{len(optimizer.param_groups)}: make them as they were"
+        )
+
+
+def _copy_back(state: RankState, swap: SwapManager) -> None:
+    paged = swap.paged
+    for sub, there, ties in zip(paged.sub_groups, state.snapshot.sub_groups, state.ties, strict=True):
+        paged.set_state(sub, ties.clone(), partial(_fill, state, there))
+    commit = state.record.commit
+    for number, (shard, filled, stepped) in enumerate(zip(paged.shards, commit.filled, commit.stepped, strict=True)):
+        shard.filled, shard.stepped = filled == "1", stepped == "1"
+        if shard.resident is not None:
+            for start, numel in _cut(shard.shape.numel()):
+                shard.resident[start : start + numel].copy_(state.read(number, Field.MASTER, start, numel))
+    swap.stager.settle_all()
+
+
+def _fill(state: RankState, sub: SubGroup, which: Field, into: torch.Tensor) -> None:
+    state.read_field(sub, which, into)
+
+
+@torch.no_grad()
+def _put_together(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter, names in parameter_names(model).items():
+        fields = {Field.MASTER: parameter.data}
+        fields |= {
+            which: optimizer.state[parameter][name]
+            for name, which in zip(stored.moments, MOMENTS, strict=False)
+            if name in optimizer.state.get(parameter, {})
+        }
+        for which, tensor in fields.items():
+            assert isinstance(tensor, DTensor)
+            mesh = tensor.device_mesh
+            first, end = rows_of(tensor.shape, mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1))
+            local = tensor._local_tensor
+            assert local.numel() == end - first, f"{names[0]} is sharded otherwise than by rows"
+            flat = local.view(-1)
+            for start, numel in _cut(end - first):
+                flat[start : start + numel].copy_(stored.read(names[0], which, first + start, numel))
+
+
+def _cut(numel: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of pieces of a bounded size."""
+    for start in range(0, numel, _PIECE_NUMEL):
+        yield start, min(_PIECE_NUMEL, numel - start)

@@ -1,0 +1,391 @@
+"""Floor 10. A checkpoint's model out of its shards: as safetensors, streamed, or as a state dict. One process, no ranks.
+
+Memory is bounded by one shard of one tensor: a tensor is cut by rows, so its shards one after another are its bytes, and these
+go to the output piece by piece. (A tensor that somebody else's training cut in another way is put together first.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from infinity.checkpoint.arena_reader import StoredArena, is_arena_checkpoint
+from infinity.checkpoint.dcp_reader import Reader
+from infinity.checkpoint.folder import check_space
+from infinity.checkpoint.manifest import Manifest, damage, find_checkpoint, load_manifest
+from infinity.errors import CheckpointError
+from infinity.store.files import file_in_the_way, sync
+from infinity.store.layout import Field
+from infinity.units import parse_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PREFIX = "model."
+_PIECE_NUMEL = 4 << 20
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls them."""
+
+Progress = Callable[[int], None]
+
+
+class StoredModel(ABC):
+    """The model in a checkpoint: parameters and buffers, read one at a time. See `open_model`.
+
+    tensors: shape and type of each, by name. aliases: further names of tied parameters, and under which the values are meant.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None, tensors: dict[str, TensorStorageMetadata]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.tensors = tensors
+        self.aliases = {
+            alias: name
+            for alias, name in (manifest.aliases if manifest else {}).items()
+            if alias in tensors and name in tensors
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters and buffers, tied ones once."""
+        return [name for name in self.tensors if name not in self.aliases]
+
+    def dtype_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What `name` becomes where parameters become `dtype`: buffers, and what isn't floating, stay as they are."""
+        own: torch.dtype = self.tensors[name].properties.dtype
+        buffers = self.manifest.buffers if self.manifest else ()
+        return own if name in buffers or not own.is_floating_point else dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of `name` in the model: a parameter without dimensions is stored in the shape (1,)."""
+        stored = tuple(self.tensors[name].size)
+        return () if stored == (1,) and self.manifest is not None and name in self.manifest.scalars else stored
+
+    @abstractmethod
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """All of `name`. Raises CheckpointError."""
+        whole = torch.empty(self.shape(name), dtype=dtype)
+        at = 0
+        for piece in self.pieces(name):
+            whole.view(-1)[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        return whole
+
+    def close(self) -> None:
+        """Close its files. Nothing to do where none stay open."""
+        return
+
+    def __enter__(self) -> StoredModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> StoredModel:
+    """The model in a checkpoint, for the time of a `with` block.
+
+    Raises CheckpointError where there is no checkpoint, it is damaged, or it holds no model.
+    """
+    path = find_checkpoint(directory, tag)
+    return _ArenaModel(path) if is_arena_checkpoint(path) else _DcpModel(path)
+
+
+class _ArenaModel(StoredModel):
+    """Out of arenas: see infinity/checkpoint/arena_reader.py. A file is verified when the first of its bytes are needed."""
+
+    def __init__(self, path: Path) -> None:
+        self._stored = StoredArena(path)
+        try:
+            unpaged_state = self._stored.unpaged_state(0)
+            self._buffers: dict[str, torch.Tensor] = unpaged_state["buffers"]
+            sizes = {each.name: (each.shape, torch.float32) for each in self._stored.parameters}
+            sizes |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self._buffers.items()}
+            aliases = self._stored.manifest.aliases
+            sizes |= {alias: sizes[name] for alias, name in aliases.items() if name in sizes}
+            tensors = {
+                name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+                for name, (shape, dtype) in sizes.items()
+            }
+        except BaseException:
+            self._stored.close()
+            raise
+        super().__init__(path, self._stored.manifest, tensors)
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
+        if name in self._buffers:
+            yield self._buffers[name].reshape(-1)
+            return
+        numel = self.tensors[name].size.numel()
+        for start in range(0, numel, _PIECE_NUMEL):
+            count = min(_PIECE_NUMEL, numel - start)
+            yield self._stored.read_verified(name, Field.MASTER, start, count)
+
+    def close(self) -> None:
+        """Close its files."""
+        self._stored.close()
+
+
+class _DcpModel(StoredModel):
+    """Out of the files of torch.distributed.checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.manifest = path, load_manifest(path)
+        self._reader = Reader(path)
+        self._verified: set[str] = set()
+        if self.manifest is not None:
+            self._verify(".metadata")
+        stored = {name: each for name, each in self._reader.tensors().items() if name.startswith(_PREFIX)}
+        super().__init__(path, self.manifest, {name.removeprefix(_PREFIX): each for name, each in stored.items()})
+        if not self.tensors:
+            raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
+        stored = self.tensors[name]
+        shape = tuple(stored.size)
+        chunks = sorted((c for c in stored.chunks if math.prod(c.sizes)), key=lambda chunk: tuple(chunk.offsets))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+            raise self._wrong(name, "its parts don't make up the whole")
+        if _are_rows(chunks, shape):
+            for chunk in chunks:
+                yield self._read(name, chunk).reshape(-1)
+            return
+        whole = torch.empty(shape, dtype=stored.properties.dtype)
+        for chunk in chunks:
+            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[place].copy_(self._read(name, chunk))
+        yield whole.reshape(-1)
+
+    def _read(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        info = self._reader.read_metadata().storage_data.get(MetadataIndex(_PREFIX + name, chunk.offsets))
+        if info is None:
+            raise self._wrong(name, "a part of it is in no file")
+        if self.manifest is not None:
+            self._verify(info.relative_path)
+        file = self.path / info.relative_path
+        try:
+            with self._reader.fs.create_stream(file, "rb") as stream:
+                part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever torch.load makes of arbitrary bytes
+            why = next(
+                iter(str(error).splitlines()), type(error).__name__
+            )  # of an empty file it is an EOFError of no words
+            raise CheckpointError(f"{file} is damaged ({why}): load another checkpoint") from None
+        stored: TensorStorageMetadata = self.tensors[name]
+        fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
+        if not fits or part.dtype is not stored.properties.dtype:
+            raise CheckpointError(f"{file} is damaged (it holds something else than a part of {name})")
+        whole: torch.Tensor = part.detach()
+        return whole
+
+    def _verify(self, file: str) -> None:
+        assert self.manifest is not None
+        if file in self._verified:
+            return
+        if file not in self.manifest.files:
+            raise CheckpointError(f"{self.path / file} is damaged (the manifest doesn't know it)")
+        for _, why in damage(self.path, self.manifest, [file]):
+            raise CheckpointError(f"{self.path / file} is damaged ({why}): load another checkpoint")
+        self._verified.add(file)
+
+    def _wrong(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged ({name}: {why}): load another checkpoint")
+
+
+def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:
+    """Whether the chunks, one after another, are the tensor."""
+    row = 0
+    for chunk in chunks:
+        if not shape:
+            return len(chunks) == 1
+        if tuple(chunk.sizes[1:]) != shape[1:] or any(chunk.offsets[1:]) or chunk.offsets[0] != row:
+            return False
+        row += chunk.sizes[0]
+    return True
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file of the output: the tensors in it, with dtype and shape."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_nbytes(*each) for each in self.tensors.values())
+
+    def header(self) -> bytes:
+        """What stands before the tensors' bytes: 8 bytes of length, then JSON, padded to 8 bytes."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name, (dtype, shape) in self.tensors.items():
+            nbytes = _nbytes(dtype, shape)
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+            at += nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def consolidate(
+    directory: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = 5 * 10**9,
+    progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
+) -> list[Path]:
+    """Write the model in a checkpoint as safetensors into the folder `output`; the files, the index last.
+
+    Args:
+        tag: of the checkpoint in `directory`; its latest where None.
+        dtype: of the parameters; buffers keep theirs.
+        max_shard_bytes: where the model is larger, it goes to several files of at most this (a larger tensor has one to
+            itself), with an index.
+        progress: called with all bytes to be written; what it returns is called with those just written.
+
+    Raises CheckpointError where the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
+    nothing is left in it then.
+    """
+    with open_model(directory, tag) as model:
+        return _consolidate(model, Path(output), dtype, max_shard_bytes, progress)
+
+
+def _consolidate(
+    model: StoredModel, root: Path, dtype: torch.dtype, max_shard_bytes: int, progress: Callable[[int], Progress]
+) -> list[Path]:
+    if (file := file_in_the_way(root)) is not None:
+        raise CheckpointError(f"{file} is a file, not a folder: name another")
+    parts = _plan(model, dtype, max_shard_bytes)
+    total = sum(part.nbytes for part in parts)
+    made = not root.exists()
+    identity = secrets.token_hex(8)  # another process may have the same number, on another machine
+    temporary = [root / f".part{number}-{identity}.safetensors" for number in range(len(parts))]
+    index = root / f".index-{identity}.json"
+    try:
+        _make_output(root, total)
+        tell = progress(total)
+        for part, path in zip(parts, temporary, strict=True):
+            _write_part(model, part, path, tell)
+        return _publish(root, parts, temporary, index)
+    except OSError as error:
+        raise CheckpointError(f"writing the model to {root} failed ({error.strerror}): free space there") from None
+    finally:
+        for path in [*temporary, index]:
+            path.unlink(missing_ok=True)
+        if made and root.is_dir() and not any(root.iterdir()):
+            root.rmdir()
+
+
+def _plan(model: StoredModel, dtype: torch.dtype, max_shard_bytes: int) -> list[_Part]:
+    parts: list[_Part] = [_Part({})]
+    for name in model.names:
+        entry = model.dtype_as(name, dtype), model.shape(name)
+        if entry[0] not in _NAMES:
+            raise CheckpointError(f"{name} has the type {entry[0]}, which safetensors files don't hold")
+        if parts[-1].tensors and parts[-1].nbytes + _nbytes(*entry) > max_shard_bytes:
+            parts.append(_Part({}))
+        parts[-1].tensors[name] = entry
+    return parts
+
+
+def _make_output(root: Path, nbytes: int) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{root} can't be written to ({error.strerror}): name another folder") from None
+    if any(root.glob("model*.safetensors*")):
+        raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
+    check_space(root, nbytes, "the model")
+
+
+def _write_part(model: StoredModel, part: _Part, path: Path, tell: Progress) -> None:
+    with path.open("xb") as file:
+        file.write(part.header())
+        for name, (dtype, _) in part.tensors.items():
+            for piece in model.pieces(name):
+                for numbers in piece.split(_PIECE_NUMEL):
+                    file.write(numbers.to(dtype).view(torch.uint8).numpy().data)
+                    tell(numbers.numel() * dtype.itemsize)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(root: Path, parts: list[_Part], temporary: list[Path], index: Path) -> list[Path]:
+    """Give the files their names; the index, by which several are found, last."""
+    count = len(parts)
+    names = ["model.safetensors"]
+    if count > 1:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part.tensors}
+        whole = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": where}
+        index.write_text(json.dumps(whole, indent=2) + "\n")
+        sync(index)
+    for path, name in zip(temporary, names, strict=True):
+        path.rename(root / name)
+    if count > 1:
+        names.append("model.safetensors.index.json")
+        index.rename(root / names[-1])
+    sync(root)
+    return [root / name for name in names]
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> dict[str, torch.Tensor]:
+    """The whole model in a checkpoint, parameters in fp32, on the CPU. Tied parameters share their memory.
+
+    Raises CheckpointError.
+    """
+    with open_model(checkpoint_dir, tag) as model:
+        state = {name: model.tensor(name, model.dtype_as(name, torch.float32)) for name in model.names}
+        return {name: state[model.aliases.get(name, name)] for name in model.tensors}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    safe_serialization: bool = True,
+    tag: str | None = None,
+) -> None:
+    """Write the model in a checkpoint as safetensors with fp32 parameters into `output_dir`: see `infinity-ckpt consolidate`.
+
+    `max_shard_size`: bytes per file, or "5GB". Raises CheckpointError, ValueError.
+    """
+    if not safe_serialization:
+        raise ValueError("only safetensors are written: leave safe_serialization out")
+    consolidate(checkpoint_dir, output_dir, tag=tag, max_shard_bytes=parse_bytes(max_shard_size))

@@ -1,0 +1,273 @@
+"""Floor 10. Checkpoints in PyTorch's own format (torch.distributed.checkpoint), and 16-bit models as safetensors.
+
+A checkpoint is `DIR/TAG/`: the masters and moments under the names that FSDP2 + AdamW uses, written tensor by tensor, a small
+file per rank with the rest, and a manifest with the hash of every file, taken while it was written. It is written under another
+name and renamed when it is whole; `DIR/latest` names it last. DCP reshards on load, so another number of ranks is fine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from infinity.checkpoint.dcp_reader import Planner, Reader, Writer, cause_of
+from infinity.checkpoint.folder import (
+    check_complete,
+    check_same_model,
+    check_space,
+    damaged,
+    draft_of,
+    in_our_words,
+    manifest_of,
+    refusing,
+    verify,
+)
+from infinity.checkpoint.manifest import others
+from infinity.checkpoint.model_files import ModelFiles
+from infinity.checkpoint.training_state import RANDOM_STATES, decode, encode
+from infinity.errors import CheckpointError
+from infinity.fsdp2.materialize import named_full_tensors
+from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.sharding import reshard
+from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.store.files import StoredFile, open_regular, write_durably
+
+log = logging.getLogger("infinity")
+
+
+def save(
+    directory: str | os.PathLike[str],
+    tag: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    training_state: dict[str, Any],
+    *,
+    keep: int = 0,
+) -> None:
+    """Write a checkpoint. `training_state` (plain values and tensors only) is this rank's own. A collective.
+
+    `keep`: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
+
+    Raises CheckpointError on all ranks when `training_state` of one can't be stored, no training could go on from the
+    state, or the folder can't be written or lacks the space. An earlier checkpoint stays then, until the new one was read back.
+    """
+    draft, writer = draft_of(directory, tag), dist.get_rank() == 0
+    state = _state_of(model, optimizer)
+    with raise_on_all_ranks():
+        blob = encode(training_state)
+        with refusing(draft.what):
+            _check_complete(state, optimizer)
+        if writer:
+            draft.make()
+    try:
+        with raise_on_all_ranks():
+            if writer:
+                check_space(draft.root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
+        files = Writer(draft.folder)
+        failure = _write(state, files, draft.what)
+        own = f"rank{dist.get_rank()}.pt"
+        with raise_on_all_ranks():
+            if failure is not None:
+                raise failure
+            with in_our_words(draft.what):
+                write_durably(draft.folder / own, blob)
+        written = {**files.written, own: StoredFile(len(blob), sha256(blob).hexdigest())}
+        everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everything, written)
+        with raise_on_all_ranks():
+            if writer:
+                together_written = {name: file for each in everything for name, file in each.items()}
+                draft.write_manifest(manifest_of(model, training_state["global_steps"], together_written, tag))
+        with raise_on_all_ranks(), draft.proving():
+            verify(draft.folder, {".metadata", own}, everything=False)
+            _training_state_of(draft.folder)
+            _check_fits(draft.folder, state)
+        with raise_on_all_ranks():
+            if writer:
+                draft.complete(keep)
+    finally:
+        draft.discard()
+
+
+def load(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    begin: Callable[[], None],
+    *,
+    verified: bool = True,
+) -> dict[str, Any]:
+    """Read the checkpoint in the folder `path` into the model and the optimizer, whose state must exist. A collective.
+
+    `begin`: called before the first value changes; nothing was touched by what fails before.
+    `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
+    held to it always.
+
+    Returns what this rank stored beside it (rank 0's, less its random states, where the number of ranks has grown).
+    Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
+    """
+    with raise_on_all_ranks():
+        verify(path, {".metadata", _own_training_state(path).name}, everything=verified)
+        training_state = _training_state_of(path)
+        reshard(model)  # what is gathered now would be stale
+        state = _state_of(model, optimizer)
+        _check_fits(path, state)
+    begin()
+    failure = _read(state, path)
+    with raise_on_all_ranks():
+        if failure is not None:
+            raise failure
+    for group, saved in zip(optimizer.param_groups, _saved_groups(state, model, optimizer), strict=True):
+        group.update(saved)
+    _restore_steps(state, model, optimizer)
+    return training_state
+
+
+def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
+    """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective.
+
+    An older model there stays whole until this one is; what others wrote is not removed.
+    Raises CheckpointError on all ranks when the folder can't be written or lacks the space.
+    """
+    root = Path(directory)
+    reshard(model)
+    buffers = buffer_names(model, persistent=True)
+    parts: ModelFiles | None = None
+    what = f"writing the model to {root}"
+    failure: Exception | None = None
+    try:
+        with raise_on_all_ranks(), in_our_words(what):
+            if dist.get_rank() == 0:
+                parts = ModelFiles(root)
+                nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
+                check_space(root, nbytes + sum(b.numel() * b.itemsize for b in buffers), "the model")
+        for name, tensor in named_full_tensors(model, dtype):
+            if parts is not None and failure is None:  # after a failure the others still need this rank to gather
+                try:
+                    parts.add(name, tensor)
+                except (OSError, SafetensorError) as error:
+                    failure = error
+        with raise_on_all_ranks(), in_our_words(what):
+            if failure is not None:
+                raise failure
+            if parts is not None:
+                for buffer, names in buffers.items():
+                    parts.add(names[0], buffer.detach().cpu())
+                parts.finish()
+    finally:
+        if parts is not None:
+            parts.clean_up()
+
+
+def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _write(state: dict[str, Any], files: Writer, what: str) -> CheckpointError | None:
+    """Write masters and moments. A collective, so the failure is returned."""
+    try:
+        dcp.save(state, storage_writer=files)
+    except OSError as error:
+        return CheckpointError(f"{what} failed: {error}")
+    except dcp.CheckpointException as error:
+        return CheckpointError(f"{what} failed: {cause_of(error)}")
+    return None
+
+
+def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
+    """Read masters and moments into `state`. A collective, so the failure is returned."""
+    try:
+        dcp.load(state, storage_reader=Reader(path), planner=Planner())
+    except dcp.CheckpointException as error:
+        return damaged(path, cause_of(error))
+    return None
+
+
+def _check_complete(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise CheckpointError unless all that the optimizer keeps is in the state, which is to be saved."""
+    kept = {name: own.keys() for name, own in state["optimizer"]["state"].items() if own}
+    stepped = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
+    check_complete(kept.keys(), {name for name, own in kept.items() if "step" in own}, stepped & state["model"].keys())
+    lacking = sum(bool(own) for own in optimizer.state.values()) - len(kept)
+    if lacking:
+        raise CheckpointError(f"{lacking} parameters of the optimizer aren't seen in the model: go on from another")
+
+
+def _check_fits(path: Path, state: dict[str, Any]) -> None:
+    try:
+        stored = {key: tuple(each.size) for key, each in Reader(path).tensors().items()}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}: {others(path.parent, but=path.name)}") from None
+    ours = {key: tuple(v.shape) for key, v in _tensors(state).items()}
+    check_same_model(path, ours, stored)
+
+
+def _flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in state.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, name))
+        else:
+            flat[name] = value
+    return flat
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in _flatten(state).items() if isinstance(value, torch.Tensor)}
+
+
+def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The loaded hyper-parameters, in the order of the optimizer's groups (DCP keeps them by parameter name)."""
+    names = parameter_names(model)
+    groups = state["optimizer"]["param_groups"]
+    by_name = {name: group for group in groups for name in group["params"]}
+    empty = iter([group for group in groups if not group["params"]])
+    found = []
+    for group in optimizer.param_groups:
+        saved = by_name[names[group["params"][0]][0]] if group["params"] else next(empty, {})
+        found.append({key: value for key, value in saved.items() if key != "params"})
+    return found
+
+
+def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Moments are loaded in place; the step counts are small tensors of their own."""
+    for parameter, names in parameter_names(model).items():
+        if "step" in optimizer.state.get(parameter, {}):
+            loaded = state["optimizer"]["state"][names[0]]["step"]
+            optimizer.state[parameter]["step"].copy_(torch.as_tensor(loaded))
+
+
+def _own_training_state(path: Path) -> Path:
+    """The file of what this rank stored, or rank 0's where this rank did not exist."""
+    own = path / f"rank{dist.get_rank()}.pt"
+    return own if own.is_file() else path / "rank0.pt"
+
+
+def _training_state_of(path: Path) -> dict[str, Any]:
+    file = _own_training_state(path)
+    try:
+        with open_regular(file) as opened:
+            loaded = decode(opened)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no rank0.pt, so save_checkpoint did not write it: read it with torch.distributed.checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise damaged(file, error) from None
+    if not {"global_steps", "lr_scheduler", "client_state"} <= loaded.keys():
+        raise damaged(file, "it holds something else")
+    if file.name != f"rank{dist.get_rank()}.pt":
+        loaded = {key: value for key, value in loaded.items() if key not in RANDOM_STATES}
+    return loaded

@@ -1,0 +1,194 @@
+"""Floor 10. torch.distributed.checkpoint's files, written with hashes and read with care. Any thread, one at a time.
+
+[Note: No code from a checkpoint]
+DCP's `.metadata` is a pickle, and so is whatever isn't a tensor in its files; a pickle can run any code. So that stock training
+can read ours and we its, the format stays, but here an unpickler reads it that knows DCP's own classes, torch's
+dtypes and sizes, and nothing else; the other parts go through torch.load(weights_only=True), which is the same idea. Where
+there is a manifest, the small files are also held to their hashes before they are parsed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from infinity.errors import CheckpointError
+from infinity.store.files import StoredFile, create_private, open_regular
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _ALLOWED
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+
+
+class _HashingFile(io.RawIOBase):
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self._file.write(data)
+        self.nbytes += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def tell(self) -> int:
+        return self.nbytes
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        self._file.flush()  # whoever asks wants to sync
+        return self._file.fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+class CarefulFiles(FileSystem):
+    """DCP's way to files: see [Note: Places that others can write to]. Keeps the hashes of what it wrote."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, StoredFile] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """A new file, or an existing one, for the time of the block. Raises OSError."""
+        if mode == "rb":
+            with open_regular(path) as file:
+                yield file
+            return
+        with _HashingFile(create_private(path)) as written:
+            yield written
+        self.written[Path(path).name] = StoredFile(written.nbytes, written.digest.hexdigest())
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """As os.rename; the hash goes with the name."""
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes a file per tensor, because DCP holds all tensors of a file until it is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=False, thread_count=1, overwrite=True)
+        self.files = self.fs = CarefulFiles()
+
+    @property
+    def written(self) -> dict[str, StoredFile]:
+        """The files of this rank, by name."""
+        return dict(self.files.written)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads what `Writer` or DCP's own writer wrote, and runs no code that it finds there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = CarefulFiles()
+        self._folder = folder
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's index. Raises CheckpointError where it is anything else."""
+        if self._metadata is None:
+            try:
+                self._metadata = self._unpickle()
+            except Exception as error:  # a pickle of arbitrary bytes can raise anything
+                raise CheckpointError(
+                    f"{self._folder / '.metadata'} is damaged ({str(error) or type(error).__name__})"
+                ) from None
+        return self._metadata
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """What is stored of every tensor, by its name in the state dict. Raises CheckpointError."""
+        stored = self.read_metadata().state_dict_metadata
+        return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+
+    def _unpickle(self) -> Metadata:
+        with open_regular(self._folder / ".metadata") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        for info in metadata.storage_data.values():
+            name = info.relative_path
+            if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+                raise ValueError(f"{name!r} is not the name of a file in it")
+            if not (isinstance(info.offset, int) and isinstance(info.length, int) and info.offset >= 0 <= info.length):
+                raise ValueError(f"{name} has no bytes from {info.offset!r} on")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        return metadata
+
+
+def cause_of(error: dcp.CheckpointException) -> BaseException | str:
+    """What failed first; of several ranks in words, with its number. DCP catches Ctrl-C too: that stays what it is."""
+    for cause, _ in error.failures.values():
+        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+            raise cause from None
+    rank, (cause, _) = next(iter(error.failures.items()))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return cause
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """DCP's own plan, but what isn't a tensor is read without running code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a stored value in its place in the state dict."""
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        else:
+            self.state_dict[read_item.dest_index.fqn] = loaded

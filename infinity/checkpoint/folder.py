@@ -1,0 +1,350 @@
+"""Floor 10. The folder that checkpoints of every format are saved to: under another name until they are whole, `latest` last.
+
+Knows names and files, nothing of what is in them. What is written here one rank writes; training thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+
+from infinity.checkpoint.manifest import (
+    FILE_NAME,
+    LATEST,
+    Manifest,
+    StateFormat,
+    damage,
+    find_checkpoint,
+    is_checkpoint,
+    load_manifest,
+    missing,
+    others,
+    read_latest,
+    remove_named,
+)
+from infinity.checkpoint.work_folder import WorkFolder, abandoned, work_path
+from infinity.errors import CheckpointError, IntegrityError
+from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.scalars import scalar_names
+from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.store.files import StoredFile, is_own_folder, sync, write_durably
+from infinity.units import format_bytes
+
+log = logging.getLogger("infinity")
+
+
+class Draft:
+    """A checkpoint until it has its name, `root/tag`. All ranks have one and write to its folder, which the first of them makes
+    and completes or discards. See [Note: What a save may remove] in infinity/checkpoint/work_folder.py.
+
+    root, tag: what it will be called. folder: where its files go. beside: what is about it, and no part of it.
+    """
+
+    def __init__(self, root: Path, tag: str, identity: str) -> None:
+        self.root, self.tag, self.identity = root, tag, identity
+        self.beside = work_path(root, identity)
+        self.folder = self.beside / "new"
+        self._work: WorkFolder | None = None
+
+    @property
+    def what(self) -> str:
+        """What is being done, in words."""
+        return f"writing the checkpoint {self.root / self.tag}"
+
+    def make(self) -> None:
+        """Make the folder, after what killed saves left is cleared. Raises CheckpointError, also where something else bears a
+        name that will be needed."""
+        with in_our_words(f"writing a checkpoint to {self.root}"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            clear_abandoned(self.root)
+            _check_name(self.root / self.tag)
+            _check_latest(self.root / LATEST)
+            self._work = WorkFolder.make(self.root, self.identity, self.tag)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """The last of its files. Raises CheckpointError where another isn't there as it was written: the ranks see different
+        folders, or the file system lost it."""
+        for name, why in missing(self.folder, manifest):
+            raise CheckpointError(
+                f"{self.what} failed (of what the ranks wrote, {name} is {why}): save to a folder that all ranks share"
+            )
+        with in_our_words(self.what):
+            write_durably(self.folder / FILE_NAME, manifest.to_json())
+
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """Around reading back what loading would read, before anything older goes. Raises CheckpointError where it can't be."""
+        try:
+            yield
+        except CheckpointError as error:
+            reason = str(error).replace(f"{self.folder}{os.sep}", "").rpartition(": ")[0] or error
+            raise CheckpointError(
+                f"{self.what} failed (what was written could not be loaded: {reason}): the checkpoint before it stays; see to "
+                "the health of the drive, or save elsewhere"
+            ) from None
+
+    def complete(self, keep: int) -> None:
+        """It is written, and what loading takes (`proving`): give it its name, and remove the oldest beyond `keep`."""
+        assert self._work is not None
+        with in_our_words(self.what):
+            self._publish(self._work)
+        _clear(self.root, self._work)
+        _rotate(self.root, self.tag, keep)
+
+    def discard(self) -> None:
+        """Remove what there is of it, if it has not its name. Idempotent; nothing to do on ranks that did not make it."""
+        if self._work is not None and self._work.held:
+            _clear(self.root, self._work)
+
+    def release(self) -> None:
+        """Leave what there is of it to the next save. Idempotent."""
+        if self._work is not None:
+            self._work.release()
+
+    def _publish(self, work: WorkFolder) -> None:
+        """Give what was written its name. A whole checkpoint bears it, or was set aside where `find` finds it, all the time."""
+        final, note = self.root / self.tag, work.path / LATEST
+        sync(work.new)
+        write_durably(note, self.tag.encode())
+        while True:
+            if final.exists():
+                _check_name(final)
+                work.set_aside(final)
+            try:
+                work.new.rename(final)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another save was just faster
+                    raise
+        sync(self.root)
+        _rename_latest(note, self.root)
+
+
+def _rename_latest(note: Path, root: Path) -> None:
+    note.rename(root / LATEST)
+    sync(root)
+
+
+def clear_abandoned(root: Path) -> None:
+    """Remove what killed saves left in a folder: see [Note: What a save may remove] in infinity/checkpoint/work_folder.py."""
+    for work in abandoned(root):
+        _clear(root, work)
+
+
+def draft_of(directory: str | os.PathLike[str], tag: str) -> Draft:
+    """A draft that all ranks know. A collective."""
+    everywhere = [""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, secrets.token_hex(8))
+    return Draft(Path(directory), tag, everywhere[0])
+
+
+def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
+    """The folder of the checkpoint `tag` in a folder, the latest where None. A collective. Raises CheckpointError."""
+    root = Path(directory)
+    with raise_on_all_ranks():
+        if dist.get_rank() == 0:
+            _recover(root)
+    with raise_on_all_ranks():
+        return find_checkpoint(root, tag or read_latest(root))
+
+
+def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
+    """Hold the files that this rank parses to the manifest, and its share of the others. Raises CheckpointError."""
+    manifest = load_manifest(path)
+    if manifest is None:
+        if dist.get_rank() == 0:
+            log.warning("%s has no %s: its files can't be verified", path, FILE_NAME)
+        return
+    names = set(parsed)
+    if unknown := names - manifest.files.keys():
+        raise CheckpointError(
+            f"{path} is damaged (its manifest doesn't know {', '.join(sorted(unknown))}): {others(path.parent, but=path.name)}"
+        )
+    if everything:
+        names.update(sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+    for name, why in damage(path, manifest, sorted(names)):
+        raise CheckpointError(f"{path / name} is damaged ({why}): {others(path.parent, but=path.name)}")
+
+
+def damaged(path: Path, why: object) -> CheckpointError:
+    """The error that says so. `path`: a checkpoint, or a file of one."""
+    checkpoint = path if is_checkpoint(path) else path.parent
+    reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch goes on with advice that doesn't fit here
+    other = others(checkpoint.parent, but=checkpoint.name)
+    return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {other}")
+
+
+def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the checkpoint in `path` has the tensors that are here, by name and shape."""
+    missing = sorted(set(ours) - set(stored))
+    extra = sorted(set(stored) - set(ours))
+    reshaped = [
+        f"{k} is {stored[k]} there and {ours[k]} here" for k in sorted(set(ours) & set(stored)) if ours[k] != stored[k]
+    ]
+    if missing or extra or reshaped:
+        parts = []
+        for what, names in (("missing there", missing), ("unknown here", extra), ("of another shape", reshaped)):
+            if names:
+                parts.append(f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+        raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
+
+
+def check_complete(moments: Collection[str], steps: Collection[str], stepped: Collection[str]) -> None:
+    """Raise CheckpointError unless training can go on from a checkpoint with these parameters' moments and numbers of steps, by
+    name. Asked before the first byte is written, and before anything is loaded.
+
+    stepped: the parameters that the optimizer steps, as far as they are in the checkpoint. Some optimizers count no steps.
+    """
+    for names, lacks in (
+        ({*moments} - {*stepped}, "no place in the optimizer"),
+        ({*moments} - {*steps}, "no number of steps"),
+    ):
+        if names and (steps or lacks != "no number of steps"):
+            more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{min(names)}{more} has moments and {lacks}, so training can't go on from it as it was: use another "
+                "checkpoint, or its weights alone"
+            )
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Around `check_complete` of what is to be saved, which nothing has been written of: its CheckpointError says so."""
+    try:
+        yield
+    except CheckpointError as error:
+        reason = str(error).rpartition(": ")[0]
+        raise CheckpointError(
+            f"{what} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
+        ) from None
+
+
+def _recover(root: Path) -> None:
+    """Give checkpoints their names back that were set aside by a save which was killed before the new one had that name."""
+    for work in abandoned(root):
+        _put_back(root, work)
+
+
+def _put_back(root: Path, work: WorkFolder) -> None:
+    final = root / work.about.target
+    for replaced in reversed(work.replaced):
+        if not os.path.lexists(final):
+            with in_our_words(f"recovering {final} from {replaced}"):
+                replaced.rename(final)
+
+
+def _clear(root: Path, work: WorkFolder) -> None:
+    """Remove a work folder. What it set aside comes back where its name is free; else its files go, and what others have put
+    beside them goes on into the checkpoint that has the name now."""
+    _put_back(root, work)
+    for replaced in work.replaced:
+        with contextlib.suppress(OSError, CheckpointError):
+            manifest = load_manifest(replaced)
+            if manifest is not None:
+                remove_named(replaced, manifest)
+            for foreign in replaced.iterdir() if replaced.exists() else ():
+                kept = root / work.about.target / foreign.name
+                if not os.path.lexists(kept):
+                    foreign.rename(kept)
+            if replaced.exists():
+                replaced.rmdir()
+    for replaced in work.replaced:
+        log.warning(
+            "%s holds what was in %s and is not ours to remove: move it away", replaced, root / work.about.target
+        )
+    work.remove()
+
+
+def _check_name(final: Path) -> None:
+    """Raise CheckpointError unless a checkpoint may be written there: nothing is, or one of ours that it takes the place of."""
+    if not os.path.lexists(final) or (is_own_folder(final) and not any(final.iterdir())):
+        return
+    why = "no manifest says that save_checkpoint wrote it"
+    try:
+        if is_own_folder(final) and load_manifest(final) is not None:
+            return
+    except CheckpointError as error:
+        why = str(error).partition(": load")[0]
+    raise CheckpointError(f"{final} is there already, and {why}: move it away, or choose another tag")
+
+
+def _check_latest(latest: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(latest.lstat().st_mode):
+            raise CheckpointError(
+                f"{latest} is no file, and a file of that name says which checkpoint is the latest: move it away, or choose "
+                "another folder"
+            )
+
+
+def _rotate(root: Path, tag: str, keep: int) -> None:
+    """Remove the oldest checkpoints that save wrote, down to `keep`; `tag` stays, and so does what was renamed or copied."""
+    found = []
+    for folder in root.iterdir() if keep else ():
+        if is_own_folder(folder) and not folder.name.startswith(".") and folder.name != tag:
+            with contextlib.suppress(CheckpointError):
+                manifest = load_manifest(folder)
+                if manifest is not None and manifest.tag in ("", folder.name):
+                    found.append((manifest.saved, manifest.global_steps, folder, manifest))
+    found.sort(key=lambda each: each[:3], reverse=True)
+    for _, _, folder, manifest in found[keep - 1 :]:
+        try:
+            remove_named(folder, manifest)
+        except OSError as error:
+            log.warning("checkpoint %s should go, as %d are kept, and can't be removed: %s", folder, keep, error)
+
+
+def manifest_of(
+    model: nn.Module, global_steps: int, files: dict[str, StoredFile], tag: str, state_format: StateFormat = "dcp"
+) -> Manifest:
+    """What the manifest of a checkpoint of `model` says."""
+    return Manifest(
+        saved=datetime.now(timezone.utc).isoformat(),
+        global_steps=global_steps,
+        state_format=state_format,
+        ranks=dist.get_world_size(),
+        files=files,
+        aliases={alias: names[0] for names in parameter_names(model).values() for alias in names[1:]},
+        buffers=[name for names in buffer_names(model, persistent=True).values() for name in names],
+        tag=tag,
+        scalars=sorted(scalar_names(model)),
+    )
+
+
+def check_space(root: Path, nbytes: int, what: str) -> None:
+    """Raise CheckpointError unless `nbytes` are free at `root`; `what` names them."""
+    free = free_bytes(root)
+    if nbytes > free:
+        raise CheckpointError(
+            f"{what} takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free: free "
+            f"{format_bytes(nbytes - free)} more or save elsewhere"
+        )
+
+
+@contextlib.contextmanager
+def in_our_words(what: str) -> Iterator[None]:
+    """Around writing: what the system refuses becomes a CheckpointError that says what it was for."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise CheckpointError(f"{what} failed ({error})") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{what} failed ({error}): free space there, or choose another folder") from None
+
+
+def free_bytes(root: Path) -> int:
+    usage = shutil.disk_usage(root)
+    return usage.free if usage.total else sys.maxsize  # some file systems don't count

@@ -1,0 +1,208 @@
+"""Floor 10. The manifest of a checkpoint: what files it consists of, how long they are and what they hash to. No torch here.
+
+It is read as what it is, a file that anybody may have written: checked field by field before anything of it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from infinity.errors import CheckpointError
+from infinity.store.files import StoredFile, open_regular, read_small
+from infinity.units import MIB
+
+FILE_NAME = "manifest.json"
+LATEST = "latest"
+FIRST_RECORD = "rank0.record"
+"""What every checkpoint of arenas has."""
+_NBYTES_MAX = 256 * MIB
+_PIECE_BYTES = 4 * MIB
+
+StateFormat = Literal["dcp", "arena"]
+"""How masters and moments are stored: as torch.distributed.checkpoint does, or as they lie in the arenas."""
+
+_FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}$")]
+"""Of a file in the checkpoint's own folder: no way leads out of it."""
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Attributes:
+        format, version: of this file.
+        saved: when, ISO 8601 in UTC.
+        global_steps: optimizer steps that had been taken.
+        ranks: that wrote it.
+        state_format: of masters and moments.
+        aliases: further names of tied parameters, each with the name under which the values are meant.
+        buffers: names of what is no parameter.
+        tag: the name of its folder; a folder of another name is a copy, or was renamed. "" where it isn't noted.
+        scalars: names of parameters that have no dimension in the model, and are stored in the shape (1,).
+        files: by name, all of the checkpoint but this one.
+    """
+
+    format: Literal["infinity-checkpoint"] = "infinity-checkpoint"
+    version: Literal[1] = 1
+    saved: str
+    global_steps: _Count
+    ranks: Annotated[int, Field(ge=1, le=2**31)]
+    files: dict[_FileName, StoredFile]
+    state_format: StateFormat = "dcp"
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    tag: str = ""
+    scalars: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files.values())
+
+    def to_json(self) -> bytes:
+        """What stands in the file."""
+        return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """The manifest that `content` is. Raises ValueError saying what is wrong."""
+    try:
+        return TypeAdapter(Manifest).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+
+def load_manifest(checkpoint: Path) -> Manifest | None:
+    """The manifest in a checkpoint's folder, None where there is none. Raises CheckpointError where it can't be read."""
+    path = checkpoint / FILE_NAME
+    try:
+        return parse_manifest(read_small(path, _NBYTES_MAX))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): load another checkpoint") from None
+
+
+def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """The folder of a checkpoint: `directory` itself if it is one, else the one in it called `tag`, else its latest.
+
+    Raises CheckpointError naming what there is.
+    """
+    root = Path(directory)
+    if tag is None and is_checkpoint(root):
+        return root
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a folder: name one that save_checkpoint wrote to")
+    if tag is None:
+        tag = read_latest(root)
+    if not tag or tag != Path(tag).name or tag in (".", ".."):
+        raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}; {others(root)}")
+    if not is_checkpoint(root / tag):
+        raise CheckpointError(
+            f"{root / tag} is not a checkpoint (no .metadata or rank0.record in it); {others(root, but=tag)}"
+        )
+    return root / tag
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is a checkpoint of either format; not whether it is whole."""
+    return (path / ".metadata").is_file() or (path / FIRST_RECORD).is_file()
+
+
+def read_latest(root: Path) -> str:
+    """The tag that `latest` names. Raises CheckpointError where there is none, or it names no folder."""
+    try:
+        tag = read_small(root / LATEST, 4096).decode(errors="replace").strip()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{root} holds no checkpoint: there is no file named {LATEST!r}; name a tag, or another folder"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{root / LATEST} can't be read ({error.strerror}); {others(root)}") from None
+    if not tag or tag != Path(tag).name or tag in (".", "..") or "\0" in tag:
+        raise CheckpointError(f"{root / LATEST} is damaged: it names no checkpoint; {others(root)}")
+    return tag
+
+
+def others(root: Path, *, but: str = "") -> str:
+    """What else could be loaded, in words."""
+    found = {each.parent.name for name in (".metadata", FIRST_RECORD) for each in root.glob(f"*/{name}")} - {but}
+    if not found:
+        return "there is no other in that folder"
+    return f"there is also the tag {', '.join(map(repr, sorted(found)))}"
+
+
+def damage(
+    checkpoint: Path,
+    manifest: Manifest,
+    names: list[str] | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it) for every file, of `names` if given, that isn't what the manifest says.
+
+    `progress` is called with the number of bytes read since the last call.
+    """
+    for name in sorted(manifest.files) if names is None else names:
+        if why := _wrong(checkpoint / name, manifest.files[name], progress):
+            yield name, why
+
+
+def missing(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong with it) for every file that isn't there with its length: `damage` without reading any."""
+    for name, stored in sorted(manifest.files.items()):
+        try:
+            found = (checkpoint / name).lstat()
+        except FileNotFoundError:
+            yield name, "missing"
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            yield name, "no file"
+        elif found.st_size != stored.nbytes:
+            yield name, f"{found.st_size} bytes instead of {stored.nbytes}"
+
+
+def remove_named(checkpoint: Path, manifest: Manifest) -> None:
+    """Remove the files that a checkpoint's manifest names, the manifest, and the folder where nothing else is in it.
+
+    What tells that it is a checkpoint goes first, the manifest last: half removed, it is none, and can be removed again.
+    Raises OSError.
+    """
+    first = [name for name in (".metadata", FIRST_RECORD) if name in manifest.files]
+    for name in [*first, *sorted(manifest.files.keys() - {*first}), FILE_NAME]:
+        (checkpoint / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        checkpoint.rmdir()
+
+
+def _wrong(path: Path, stored: StoredFile, progress: Callable[[int], None]) -> str:
+    digest, nbytes = hashlib.sha256(), 0
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != stored.nbytes:
+                progress(stored.nbytes)
+                return f"{size} bytes instead of {stored.nbytes}"
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+                nbytes += len(piece)
+                progress(len(piece))
+    except FileNotFoundError:
+        progress(stored.nbytes)
+        return "missing"
+    except OSError as error:
+        progress(stored.nbytes - nbytes)
+        return f"can't be read ({error.strerror})"
+    return "" if digest.hexdigest() == stored.sha256 else "its bytes are not those that were written (SHA-256)"

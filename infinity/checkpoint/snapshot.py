@@ -1,0 +1,116 @@
+"""Floor 10. What a checkpoint's arena file holds of one rank, and where in it what lies: pure arithmetic, no torch, no I/O.
+
+    sub-group 0 | sub-group 1 | ...      rankN.arena
+    copy | remainder | moment 1 | ...    each: all of its fields, in the order of layout.py
+
+It is the same file whatever of it rested in the arena or in host memory, and whichever half was current. What lies outside is
+in `rankN.record` beside it, which is a commit record (infinity/store/commit.py) and says how the sub-groups are cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from infinity.store.commit import Place, StoredSubGroup
+from infinity.store.layout import SPACE_ALIGN, Field, Part, Piece, Shard, SubGroup, pieces_of, place_shards
+
+_ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Snapshot:
+    """The arena file of a rank whose state lay as `place` says. Raises ValueError where nothing can have lain so.
+
+    sub_groups: in the order of the file, with all their fields. offsets: where each begins (bytes). nbytes: of the file.
+    """
+
+    def __init__(self, place: Place) -> None:
+        _check_parameters(place)
+        self.place = place
+        self.sub_groups = _sub_groups_of(place)
+        *self.offsets, self.nbytes = accumulate((sub.nbytes for sub in self.sub_groups), initial=0)
+        self._by_parameter: list[list[tuple[SubGroup, Piece]]] = [[] for _ in place.parameters]
+        for sub in self.sub_groups:
+            for piece in sub.pieces:
+                self._by_parameter[piece.shard].append((sub, piece))
+
+    def field_offset(self, sub: SubGroup, which: Field) -> int:
+        """Where a field of a sub-group begins (bytes)."""
+        return self.offsets[sub.index] + sub.field_offset(which)
+
+    def pieces(self, parameter: int, start: int, numel: int) -> Iterator[tuple[SubGroup, int, int]]:
+        """(sub-group, its first element, count) of the pieces that make up elements [start, start + numel) of the shard of
+        parameter number `parameter`, in order."""
+        for sub, piece in self._by_parameter[parameter]:
+            low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
+            if low < high:
+                yield sub, piece.offset + low - piece.start, high - low
+
+
+def rows_of(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
+    """Elements [start, end) of a whole parameter that rank number `rank` of those that it is sharded over has: FSDP2 cuts it by
+    rows, as many to each, and the last ranks get what is left."""
+    rows, row_numel = -(-shape[0] // ranks), math.prod(shape[1:])
+    first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+    return first * row_numel, last * row_numel
+
+
+def _check_parameters(place: Place) -> None:
+    if place.compute_dtype not in _ITEMSIZES:
+        raise ValueError(f"parameters can't have been gathered in {place.compute_dtype}")
+    if not place.rank < place.ranks or place.ranks % place.shards:
+        raise ValueError(f"rank {place.rank} of {place.ranks}, sharded over {place.shards}, can't be")
+    if len({each.name for each in place.parameters}) != len(place.parameters):
+        raise ValueError("a parameter is in it twice")
+    if len(set(place.moments)) != len(place.moments):
+        raise ValueError("a moment is in it twice")
+    for each in place.parameters:
+        if not each.shape or each.numel != rows_of((-(-each.shape[0] // place.shards), *each.shape[1:]), 0, 1)[1]:
+            raise ValueError(f"{each.name} of shape {each.shape} can't have {each.numel} elements on a rank")
+        if each.group >= len(place.parameters):
+            raise ValueError(f"{each.name} can't be in group {each.group}")
+
+
+def _sub_groups_of(place: Place) -> list[SubGroup]:
+    """Those of the record, which must make up the flat spaces that its parameters need."""
+    groups = max((each.group for each in place.parameters), default=-1) + 1
+    shards = [Shard(each.name, each.group, each.numel, each.trained, each.resident) for each in place.parameters]
+    where, parts = place_shards(shards, groups)
+    given = iter(enumerate(place.sub_groups))
+    found: list[SubGroup] = []
+    for space, of_space in enumerate(parts):
+        for trained, part in zip((True, False), of_space, strict=True):
+            found += _cut_as_given(given, place, part, space, trained, space < groups, shards, where)
+    if next(given, None) is not None:
+        raise ValueError("it has more sub-groups than its parameters need")
+    return found
+
+
+def _cut_as_given(
+    given: Iterator[tuple[int, StoredSubGroup]],
+    place: Place,
+    part: Part,
+    space: int,
+    trained: bool,
+    gathered: bool,
+    shards: Sequence[Shard],
+    where: Sequence[tuple[int, int]],
+) -> Iterator[SubGroup]:
+    at = part.start
+    while at < part.end:
+        index, cut = next(given, (0, None))
+        if cut is None or (cut.space, cut.start, cut.trained) != (space, at, trained):
+            raise ValueError(f"its sub-groups don't make up space {space}")
+        if not 0 < cut.numel <= part.end - at or cut.numel % SPACE_ALIGN:
+            raise ValueError(f"sub-group {index} can't have {cut.numel} elements")
+        itemsize = _ITEMSIZES[place.compute_dtype]
+        if cut.compute_itemsize not in ((0, itemsize) if gathered else (0,)):
+            raise ValueError(f"sub-group {index} can't have copies of {cut.compute_itemsize} bytes")
+        if cut.split and not (trained and cut.compute_itemsize and place.compute_dtype == "bfloat16"):
+            raise ValueError(f"sub-group {index} can't have split masters")
+        pieces = pieces_of(part, shards, where, at, cut.numel)
+        yield SubGroup(
+            index, space, at, cut.numel, trained, cut.compute_itemsize, pieces, cut.split, moments=len(place.moments)
+        )
+        at += cut.numel

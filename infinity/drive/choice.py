@@ -1,0 +1,95 @@
+"""Floor 5. How storage is driven: what the config says, and for what it leaves open the drive's profile, then its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.aio import IoSettings, probe
+from infinity.config import Config
+from infinity.drive.describe import default_block_bytes, drive_of
+from infinity.drive.profile import DriveProfile, load_profile
+from infinity.errors import StoreError
+from infinity.store.placement import step_bandwidth
+from infinity.units import MIB, format_bytes
+
+IN_FLIGHT_BYTES = 32 * MIB
+"""Per ring, where nothing says otherwise: drives reach their limit with 8 to 64 MiB in flight."""
+
+
+@dataclass(frozen=True)
+class StorageChoice:
+    """How storage is driven, `bandwidths` as for `SwapManager`, and in words where it comes from."""
+
+    io: IoSettings
+    bandwidths: tuple[float, ...] | None
+    notes: tuple[str, ...]
+
+
+def choose_storage(config: Config) -> StorageChoice:
+    """Settle how the drives of `config.nvme_paths` are driven.
+
+    Each key of `aio` and `infinity` that the config sets counts. The others are taken from the profile that `infinity-bench
+    sweep` left on the (first) drive; where there is none, from the limits of its block queue. With several drives of which
+    each has a profile, they are weighed by those; otherwise the swap manager measures.
+    """
+    paths = config.nvme_paths
+    aio, own = config.aio, config.infinity
+    profiles = [load_profile(path) for path in paths]
+    profile = profiles[0] if profiles else None
+    notes = []
+    if profile is not None:
+        notes.append(f"drive profile of {profile.written} found for {paths[0]} (infinity-bench sweep)")
+    block_bytes = aio.block_size if "block_size" in aio.model_fields_set else _block_bytes(profile, paths)
+    queue_depth = aio.queue_depth if "queue_depth" in aio.model_fields_set else _queue_depth(profile, block_bytes)
+    rings_set = "rings" in own.model_fields_set or "intra_op_parallelism" in aio.model_fields_set
+    backend, refusal = _backend(own.backend, profile, polls=own.iopoll or own.sqpoll)
+    notes += refusal
+    io = IoSettings(
+        backend=backend,
+        block_bytes=block_bytes,
+        queue_depth=queue_depth,
+        rings=config.io_rings if rings_set or profile is None else profile.rings,
+        mix=own.mix if own.mix != "auto" else profile.mix if profile else "interleaved",
+        iopoll=own.iopoll,
+        sqpoll=own.sqpoll,
+    )
+    bandwidths = None
+    if len(profiles) > 1 and all(profiles):
+        bandwidths = tuple(step_bandwidth(p.read_bytes_per_s, p.write_bytes_per_s) for p in profiles if p)
+    notes.append(
+        f"transfers in blocks of {format_bytes(block_bytes)}, {queue_depth} in flight on each of {io.rings} ring(s), "
+        f"reads and writes {'in ' if io.mix == 'bursts' else ''}{io.mix}"
+    )
+    return StorageChoice(io, bandwidths, tuple(notes))
+
+
+def _block_bytes(profile: DriveProfile | None, paths: Sequence[str]) -> int:
+    if profile is not None:
+        return profile.block_bytes
+    if not paths:
+        return MIB
+    folder = Path(paths[0]).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        return default_block_bytes(drive_of(folder))
+    except StoreError:
+        return MIB
+
+
+def _queue_depth(profile: DriveProfile | None, block_bytes: int) -> int:
+    if profile is not None and profile.block_bytes == block_bytes:
+        return profile.queue_depth
+    return min(max(IN_FLIGHT_BYTES // block_bytes, 4), 64)
+
+
+def _backend(wanted: str, profile: DriveProfile | None, *, polls: bool) -> tuple[str, list[str]]:
+    """The backend to ask for: the profile's only where it works here, as it may come from another container."""
+    if wanted != "auto" or profile is None or polls:
+        return wanted, []
+    reasons = {name: reason for name, available, reason in probe() if not available}
+    if profile.backend not in reasons:
+        return profile.backend, []
+    return "auto", [f"the drive's profile names {profile.backend}: {reasons[profile.backend]}"]

@@ -1,0 +1,298 @@
+"""Floor 5. Which drive lies under a path, as the kernel describes it: file system, disks, limits of the block queue.
+
+Reads text under /proc and /sys and asks no device anything, so it needs no rights and takes no time. What the kernel
+does not say is None.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from infinity.errors import StoreError
+from infinity.kernel_files import chosen_of, number_of, text_of
+from infinity.units import KIB, MIB
+
+_BLOCK_BYTES_MIN = 512 * KIB
+_BLOCK_BYTES_MAX = 8 * MIB
+_BLOCK_BYTES_UNKNOWN = 1 * MIB
+_SECTOR_BYTES = 512
+"""The unit of `size` in sysfs, whatever the sectors of the drive."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Limits of one block queue, under the names they have in /sys/block/*/queue.
+
+    max_sectors_kb: largest request the kernel makes now (KiB). max_hw_sectors_kb: largest the device takes (KiB).
+    max_segments: pieces of physically contiguous memory in one request; scattered 4 KiB pages end a request there.
+    nr_requests: requests in flight that the queue allows. scheduler: the I/O scheduler in use; "none" for none.
+    io_poll: whether the driver has poll queues, which IOPOLL needs. write_cache: "write back" or "write through".
+    dma_alignment: of memory, as a mask (511: multiples of 512 bytes). logical_block_size, physical_block_size: bytes.
+    """
+
+    max_sectors_kb: int | None = None
+    max_hw_sectors_kb: int | None = None
+    max_segments: int | None = None
+    nr_requests: int | None = None
+    scheduler: str | None = None
+    io_poll: bool | None = None
+    write_cache: str | None = None
+    dma_alignment: int | None = None
+    logical_block_size: int | None = None
+    physical_block_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One whole disk.
+
+    name: of the kernel, such as "nvme0n1". model: as the maker gave it. identity: the serial number or world-wide name;
+    it stays when the name changes. transport: "nvme", "nvme-tcp", "virtio", "sata", "sas", "usb", "loop", ... nbytes:
+    its size. rotational: whether the kernel takes it for a spinning one; of virtual disks this says little. numa_node:
+    the memory node its controller is attached to; None on machines with a single one.
+    """
+
+    name: str
+    model: str | None
+    identity: str | None
+    transport: str
+    nbytes: int | None
+    rotational: bool | None
+    numa_node: int | None
+
+
+@dataclass(frozen=True)
+class Drive:
+    """What lies under a path.
+
+    path: with symbolic links resolved. mount_point, file_system ("ext4"), source ("/dev/nvme0n1p2", "server:/export"),
+    mount_options: of the mount that holds it. device: the block device with the file system, such as "nvme0n1p2" or
+    "dm-0"; None for network and memory file systems and those that don't tell. layers: what lies between it and the disks,
+    such as "dm-0 (LVM data-swap)" or "md0 (raid0)". disks: the whole disks at the bottom. queue: the limits that a request of
+    the file system meets first.
+    """
+
+    path: str
+    mount_point: str
+    file_system: str
+    source: str
+    mount_options: tuple[str, ...]
+    device: str | None
+    layers: tuple[str, ...]
+    disks: tuple[Disk, ...]
+    queue: Queue
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it is mounted so that nobody can write."""
+        return "ro" in self.mount_options
+
+    @property
+    def model(self) -> str:
+        """The disks in words, such as "2 x Samsung SSD 990 PRO 2TB"; the file system's type where there are none."""
+        names = [disk.model or f"{disk.transport} disk" for disk in self.disks]
+        counted = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
+        return " + ".join(counted) or self.file_system
+
+    @property
+    def identity(self) -> str:
+        """The same text for the same disks under the same file system, and another for others, as far as the kernel lets
+        them be told apart."""
+        disks = [disk.identity or f"{disk.model or disk.transport} {disk.name} {disk.nbytes}" for disk in self.disks]
+        return " + ".join([self.file_system, *(disks or [self.source])])
+
+
+def drive_of(
+    path: str | os.PathLike[str], *, mountinfo: Path = Path("/proc/self/mountinfo"), sysfs: Path = Path("/sys")
+) -> Drive:
+    """The drive under `path`.
+
+    Args:
+        mountinfo, sysfs: where the kernel describes mounts and devices.
+
+    Raises StoreError where `path` does not exist.
+    """
+    try:
+        resolved = Path(path).resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        number, why = (error.errno, error.strerror) if isinstance(error, OSError) else (0, str(error))
+        raise StoreError(number or 0, f"{os.fspath(path)}: {why}: name a folder that exists") from None
+    mount = _mount_of(resolved, mountinfo)
+    sysfs = sysfs.resolve()
+    device = _device_of(mount, sysfs)
+    layers, disks = _below(device, sysfs) if device else ([], [])
+    return Drive(
+        path=str(resolved),
+        mount_point=mount.point,
+        file_system=mount.file_system,
+        source=mount.source,
+        mount_options=mount.options,
+        device=device.name if device else None,
+        layers=tuple(layers),
+        disks=tuple(disks),
+        queue=_queue_of(device) if device else Queue(),
+    )
+
+
+def default_block_bytes(drive: Drive) -> int:
+    """A block size (bytes) to begin with: the largest power of two that the queue passes on as one request.
+
+    Never below 512 KiB, where the cost per block shows, nor above 8 MiB, where few blocks are in flight; 1 MiB where the
+    limit is unknown.
+    """
+    limit = (drive.queue.max_sectors_kb or 0) * KIB
+    if not limit:
+        return _BLOCK_BYTES_UNKNOWN
+    power = 1 << (limit.bit_length() - 1)
+    return min(max(power, _BLOCK_BYTES_MIN), _BLOCK_BYTES_MAX)
+
+
+class _Mount(NamedTuple):
+    """A line of mountinfo (proc_pid_mountinfo(5))."""
+
+    device_number: str
+    point: str
+    options: tuple[str, ...]
+    file_system: str
+    source: str
+
+
+def _mount_of(path: Path, mountinfo: Path) -> _Mount:
+    """The mount that holds `path`: the deepest, and of several on one point the last, which hides the others."""
+    unknown = _Mount("", "/", (), "unknown", "unknown")
+    holding = [mount for mount in _mounts(mountinfo) if path.is_relative_to(mount.point)]
+    return max(enumerate(holding), key=lambda each: (len(Path(each[1].point).parts), each[0]), default=(0, unknown))[1]
+
+
+def _mounts(mountinfo: Path) -> Iterator[_Mount]:
+    for line in (text_of(mountinfo) or "").split("\n"):
+        mount, separator, super_block = line.partition(" - ")
+        if not separator:
+            continue
+        _, _, device_number, _, point, options, *_ = mount.split(" ")
+        file_system, source, *super_options = super_block.split(" ")
+        names = dict.fromkeys([*options.split(","), *",".join(super_options).split(",")])
+        if "ro" in names:  # of the mount or of the file system: either forbids writing
+            names.pop("rw", None)
+        yield _Mount(device_number, _unescape(point), tuple(filter(None, names)), file_system, _unescape(source))
+
+
+def _unescape(text: str) -> str:
+    """Blanks and the like stand in mountinfo as three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _device_of(mount: _Mount, sysfs: Path) -> Path | None:
+    """The folder of the mount's block device. btrfs gives a number that is no device's, but names one as its source."""
+    names = [sysfs / "dev/block" / mount.device_number] if mount.device_number else []
+    if mount.source.startswith("/dev/"):
+        names.append(sysfs / "class/block" / Path(mount.source).resolve().name)
+    return next((name.resolve() for name in names if name.exists()), None)
+
+
+def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
+    """The layers from `device` down, and the whole disks under them, each once."""
+    disk = _whole(device)
+    slaves = sorted((disk / "slaves").iterdir()) if (disk / "slaves").is_dir() else []
+    if not slaves:
+        return [], [_disk_of(disk, sysfs)]
+    layers = [_layer(disk)]
+    disks: list[Disk] = []
+    for slave in slaves:
+        more_layers, more_disks = _below(slave.resolve(), sysfs)
+        layers += [layer for layer in more_layers if layer not in layers]
+        disks += [each for each in more_disks if each not in disks]
+    return layers, disks
+
+
+def _whole(device: Path) -> Path:
+    """The disk of a partition; any other device itself."""
+    return device.parent if (device / "partition").exists() else device
+
+
+def _layer(device: Path) -> str:
+    """ "dm-0 (CRYPT-LUKS2 home)" or "md0 (raid0)"."""
+    uuid = text_of(device / "dm/uuid") or ""
+    kind = "-".join(uuid.split("-")[: 2 if uuid.startswith("CRYPT-") else 1])  # what follows are numbers
+    words = [word for word in (kind, text_of(device / "dm/name"), text_of(device / "md/level")) if word]
+    return f"{device.name} ({' '.join(words)})" if words else device.name
+
+
+def _disk_of(disk: Path, sysfs: Path) -> Disk:
+    size = number_of(disk / "size")
+    rotational = number_of(disk / "queue/rotational")
+    return Disk(
+        name=disk.name,
+        model=text_of(disk / "device/model"),
+        identity=_first_text(disk / "wwid", disk / "device/wwid", disk / "device/serial", disk / "serial"),
+        transport=_transport(disk),
+        nbytes=None if size is None else size * _SECTOR_BYTES,
+        rotational=None if rotational is None else bool(rotational),
+        numa_node=_numa_node(disk, sysfs),
+    )
+
+
+def _transport(disk: Path) -> str:
+    """How the disk is attached, from the path of its device and the kernel's name for it."""
+    if disk.name.startswith("nvme"):
+        kind = next((kind for controller in _controllers(disk) if (kind := text_of(controller / "transport"))), "pcie")
+        return "nvme" if kind == "pcie" else f"nvme-{kind}"
+    where = str(disk)
+    for mark, transport in (
+        (r"/usb\d", "usb"),
+        (r"/virtio\d", "virtio"),
+        (r"/ata\d", "sata"),
+        (r"/end_device-", "sas"),
+        (r"/session\d", "iscsi"),
+        (r"/vbd-", "xen"),
+        (r"/mmc", "mmc"),
+        (r"/(vmbus|VMBUS)", "hyper-v"),
+        (r"/host\d", "scsi"),
+    ):
+        if re.search(mark, where):
+            return transport
+    return re.sub(r"[-\d].*", "", disk.name)  # loop, zram, nbd, rbd, ...
+
+
+def _numa_node(disk: Path, sysfs: Path) -> int | None:
+    """The first one said on the way up from the disk, or from its controller where the disk is a path over several."""
+    for start in (disk, *_controllers(disk)):
+        for folder in (start, *start.parents):
+            if folder == sysfs:
+                break
+            node = number_of(folder / "numa_node")
+            if node is not None and node >= 0:
+                return node
+    return None
+
+
+def _controllers(disk: Path) -> list[Path]:
+    """The NVMe controllers of a disk: its device, or with native multipath the members of its subsystem."""
+    device = disk / "device"
+    return [each.resolve() for each in (device, *sorted(device.glob("nvme*"))) if (each / "transport").exists()]
+
+
+def _queue_of(device: Path) -> Queue:
+    queue = _whole(device) / "queue"
+    io_poll = number_of(queue / "io_poll")
+    return Queue(
+        max_sectors_kb=number_of(queue / "max_sectors_kb"),
+        max_hw_sectors_kb=number_of(queue / "max_hw_sectors_kb"),
+        max_segments=number_of(queue / "max_segments"),
+        nr_requests=number_of(queue / "nr_requests"),
+        scheduler=chosen_of(queue / "scheduler"),
+        io_poll=None if io_poll is None else bool(io_poll),
+        write_cache=text_of(queue / "write_cache"),
+        dma_alignment=number_of(queue / "dma_alignment"),
+        logical_block_size=number_of(queue / "logical_block_size"),
+        physical_block_size=number_of(queue / "physical_block_size"),
+    )
+
+
+def _first_text(*files: Path) -> str | None:
+    return next((text for file in files if (text := text_of(file))), None)

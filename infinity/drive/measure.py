@@ -1,0 +1,245 @@
+"""Floor 5. What a drive gives: timed transfers through the I/O engine, between a file of random data and a pinned pool.
+
+Mechanism only: it measures the settings it is told to. What to try, and what to make of it, is decided above.
+Used by one thread; the ring threads of the engine under test move the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import TracebackType
+
+import torch
+
+from infinity.aio import DriveLimit, File, IoEngine, IoSettings, PinnedPool, Priority, Request
+from infinity.errors import IoError, StoreError
+from infinity.store.run_folder import RunFolder
+from infinity.units import GIB, MIB, format_bytes
+
+POOL_BYTES = 512 * MIB
+FILE_BYTES_MIN = 16 * MIB
+_LEASES = 8
+"""Leases that the pool is cut into; a transfer moves one at most. Large, so that Python has little to do, and yet small
+enough that a slow drive ends in time."""
+
+MIX_MODES = ("interleaved", "bursts")
+"""How the engine may put reads and writes together."""
+
+_TRANSFER_BYTES_MIN = 4 * MIB
+
+_WARM_UP = 0.2
+"""Part of a trial that runs before its clock does: the queue of the drive is then full."""
+
+
+class Workload(str, Enum):
+    """What a trial moves. MIXED is what an optimizer step does: it reads one chunk while another is written."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measurement, between two moments at which the drive had all that its settings allow in flight.
+
+    Attributes:
+        nbytes: bytes moved in between, read and written together.
+        seconds: wall time in between.
+        cpu_seconds: user and system time of the whole process, I/O threads and Python included.
+    """
+
+    workload: Workload
+    settings: IoSettings
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes / self.seconds
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.cpu_seconds / (self.nbytes / GIB)
+
+
+class DriveTest:
+    """A file of random data on the drive of `path`, and a pinned pool to move it through.
+
+    Args:
+        path: folder on the drive; made if it isn't there.
+        nbytes: size of the file, at least 16 MiB; rounded down to whole chunks.
+        pool_bytes: pinned memory to take at most; never more than the file holds.
+        limits: as for `infinity.aio.IoEngine`.
+
+    `fill` comes before the first trial: space that was only reserved reads as zeros without touching the drive, and its
+    first write costs the file system a conversion. The file has no name, so its space comes back however the process
+    ends ([Note: Leaving nothing behind] in store/run_folder.py).
+    Raises StoreError for a path without the rights or the space, ValueError for a file that is too small.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        nbytes: int,
+        pool_bytes: int = POOL_BYTES,
+        limits: Sequence[DriveLimit] = (),
+    ) -> None:
+        if nbytes < FILE_BYTES_MIN:
+            raise ValueError(f"the file must have {format_bytes(FILE_BYTES_MIN)} or more, got {format_bytes(nbytes)}")
+        self.chunk_bytes = 1 << ((min(pool_bytes, nbytes) // _LEASES).bit_length() - 1)
+        self.nbytes = nbytes // self.chunk_bytes * self.chunk_bytes
+        self.notes: list[str] = []
+        self._limits = limits
+        self._offset = 0
+        self._filled = False
+        with contextlib.ExitStack() as stack:
+            folder = RunFolder(path)
+            stack.callback(folder.close)
+            self._open_file(folder, stack)
+            self.pool_bytes = _LEASES * self.chunk_bytes
+            self._pool: PinnedPool | None = PinnedPool(self.pool_bytes)
+            self._pool.bytes.view(torch.int64).random_(generator=torch.Generator())
+            self.notes += self._pool.notes
+            self._leases = [stack.enter_context(self._pool.lease(self.chunk_bytes)) for _ in range(_LEASES)]
+            self._stack = stack.pop_all()
+
+    def _open_file(self, folder: RunFolder, stack: contextlib.ExitStack) -> None:
+        name = folder.path / "drive-test"
+        folder.check_free(self.nbytes, "the test file")
+        self._file = File(name, create=True)
+        stack.callback(self._file.close)
+        self.descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        """A plain descriptor of the file, through which another program can be measured on the same bytes."""
+        stack.callback(os.close, self.descriptor)
+        name.unlink()
+        try:
+            self._file.reserve(self.nbytes)
+        except IoError as error:
+            raise StoreError(error.errno or 0, f"the test file: {error}: free space or choose another path") from None
+        self.notes += self._file.notes
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers go past the page cache. If not, it is memory that is measured."""
+        return self._file.direct
+
+    def fits(self, settings: IoSettings) -> bool:
+        """Whether the pool can keep the drive busy at these settings: half in flight, half next in the queue."""
+        in_time = settings.in_flight_bytes <= self.pool_bytes // 2
+        return in_time and settings.block_bytes <= self.chunk_bytes
+
+    def fill(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
+        """Write the whole file once. Calls `on_progress` with the bytes done so far. Raises IoError."""
+        with contextlib.closing(self._make_engine(IoSettings())) as engine:
+            turns = self._turns(engine, Workload.WRITE, self.chunk_bytes, slots=3)
+            for done_bytes in range(0, self.nbytes, self.chunk_bytes):
+                on_progress(done_bytes)
+                next(turns)
+        self._filled = True
+
+    def run(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
+        """Move bytes for `seconds` after a warm-up. Each trial goes on in the file where the last one stopped.
+
+        The settings of the result name the backend that "auto" stood for. Raises IoError; ValueError for settings that
+        no engine takes.
+        """
+        assert self._filled, "a trial on a file that was not written yet"
+        with contextlib.closing(self._make_engine(settings)) as engine:
+            nbytes = self._transfer_bytes(settings)
+            turns = self._turns(engine, workload, nbytes, self._slots(workload, settings, nbytes))
+            _go_on(turns, seconds * _WARM_UP)
+            before = _Reading(engine)
+            _go_on(turns, seconds)
+            after = _Reading(engine)
+            return Trial(
+                workload,
+                replace(settings, backend=engine.backend),
+                after.nbytes - before.nbytes,
+                after.seconds - before.seconds,
+                after.cpu_seconds - before.cpu_seconds,
+            )
+
+    def close(self) -> None:
+        """Give file, folder and pool back; there are no more trials then. Idempotent."""
+        self._stack.close()
+        self._leases.clear()
+        self._pool = None
+
+    def __enter__(self) -> DriveTest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_engine(self, settings: IoSettings) -> IoEngine:
+        assert self._pool is not None, "a trial after the end"
+        engine = IoEngine(self._pool, settings, limits=self._limits)
+        self.notes += [note for note in engine.notes if note not in self.notes]
+        return engine
+
+    def _transfer_bytes(self, settings: IoSettings) -> int:
+        """Bytes per transfer: a power of two that divides the file. As much as is in flight, within bounds: whole leases
+        where much is, and less where little is, as a trial ends only when what it has queued has moved."""
+        wanted = max(_TRANSFER_BYTES_MIN, settings.block_bytes, settings.in_flight_bytes)
+        return min(1 << (wanted - 1).bit_length(), self.chunk_bytes)
+
+    def _slots(self, workload: Workload, settings: IoSettings, transfer_bytes: int) -> int:
+        """Turns to keep in the engine: what is in flight, one that is being cut, and one until Python has woken up; one
+        more where reads and writes may take turns in bursts, so that either always waits for its turn."""
+        ways = 2 if workload is Workload.MIXED else 1
+        wanted = -(-settings.in_flight_bytes // (transfer_bytes * ways)) + 1 + ways
+        return min(wanted, _LEASES // ways)
+
+    def _turns(self, engine: IoEngine, workload: Workload, nbytes: int, slots: int) -> Iterator[None]:
+        """Keep `slots` turns of `nbytes` each way under way, for as long as it is iterated; yields whenever the oldest has
+        ended."""
+        under_way = deque(engine.start(self._requests(workload, nbytes, slot)) for slot in range(slots))
+        for slot in itertools.cycle(range(slots)):
+            engine.wait(under_way.popleft())
+            under_way.append(engine.start(self._requests(workload, nbytes, slot)))
+            yield
+
+    def _requests(self, workload: Workload, nbytes: int, slot: int) -> list[Request]:
+        """The transfers of one turn: at the next place in the file, through the leases of `slot`."""
+        offset = -(-self._offset // nbytes) * nbytes % self.nbytes
+        self._offset = offset + nbytes
+        if workload is not Workload.MIXED:
+            return [self._request(workload.value, offset, nbytes, slot)]
+        far_away = (offset + self.nbytes // self.chunk_bytes // 2 * self.chunk_bytes) % self.nbytes
+        return [self._request("read", offset, nbytes, 2 * slot), self._request("write", far_away, nbytes, 2 * slot + 1)]
+
+    def _request(self, operation: str, offset: int, nbytes: int, lease: int) -> Request:
+        """With the priorities of the optimizer's lap."""
+        priority = Priority.PREFETCH if operation == "read" else Priority.WRITE_BACK
+        return Request(operation, self._file, offset, self._leases[lease], 0, nbytes, priority)
+
+
+class _Reading:
+    """What the clocks and counters say at one moment."""
+
+    def __init__(self, engine: IoEngine) -> None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        self.nbytes = engine.read_bytes + engine.written_bytes
+        self.seconds = time.perf_counter()
+        self.cpu_seconds = usage.ru_utime + usage.ru_stime
+
+
+def _go_on(turns: Iterator[None], seconds: float) -> None:
+    """Take turns until `seconds` have passed; at least one."""
+    end = time.perf_counter() + seconds
+    for _ in turns:
+        if time.perf_counter() >= end:
+            return

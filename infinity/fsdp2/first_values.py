@@ -1,0 +1,288 @@
+"""Floor 7. First values for a model that was built without memory, by its own initialisation, module by module.
+
+[Note: A model's own initialisation]
+A model may initialise more than it owns: T5, CLIP and GPT-2 draw the weights of a layer's parts when they come to the layer,
+Mamba's mixer scales those of its projections. So modules come in the order of `nn.Module.apply`, parts before the whole, and
+each finds its own parameters in memory and those below it as stand-ins (`_Whole`), which come into memory when first used. What
+changed goes to the shards before the next module's turn. Nothing more than what one module's initialisation touches is held.
+What nothing gave a value to by the end is an error: memory as it comes is no first value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._device import DeviceContext
+
+from infinity.errors import ConfigError
+from infinity.fsdp2.materialize import full_tensor, load_full
+from infinity.fsdp2.names import clean_name, parameter_names, parameters_by_name
+
+InitFn = Callable[[nn.Module], Any]
+
+
+class EmptyModels(DeviceContext):
+    """Made by `init_empty`: new tensors are on the meta device, but for those without dimensions, which are as they would be.
+
+    These take no memory to speak of, and what a model makes them of is often all the initialisation they have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = super().__torch_function__(func, types, args, dict(kwargs))  # type: ignore[no-untyped-call]
+        on_meta = isinstance(made, torch.Tensor) and made.is_meta and made.dim() == 0
+        if not on_meta or func not in _MAKING or kwargs.get("device") is not None:
+            return made
+        return func(*args, **{**kwargs, "device": "cpu"})
+
+
+_MAKING = {torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.full, torch.ones, torch.zeros}
+"""What makes tensors of given values."""
+
+
+def init_empty() -> EmptyModels:
+    """A context in which modules are built on the meta device: shapes without memory.
+
+    Use it as `with infinity.init_empty(): model = Model()`; `infinity.initialize` then gives the values. Parameters and buffers
+    without dimensions keep those that they are made with.
+    """
+    return EmptyModels()
+
+
+def meta_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that have no values yet (all names of a tied one)."""
+    return {name for name, p in parameters_by_name(model).items() if p.is_meta}
+
+
+def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozenset[str] | None) -> None:
+    """Raise ConfigError, naming them, when modules on the meta device have no way to get values.
+
+    `stored`: what a file gives values to, all parameters among it; None where there is no file.
+    """
+    ways = {way.module: way for way in _ways(model, init_fn)}
+    lost = [
+        name or "the root module"
+        for name, module in model.named_modules()
+        if (
+            (stored is None and any(p.is_meta for p in module.parameters(recurse=False)))
+            or any(b.is_meta and _named(name, own) not in (stored or ()) for own, b in _own_buffers(module))
+        )
+        and module not in ways
+    ]
+    if lost:
+        raise ConfigError(
+            f"built on the meta device without a reset_parameters() method: {', '.join(lost[:5])}"
+            f"{' and more' if len(lost) > 5 else ''}; pass init_fn=... (called with each module) or weights=... to initialize"
+        )
+
+
+def initialize_values(
+    model: nn.Module,
+    pending: set[str],
+    device: torch.device,
+    init_fn: InitFn | None,
+    stored: frozenset[str] = frozenset(),
+) -> None:
+    """Give values to the parameters in `pending` and to meta buffers, in the model's own way or by `init_fn`.
+
+    Every rank draws the same numbers (given the same seed) and keeps its shard. Buffers in `stored` get memory only: a file
+    gives them values afterwards. Raises ConfigError naming parameters and buffers that get none.
+    """
+    blank = _allocate_buffers(model, device, stored)
+    wholes = _Wholes(model, pending)
+    try:
+        with torch.no_grad():
+            for way in _ways(model, init_fn):
+                if way.module in blank or wholes.concern(way.module, below=way.reaches_below):
+                    wholes.initialize(way.module, way.init)
+            for module in model.modules() if init_fn is None else ():  # as their constructors would have
+                if wholes.concern(module, below=False) and hasattr(module, "reset_parameters"):
+                    wholes.initialize(module, _reset)
+    finally:
+        wholes.put_back()
+    lost = [name for module, names in blank.items() for own, name in names.items() if _is_unset(module._buffers[own])]
+    if lost:
+        raise ConfigError(
+            f"buffers built on the meta device that nothing gave values to: {', '.join(lost)}; set them in the "
+            "module's reset_parameters() or in init_fn=..., or build them on the CPU"
+        )
+    if wholes.lacking:
+        lost = [names[0] for p, names in parameter_names(model).items() if p in wholes.lacking]
+        raise ConfigError(
+            f"parameters built on the meta device that nothing gave values to: {', '.join(lost[:5])}"
+            f"{' and more' if len(lost) > 5 else ''}; set them in the module's reset_parameters() or in init_fn=..., "
+            "pass weights=..., or build them on the CPU"
+        )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What initialises a module. `reaches_below`: it is called with every module, for what it may do to the parts of one."""
+
+    module: nn.Module
+    init: InitFn
+    reaches_below: bool
+
+
+def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
+    """One for each module that has one, parts before the whole. A Hugging Face model within another one goes its own way."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, of_model: InitFn | None) -> Iterator[_Way]:
+        if hasattr(module, "_initialize_weights"):
+            of_model = getattr(module, "_init_weights", of_model)
+        for child in module.children():
+            yield from visit(child, of_model)
+        if module in seen:
+            return
+        seen.add(module)
+        if init_fn is not None:
+            yield _Way(module, init_fn, reaches_below=False)
+        elif of_model is not None:
+            yield _Way(module, of_model, reaches_below=True)
+        elif hasattr(module, "reset_parameters"):
+            yield _Way(module, _reset, reaches_below=False)
+
+    yield from visit(model, getattr(model, "_init_weights", None))
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()  # type: ignore[operator]
+
+
+class _Wholes:
+    """Stands stand-ins in the place of all parameters, until they are put back. See the note of this file.
+
+    `lacking`: the parameters that no initialisation gave values to so far.
+    """
+
+    def __init__(self, model: nn.Module, pending: set[str]) -> None:
+        names = parameter_names(model)
+        self._own = {
+            module: {k: p for k, p in module._parameters.items() if p is not None} for module in model.modules()
+        }
+        self._fillable = {p for p in names if pending.intersection(names[p])}
+        self.lacking = set(self._fillable)
+        self._values: dict[nn.Parameter, torch.Tensor] = {}
+        """Those in memory now."""
+        stand_ins = {p: _Whole.of(p, partial(self._value, p)) for p in names}
+        self._stand_ins = {module: {k: stand_ins[p] for k, p in own.items()} for module, own in self._own.items()}
+        for module, shown in self._stand_ins.items():
+            module._parameters.update(shown)  # type: ignore[arg-type]
+
+    def concern(self, module: nn.Module, *, below: bool) -> bool:
+        """Whether a parameter of the module, or `below` it, is still without a value or may be drawn anew."""
+        if not below:
+            return any(p in self.lacking for p in self._own[module].values())
+        return any(p in self._fillable for part in module.modules() for p in self._own[part].values())
+
+    def initialize(self, module: nn.Module, init: InitFn) -> None:
+        """Let `init` give values to the module's parameters, and to those below it that it touches.
+
+        A tied parameter that got its values in an earlier module is not drawn anew.
+        """
+        own = {k: p for k, p in self._own[module].items() if p in self.lacking}
+        for name, p in self._own[module].items():
+            scratch = _unset(p, torch.device("cpu")) if name in own else torch.empty(p.shape)
+            module._parameters[name] = nn.Parameter(scratch, requires_grad=p.requires_grad)
+        try:
+            init(module)
+            for name, p in own.items():
+                made = module._parameters[name]
+                assert made is not None
+                self._values[p] = made.data
+        finally:
+            module._parameters.update(self._stand_ins[module])  # type: ignore[arg-type]
+        for p, value in self._values.items():
+            if p in self._fillable and not _is_unset(value):
+                load_full(p, value)
+                self.lacking.discard(p)
+        self._values.clear()
+
+    def put_back(self) -> None:
+        for module, own in self._own.items():
+            module._parameters.update(own)
+
+    def _value(self, parameter: nn.Parameter) -> torch.Tensor:
+        if parameter not in self._values:
+            lacks = parameter in self.lacking
+            cpu = torch.device("cpu")
+            self._values[parameter] = (
+                _unset(parameter, cpu) if lacks else full_tensor(parameter.data, torch.float32).cpu()
+            )
+        return self._values[parameter]
+
+
+class _Whole(torch.Tensor):
+    """Stands for the whole of a sharded parameter (fp32, on the CPU), whose elements come when something is done with them."""
+
+    _load: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(parameter: torch.Tensor, load: Callable[[], torch.Tensor]) -> _Whole:
+        made: _Whole = torch.Tensor._make_wrapper_subclass(
+            _Whole, parameter.shape, dtype=torch.float32, device=torch.device("cpu")
+        )
+        made._load = load
+        made._is_param = True
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return _Whole.of(args[0], args[0]._load)
+        loaded = torch.utils._pytree.tree_map_only(_Whole, lambda whole: whole._load(), (args, kwargs or {}))
+        return func(*loaded[0], **loaded[1])
+
+
+def _allocate_buffers(
+    model: nn.Module, device: torch.device, stored: frozenset[str]
+) -> dict[nn.Module, dict[str, str]]:
+    """Memory for all meta buffers; the full names of those that need values, by module and own name."""
+    blank: dict[nn.Module, dict[str, str]] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in _own_buffers(module):
+            if buffer.is_meta:
+                module._buffers[name] = _unset(buffer, device)
+                if _named(prefix, name) not in stored:
+                    blank.setdefault(module, {})[name] = _named(prefix, name)
+    return blank
+
+
+def _own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+
+
+def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a buffer or a parameter, whole, filled with a value that no initialisation leaves everywhere."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if made.is_floating_point() or made.is_complex():
+        return made.fill_(math.nan)
+    return made.zero_() if made.dtype is torch.bool else made.fill_(torch.iinfo(made.dtype).min)
+
+
+def _is_unset(tensor: torch.Tensor | None) -> bool:
+    if tensor is None or tensor.numel() == 0 or tensor.dtype in (torch.bool, torch.uint8):
+        return False  # no value to tell by
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.flatten()[0].isnan()) and bool(tensor.isnan().all())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+
+
+def _named(prefix: str, name: str) -> str:
+    return clean_name(f"{prefix}.{name}" if prefix else name)

@@ -1,0 +1,316 @@
+"""Floor 7. Live parameters of a sharded model: the plan of infinity/schedule/live.py, carried out through FSDP2's levers.
+
+Used by the training thread only, as hooks of the model call it.
+
+[Note: A pass that goes another way]
+What is gathered ahead follows the order of an earlier forward, the module order at first. A forward that comes to a group which
+was not expected releases what waits for others before it gathers that one, so the bound holds on any path; the backward after
+such a forward gathers nothing ahead by list. The second forward that takes the same new way makes it the expected one. Gathers
+are collectives, so every rank sees the same order and decides alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from infinity.config import ZeroConfig
+from infinity.errors import ConfigError
+from infinity.fsdp2.names import clean_name
+from infinity.fsdp2.sharding import in_backward, outlined_groups
+from infinity.fsdp2.wrap import gather_small_as_one, largest_part, modules_to_wrap
+from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live
+from infinity.units import format_count
+
+log = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The groups of a model and their modules, the root first, the others in module order."""
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    groups: tuple[LiveGroup, ...]
+
+    @staticmethod
+    def of(model: nn.Module, wrap: Collection[nn.Module]) -> Outline:
+        """What the groups will be, before the model is sharded."""
+        wrap = set(wrap)
+        by_name = {clean_name(name): module for name, module in model.named_modules() if module in wrap}
+        outlined = outlined_groups(model, list(wrap))
+        numels = {group.name: sum(p.shape.numel() for p in group.parameters) for group in outlined}
+        root = LiveGroup(numels.pop("root", 0))
+        names = ("root", *numels)
+        modules = (model, *(by_name[name] for name in numels))
+        places = {name: place for place, name in enumerate(names)}
+        inner = [
+            LiveGroup(numel, _outer(name, places), _may_linger(module))
+            for (name, numel), module in zip(numels.items(), modules[1:], strict=True)
+        ]
+        return Outline(names, modules, (root, *inner))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The groups below the root in module order."""
+        return tuple(range(1, len(self.groups)))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole model."""
+        return sum(group.numel for group in self.groups)
+
+
+def choose_wrap(
+    model: nn.Module, classes: Sequence[str] | None, zero: ZeroConfig
+) -> tuple[list[nn.Module], Outline, list[str]]:
+    """The modules that become groups, their outline, and notes: as `modules_to_wrap`, and finer where the bound asks for it.
+
+    Raises ConfigError where a group and what stays gathered beside it are more than `stage3_max_live_parameters`, and the
+    config names the classes itself or no finer ones would do.
+    """
+    wrap = modules_to_wrap(model, classes)
+    if classes is None and zero.stage3_module_granularity_threshold:
+        wrap = gather_small_as_one(wrap, model, zero.stage3_module_granularity_threshold)
+    outline = Outline.of(model, wrap)
+    bound = zero.stage3_max_live_parameters
+    if zero.stage < 3 or bound == "auto" or least_live(outline.groups, outline.order)[0] <= bound:
+        return wrap, outline, []
+    names = _finer_classes(model, wrap, bound)
+    if classes is not None or names is None:
+        raise ConfigError(_too_large(outline, bound, names))
+    wrap = modules_to_wrap(model, names)
+    listed = ", ".join(f'"{name}"' for name in names)
+    note = (
+        f"stage3_max_live_parameters of {bound} elements is less than the repeated blocks need: wrapping finer, as "
+        f'"infinity": {{"wrap": [{listed}]}} does'
+    )
+    return wrap, Outline.of(model, wrap), [note]
+
+
+class LiveParameters:
+    """Keeps what FSDP2 gathers within a bound; made once the model is sharded and paged. See the note of this file."""
+
+    def __init__(
+        self, outline: Outline, zero: ZeroConfig, *, micro_batches: int, ranks: int, second_sharding: bool = False
+    ) -> None:
+        """`second_sharding`: after forward, FSDP2 reshards over fewer ranks, as it was told; no group stays gathered then."""
+        self.outline = outline
+        self._zero = zero.model_copy(update={"stage3_max_reuse_distance": 0}) if second_sharding else zero
+        self._second_sharding = second_sharding
+        self._micro_batches = micro_batches
+        self._holds_ahead = ranks > 1  # on one rank FSDP2 gathers when it uses, whatever a list says
+        self._modules = [cast(FSDPModule, module) for module in outline.modules]
+        self._order = outline.order
+        self._expected = [ROOT, *outline.order]
+        self._path: list[int] = []
+        self._path_before: list[int] = []
+        self._ahead: set[int] = set()
+        self._told = False
+        self._keeps = False
+        bound = zero.stage3_max_live_parameters
+        self._live_numel_max = outline.numel if bound == "auto" else bound
+        self._some_may_not_come = self._live_numel_max < outline.numel and not all(
+            p.requires_grad for p in outline.modules[ROOT].parameters()
+        )
+        """Groups of frozen parameters that no gradient reaches: FSDP2 would gather them for a backward that is never theirs."""
+        self._follows_lists = True
+        self.plan = self._make_plan()
+        self._carry_out()
+        if self._depends_on_order:
+            for group, module in enumerate(outline.modules):
+                module.register_forward_pre_hook(functools.partial(self._before_forward, group), prepend=True)
+            outline.modules[ROOT].register_forward_hook(self._after_forward)
+
+    @property
+    def gathers(self) -> dict[str, int]:
+        """By name of the group: how often a step gathers it."""
+        names = self.outline.names
+        return {name: self.plan.gathers(group, micro_batches=self._micro_batches) for group, name in enumerate(names)}
+
+    @property
+    def spare_numel(self) -> int:
+        """Elements that may lie on the device beside what is gathered: what the bound leaves. On one rank FSDP2 gathers nothing
+        ahead, whatever the plan allows."""
+        return self._live_numel_max - (self.plan if self._holds_ahead else self._make_plan(ahead=False)).peak_numel
+
+    @property
+    def notes(self) -> list[str]:
+        """What stays gathered, a line."""
+        kept = [group for group in self._order if not self.plan.reshard_after_forward[group]]
+        if not kept:
+            return []
+        numel = sum(self.outline.groups[group].numel for group in kept)
+        return [
+            f"{len(kept)} of {len(self._order)} groups, {format_count(numel)} elements, stay gathered from forward to backward "
+            "(stage3_max_reuse_distance; 0 turns it off)"
+        ]
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Before a backward: after the `last` one of a step everything is released."""
+        if last == self._keeps:
+            self._keeps = not last
+            self._set_after_backward()
+
+    def _make_plan(self, *, ahead: bool = True) -> LivePlan:
+        reuse, prefetch = self._zero.stage3_max_reuse_distance, self._zero.stage3_prefetch_bucket_size
+        if len(set(self._expected)) < len(self._expected):
+            prefetch = "auto"  # a list would name a group of which only one use follows
+        if not ahead:
+            prefetch = 0
+        return plan_live(
+            self.outline.groups,
+            self._order,
+            live_numel_max=self._live_numel_max,
+            reuse_numel_max=0 if reuse == "auto" else reuse,
+            prefetch_numel=None if prefetch == "auto" else prefetch,
+            micro_batches=self._micro_batches,
+        )
+
+    def _carry_out(self) -> None:
+        for group, module in enumerate(self._modules):
+            if group != ROOT and not self._second_sharding:  # the root FSDP2 keeps by itself
+                module.set_reshard_after_forward(self.plan.reshard_after_forward[group], recurse=False)
+            module.set_modules_to_forward_prefetch(self._of(self.plan.forward_prefetch[group]))
+        self._set_after_backward()
+        self._set_backward_lists()
+
+    def _set_after_backward(self) -> None:
+        for module, reshard in zip(self._modules, self.plan.reshard_after_backward, strict=True):
+            module.set_reshard_after_backward(reshard or not self._keeps, recurse=False)
+
+    def _set_backward_lists(self) -> None:
+        for group, module in enumerate(self._modules):
+            ahead = self.plan.backward_prefetch[group]
+            if not self._follows_lists:
+                ahead = None if self.plan.next_fits[group] else ()
+            if self._some_may_not_come:
+                ahead = ()
+            # With an empty list FSDP2 finds the next group itself; a list of the group itself, which is there, takes none.
+            module.set_modules_to_backward_prefetch([] if ahead is None else self._of(ahead) or [module])
+
+    def _of(self, groups: Sequence[int]) -> list[FSDPModule]:
+        return [self._modules[group] for group in groups]
+
+    @property
+    def _depends_on_order(self) -> bool:
+        lists = [*self.plan.forward_prefetch, *self.plan.backward_prefetch]
+        return any(lists) or not all(self.plan.reshard_after_forward[1:] + self.plan.reshard_after_backward)
+
+    def _before_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if in_backward():  # activation checkpointing runs a forward again
+            return
+        if group == ROOT:
+            self._path = [ROOT]
+        elif self._path:  # a part of the model that is called on its own makes no path
+            self._path.append(group)
+        window = self.plan.forward_prefetch[group]
+        self._release_ahead(self._ahead.difference(window, {group}))
+        if self._holds_ahead:
+            self._ahead = set(window)
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if in_backward():
+            return
+        self._release_ahead(self._ahead)
+        self._ahead = set()
+        path, self._path = self._path, []
+        if torch.is_grad_enabled():
+            self._follow(path)
+
+    def _follow(self, path: list[int]) -> None:
+        """A forward that a backward follows went along `path`."""
+        expected = path == self._expected
+        if not expected and path == self._path_before:
+            expected = self._expect(path)
+        elif not expected and self._path_before and not self._told:
+            self._told = True
+            log.info(
+                "the model took another path than planned; what is gathered ahead follows it once it is taken again"
+            )
+        self._path_before = path
+        if expected != self._follows_lists:
+            self._follows_lists = expected
+            self._set_backward_lists()
+
+    def _expect(self, path: list[int]) -> bool:
+        """Plan for passes along `path` from now on, if such a plan keeps within the bound. Whether it does."""
+        order = tuple(dict.fromkeys(path[1:]))
+        if least_live(self.outline.groups, order)[0] > self._live_numel_max:
+            return False
+        self._expected, self._order = path, order
+        self.plan = self._make_plan()
+        for module, passing in zip(self._modules, self.plan.reshard_after_forward, strict=True):
+            if passing:  # it may have been kept by the plan before
+                module.reshard()
+        self._carry_out()
+        return True
+
+    def _release_ahead(self, groups: set[int]) -> None:
+        for module in self._of(sorted(groups)):
+            module.unshard()  # is on its way already: waits for it
+            module.reshard()
+
+
+def _outer(name: str, places: dict[str, int]) -> int | None:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in places:
+            return places[name]
+    return None
+
+
+def _may_linger(module: nn.Module) -> bool:
+    """Whether its input may be numbers of rows, which have no gradient."""
+    return any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) for part in module.modules())
+
+
+def _finer_classes(model: nn.Module, wrap: Sequence[nn.Module], bound: int) -> list[str] | None:
+    """Class names whose modules as groups keep within the bound, found by splitting what is too large; None if none do."""
+    names = list(dict.fromkeys(type(module).__name__ for module in wrap))
+    while True:
+        chosen = modules_to_wrap(model, names) if names else []
+        outline = Outline.of(model, chosen)
+        least, worst = least_live(outline.groups, outline.order)
+        if least <= bound:
+            return names
+        part = _part_to_split(model, outline, worst, chosen)
+        if part is None:
+            return None
+        names.append(type(part).__name__)
+
+
+def _part_to_split(model: nn.Module, outline: Outline, worst: int, wrap: Sequence[nn.Module]) -> nn.Module | None:
+    """The largest part of what is gathered with the `worst` group, the largest of these groups first."""
+    gathered = {ROOT, worst, *(place for place, group in enumerate(outline.groups) if group.lingers)}
+    outer = outline.groups[worst].outer
+    while outer is not None:
+        gathered.add(outer)
+        outer = outline.groups[outer].outer
+    for group in sorted(gathered, key=lambda group: -outline.groups[group].numel):
+        part = largest_part(outline.modules[group], model, set(wrap))
+        if part is not None:
+            return part
+    return None
+
+
+def _too_large(outline: Outline, bound: int, names: Sequence[str] | None) -> str:
+    least, worst = least_live(outline.groups, outline.order)
+    numel, root = outline.groups[worst].numel, outline.groups[ROOT].numel
+    beside = f" and the root group of {root} elements stays gathered beside it" if worst != ROOT else ""
+    if names is not None:
+        listed = ", ".join(f'"{name}"' for name in names)
+        move = f'"infinity": {{"wrap": [{listed}]}} would do'
+    else:
+        move = "no finer wrap would do"
+    return (
+        f"stage3_max_live_parameters of {bound} elements is too small: group {outline.names[worst]} has {numel} elements"
+        f"{beside}; {move}, or a bound of {least}"
+    )

@@ -1,0 +1,148 @@
+"""Floor 7. Whole values into the shards of a model and out of them: from safetensors files, and one tensor after another.
+
+No more than one tensor, or one rank's shard of it, is ever held; what goes to the arena goes there at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.errors import CheckpointError
+from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.scalars import scalar_names
+from infinity.ranks.all_ranks import raise_on_all_ranks
+
+
+@torch.no_grad()
+def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
+    """Set a sharded parameter from the whole tensor: this rank keeps its rows."""
+    local, start = _local_rows(parameter)
+    local.copy_(full.reshape(parameter.shape)[start : start + local.shape[0]])
+
+
+def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
+    """The tensors in safetensors (a file or a folder). Raises CheckpointError as `load_weights` does."""
+    with ExitStack() as stack:
+        return frozenset(_opened(Path(path), stack))
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Set all parameters and buffers from safetensors: a file, or a folder with `model.safetensors` or its index.
+
+    Each rank reads only its own rows. Names that tied tensors share need to be there once, those of buffers that are not
+    persistent need not. Raises CheckpointError, naming the tensors, when some are missing, too many, or of another shape, and
+    naming the file when it is damaged.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        where = _opened(Path(path), stack)
+        wanted: dict[torch.Tensor, tuple[str, ...]] = {}
+        wanted |= dict(parameter_names(model).items())
+        wanted |= buffer_names(model, persistent=True)
+        optional = buffer_names(model, persistent=False)
+        known = {name for names in (*wanted.values(), *optional.values()) for name in names}
+        missing = [names[0] for names in wanted.values() if not any(name in where for name in names)]
+        unexpected = sorted(set(where) - known)
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{path} doesn't fit the model: "
+                + "; ".join(filter(None, [_list("missing", missing), _list("unknown", unexpected)]))
+            )
+        chosen = {
+            tensor: next(name for name in names if name in where)
+            for tensor, names in {**wanted, **optional}.items()
+            if any(name in where for name in names)
+        }
+        scalars = scalar_names(model)
+        for tensor, name in chosen.items():
+            shape = tuple(where[name].get_slice(name).get_shape())
+            wanted_shape = () if name in scalars else tuple(tensor.shape)
+            if shape != wanted_shape:
+                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {wanted_shape}")
+        for tensor, name in chosen.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(where[name].get_tensor(name))
+                continue
+            if name in scalars:
+                load_full(tensor, where[name].get_tensor(name))
+                continue
+            local, start = _local_rows(tensor)
+            if local.numel():
+                local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
+
+
+def _opened(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """The open file of each tensor."""
+    where: dict[str, Any] = {}
+    for file in _files(path):
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} is damaged or not safetensors ({error}): fetch or save it again") from None
+        where.update(dict.fromkeys(opened.keys(), opened))
+    return where
+
+
+def _local_rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:
+    """This rank's shard, and the number of its first row in the whole."""
+    data = parameter.data
+    if not isinstance(data, DTensor):
+        return data, 0
+    mesh = data.device_mesh
+    rows = -(-data.shape[0] // mesh.size(-1))
+    return data._local_tensor, rows * mesh.get_local_rank(mesh.ndim - 1)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file() and path.suffix != ".json":
+        return [path]
+    index = path / "model.safetensors.index.json" if path.is_dir() else path
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            if not all(name == Path(name).name != ".." for name in names):
+                raise ValueError("a file outside its folder")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CheckpointError(
+                f"{index} is damaged or not an index of safetensors: fetch or save it again"
+            ) from None
+        return sorted(index.parent / name for name in names)
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+
+
+def _list(what: str, names: list[str]) -> str:
+    return f"{what} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else ""
+
+
+def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor on the CPU) one after another; a collective when the model is sharded over several ranks.
+
+    Trainable or not; tied parameters come once, under their first name. `dtype` None keeps the masters' fp32.
+    """
+    scalars = scalar_names(model)
+    for parameter, names in parameter_names(model).items():
+        whole = full_tensor(parameter.data, dtype or parameter.dtype).cpu()
+        yield names[0], whole.reshape(()) if names[0] in scalars else whole
+
+
+def full_tensor(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter's data, whole, as an ordinary tensor of its own; a collective when it is sharded over several ranks."""
+    if not isinstance(data, DTensor):
+        return data.to(dtype).clone()
+    with raise_on_all_ranks():  # reads the drive: a rank that fails must not leave the others waiting to gather
+        local = data._local_tensor.to(dtype).clone()
+    gathered: torch.Tensor = DTensor.from_local(
+        local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+    ).full_tensor()
+    return gathered

@@ -1,0 +1,56 @@
+"""Floor 7. Parameters without dimensions, such as CLIP's logit_scale: what shards tensors by rows finds no row in them.
+
+[Note: A row for what has none]
+Such a parameter is held as one of shape (1,), before anything is sharded, and is from then on like any other: sharded, paged,
+stepped, clipped, in checkpoints and commits. Two things still see it without dimensions: the model's own code, to which its
+module shows a view of the gathered parameter (a tensor without dimensions takes part in type promotion in another way), and
+files of weights, which are read and written in the shape that other programs expect. A checkpoint's manifest names it
+(`scalars`), so that what is taken out of the checkpoint has that shape too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.fsdp2.names import parameter_names
+
+_MARK = "_infinity_scalars"
+"""Of a module's class: the names under which it shows parameters without dimensions."""
+
+
+def hold_as_rows(model: nn.Module) -> None:
+    """Put a parameter of shape (1,) in the place of each that has no dimension. See the note of this file."""
+    rows: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        scalars = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 0}
+        for name, p in scalars.items():
+            if p not in rows:
+                rows[p] = nn.Parameter(p.detach().reshape(1), requires_grad=p.requires_grad)
+            module._parameters[name] = rows[p]
+        if scalars:
+            module.__class__ = _showing_scalars(type(module), scalars)
+
+
+def scalar_names(model: nn.Module) -> frozenset[str]:
+    """Every name of the parameters that `hold_as_rows` found without dimensions."""
+    rows = {module._parameters[name] for module in model.modules() for name in getattr(type(module), _MARK, ())}
+    return frozenset(name for p, names in parameter_names(model).items() if p in rows for name in names)
+
+
+def _showing_scalars(kind: type[nn.Module], names: Iterable[str]) -> type[nn.Module]:
+    shown: dict[str, Any] = {name: property(_view_of(name)) for name in names}
+    shown |= {_MARK: frozenset(names), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), shown)
+
+
+def _view_of(name: str) -> Any:
+    def view(module: nn.Module) -> torch.Tensor | None:
+        p = module._parameters[name]
+        return p if p is None or isinstance(p, DTensor) else p.reshape(())
+
+    return view

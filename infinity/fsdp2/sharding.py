@@ -1,0 +1,297 @@
+"""Floor 7. What we need to know of an FSDP2 model and of autograd. The only file that looks past their public interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.names import clean_name, parameter_names
+
+
+def reshard(model: nn.Module) -> None:
+    """Free whatever is gathered, so that the model's parameters are the sharded masters, under their names.
+
+    To be called where no pass is going on: one that FSDP2 holds for unfinished was ended by an exception, and is abandoned,
+    with what it had summed of unsharded gradients: see [Note: A pass that never ended].
+    """
+    abandon_unfinished_pass(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def abandon_unfinished_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
+    """Where no pass of this root is going on: bring FSDP2's own state to where a pass begins, if an exception left it
+    elsewhere. Whether it had. Raises InfinityError where this torch can't.
+
+    `root_may_run`: the root's forward may be called by another method of it that was registered as one.
+
+    [Note: A pass that never ended]
+    FSDP2 keeps what a pass has come to in its states and groups, and an exception leaves it there: a group that was running
+    stays gathered, whatever `reshard` is told; the next forward takes itself for a part of the one before, hooks no gradient of
+    what is gathered already, and the step after it leaves these parameters as they were, without a word. What autograd had
+    summed of a group's unsharded gradients would be added to those of the next backward. `reset_iter_state` mends most of it,
+    and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
+    """
+    assert isinstance(model, FSDPModule)
+    if not _is_in_pass(model, root_may_run=root_may_run):
+        return False
+    if not hasattr(model, "reset_iter_state"):
+        raise InfinityError(
+            f"torch {torch.__version__} can't go on after a pass that an exception ended: start again, with torch 2.13 or later"
+        )
+    parameters = [parameter for group in _all_groups(model) for parameter in group.fsdp_params]
+    reduced = [parameter.sharded_param.grad for parameter in parameters]
+    model.reset_iter_state()
+    for parameter, grad in zip(parameters, reduced, strict=True):
+        parameter.to_sharded()  # its group may not know that some are gathered
+        parameter.sharded_param.grad = grad
+        if "unsharded_accumulated_grad" in vars(parameter):  # a property over the next one from torch 2.15 on
+            parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    return True
+
+
+def is_at_rest(model: nn.Module, *, gathered: bool) -> bool:
+    """Whether no pass of this root is going on. `gathered`: whether something of it may be gathered all the same."""
+    assert isinstance(model, FSDPModule)
+    return not _is_in_pass(model) and (gathered or all(group.is_sharded for group in _all_groups(model)))
+
+
+def _is_in_pass(model: FSDPModule, *, root_may_run: bool = False) -> bool:
+    root = model._get_fsdp_state()
+    shared = root._state_ctx
+    if shared.post_backward_final_callback_queued or (shared.iter_forward_root is not None and not root_may_run):
+        return True
+    running = [root, *_groups_of(root)] if root_may_run and root._training_state.name == "FORWARD" else []
+    holders = (*shared.all_states, *_all_groups(model))
+    return any(each._training_state.name != "IDLE" and each not in running for each in holders)
+
+
+def _all_groups(model: FSDPModule) -> list[Any]:
+    """Of a root; none before its first forward."""
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in _groups_of(state)]
+
+
+def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Around each `state_dict` of a group's module: FSDP2 releases what is gathered for it, which may be in use on the thread
+    that trains."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            own = module.__dict__.get("state_dict")
+            module.__dict__["state_dict"] = functools.partial(_guarded_state_dict, weakref.ref(module), own, entered)
+
+
+def _guarded_state_dict(
+    module: weakref.ref[nn.Module],
+    own: Callable[..., Any] | None,
+    entered: Callable[[], contextlib.AbstractContextManager[None]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    alive = module()
+    assert alive is not None
+    with entered():
+        return type(alive).state_dict(alive, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """A parameter that FSDP2 sharded: every name it has in the model (the first is its own), and its DTensor."""
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    sharded: DTensor
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard, without its padding."""
+        return self.sharded._local_tensor
+
+    @property
+    def padded_shape(self) -> torch.Size:
+        """The shard's shape with the padding that makes all ranks' shards alike (dim 0)."""
+        return padded_shape(self.sharded.shape, self.sharded.device_mesh.size(-1))
+
+
+@dataclass(frozen=True)
+class ShardedGroup:
+    """The parameters of one `fully_shard` call. `gathers`: how often a micro-batch gathers them: for forward and backward, or
+    for forward only where they stay gathered in between."""
+
+    name: str
+    module: FSDPModule
+    parameters: tuple[ShardedParameter, ...]
+    gathers: int
+
+    @property
+    def outline(self) -> GroupOutline:
+        """What can be said of it before it is sharded."""
+        found = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
+        return GroupOutline(self.name, tuple(found), self.gathers)
+
+
+@dataclass(frozen=True)
+class ParameterOutline:
+    """A parameter's own name, its whole shape, and whether it is trained."""
+
+    name: str
+    shape: torch.Size
+    trained: bool
+
+
+@dataclass(frozen=True)
+class GroupOutline:
+    """A group, sharded or about to be. `gathers`: see ShardedGroup."""
+
+    name: str
+    parameters: tuple[ParameterOutline, ...]
+    gathers: int
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to the model or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work: a gather, or a forward that activation checkpointing runs again, belongs to a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def padded_shape(shape: torch.Size, ranks: int) -> torch.Size:
+    """The shape of one rank's shard, with the padding that makes all ranks' shards alike (dim 0)."""
+    return torch.Size((-(-shape[0] // ranks), *shape[1:])) if shape else torch.Size((1,))
+
+
+def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOutline]:
+    """The groups that a model will have when `fully_shard` is applied to each of `wrap` and to the root."""
+    chosen = {*wrap, model}
+    owners = dict.fromkeys(clean_name(name) for name, module in model.named_modules() if module in chosen)
+    members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
+    for parameter, names in parameter_names(model).items():
+        members[_owner(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
+    return [GroupOutline(owner or "root", tuple(found), 2 if owner else 1) for owner, found in members.items() if found]
+
+
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """The groups of a model to which `fully_shard` was applied, in module order.
+
+    Raises ConfigError where it wasn't, where a group is resharded over fewer ranks after forward, or where a parameter can't be
+    paged (not fp32, not sharded on dim 0, 0-d).
+    """
+    modules = {clean_name(name): module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and _reshards_to_fewer_ranks(module):
+            raise ConfigError(
+                "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which is not paged: pass True or "
+                "False to fully_shard"
+            )
+    members: dict[str, list[ShardedParameter]] = {owner: [] for owner in modules}
+    for parameter, names in parameter_names(model).items():
+        owner = _owner(names[0], modules)
+        members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
+    return [
+        ShardedGroup(owner or "root", modules[owner], tuple(found), _gathers(modules[owner], not owner))
+        for owner, found in members.items()
+        if found
+    ]
+
+
+def gathered_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which all groups are gathered: `MixedPrecisionPolicy.param_dtype`, or fp32."""
+    dtypes = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            dtypes.add(module._get_fsdp_state()._mp_policy.param_dtype or torch.float32)
+    if len(dtypes) != 1:
+        raise ConfigError(f"all groups must be gathered in one dtype, got {sorted(map(str, dtypes))}")
+    return dtypes.pop()
+
+
+def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put parameters in the place of others; tied ones stay tied because the same object stands under each name.
+
+    From then on the modules refuse what would put ordinary tensors in their place again: half(), to_empty(), to("meta"), ...
+    """
+    for module in model.modules():
+        own = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
+        if own:  # module by module: wrappers change the names that the whole model's load_state_dict takes
+            module.load_state_dict(own, strict=False, assign=True)
+    for module in model.modules():
+        module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
+
+
+def _apply_unless_it_converts(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """`module._apply`, through which every conversion passes, for those that leave an fp32 tensor as it is."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    probe = torch.empty(1, dtype=torch.float32, device=device)
+    if fn(probe) is not probe:
+        raise ConfigError(
+            "the model is paged: its fp32 masters rest on NVMe and can't be converted or moved in place; the dtype of compute "
+            "is bf16.enabled of the config (MixedPrecisionPolicy in a loop of your own), and Engine.save_16bit_model writes it"
+        )
+    applied: nn.Module = type(module)._apply(module, fn, recurse)
+    return applied
+
+
+def _gathers(module: FSDPModule, root: bool) -> int:
+    """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
+    stays = all(group.post_forward_mesh_info is None for group in _parameter_groups(module))
+    kept = root and getattr(
+        module._get_fsdp_state(), "_auto_reshard_after_forward", True
+    )  # the root always, before it had one
+    return 1 if stays or kept else 2
+
+
+def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
+    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in _parameter_groups(module))
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    return _groups_of(module._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
+    return [group for group in groups if group is not None]
+
+
+def _owner(name: str, owners: Container[str]) -> str:
+    """The nearest module above `name` that is an FSDP2 group."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in owners:
+            return name
+    raise ConfigError("the root module must be an FSDP2 group too: call fully_shard(model) after its parts")
+
+
+def _checked(name: str, parameter: nn.Parameter) -> DTensor:
+    data = parameter.data
+    if not isinstance(data, DTensor):
+        raise ConfigError(f"parameter {name} is not sharded by FSDP2: call fully_shard(model) on the root module too")
+    if data.placements not in ((Shard(0),), (Replicate(), Shard(0))):
+        raise ConfigError(
+            f"parameter {name} is placed {data.placements}; only Shard(0), alone or in replicas (HSDP), is paged"
+        )
+    if data.dtype != torch.float32:
+        raise ConfigError(
+            f"parameter {name} is {data.dtype}: page fp32 masters and let MixedPrecisionPolicy(param_dtype=...) choose the "
+            "dtype of compute"
+        )
+    return data

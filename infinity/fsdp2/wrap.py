@@ -1,0 +1,113 @@
+"""Floor 7. Which modules become groups: the repeated blocks of a model, or the classes that the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from torch import nn
+
+from infinity.errors import ConfigError
+
+
+def modules_to_wrap(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
+    """The modules that get a `fully_shard` call of their own, inner before outer; the root group takes the rest.
+
+    With `classes` None: what the model names in `_no_split_modules`, else the members of every outermost ModuleList or
+    Sequential that holds at least two modules of one class with parameters. A module that shares a parameter with what lies
+    outside of it stays with the group around both.
+
+    Raises ConfigError for a class name that no module of the model has.
+    """
+    names = list(classes) if classes is not None else list(getattr(model, "_no_split_modules", None) or [])
+    if not names:
+        return _keeping_tied(_repeated(model), model)
+    present = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in names if name not in present]
+    if missing and classes is not None:
+        raise ConfigError(
+            f"infinity.wrap names {', '.join(missing)}, but the model has only {', '.join(sorted(present))}"
+        )
+    found = [
+        m for m in model.modules() if type(m).__name__ in names and m is not model and any(True for _ in m.parameters())
+    ]
+    return _keeping_tied(reversed(found), model)
+
+
+def gather_small_as_one(wrap: Sequence[nn.Module], model: nn.Module, numel_per_module: int) -> list[nn.Module]:
+    """`wrap` with every outermost module of the model that has at most so many elements per submodule as one group.
+
+    A submodule counts with all below it, and the module itself counts too. What nobody calls, as a ModuleList, can't be one;
+    where the model itself is so small, all of it is the root group.
+    """
+    kept = list(wrap)
+
+    def visit(module: nn.Module) -> None:
+        parts = list(module.modules())
+        small = sum(p.numel() for p in module.parameters()) <= numel_per_module * len(parts)
+        if small and not isinstance(module, _CONTAINERS):
+            below = [each for each in kept if each in parts]
+            if below and module is not model and module not in kept:
+                kept.insert(kept.index(below[0]), module)
+            kept[:] = [each for each in kept if each not in below or each is module]
+            return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return _keeping_tied(kept, model)
+
+
+def largest_part(module: nn.Module, model: nn.Module, wrap: Collection[nn.Module]) -> nn.Module | None:
+    """The largest module within the group of `module` that could be a group of its own; None where nothing could.
+
+    What torch.nn itself is made of stays whole, because it uses the parameters of its parts without calling them.
+    """
+    parts = _keeping_tied((part for part in _parts(module) if part not in wrap), model)
+    return max(parts, key=lambda part: _own_numel(part, wrap), default=None)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, (*_CONTAINERS, nn.Sequential)):
+        return
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):  # nobody calls these, so nothing would gather them
+            yield from _parts(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _own_numel(module: nn.Module, wrap: Collection[nn.Module]) -> int:
+    """Elements under `module` that are in no group below it."""
+    own = sum(p.numel() for p in module.parameters(recurse=False))
+    return own + sum(_own_numel(child, wrap) for child in module.children() if child not in wrap)
+
+
+def _keeping_tied(modules: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Those of `modules` that share no parameter with a module outside of them."""
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(module)
+    tied = {parameter: together for parameter, together in owners.items() if len(together) > 1}
+    return [
+        module
+        for module in modules
+        if not tied or all(tied.get(p, set()) <= set(module.modules()) for p in module.parameters())
+    ]
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        members = list(child.children())
+        kinds = [type(member) for member in members if any(True for _ in member.parameters())]
+        repeated = {kind for kind in kinds if kinds.count(kind) > 1}
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and repeated:
+            found += [member for member in members if type(member) in repeated]
+        else:
+            found += _repeated(child)
+    return found

@@ -1,0 +1,1 @@
+"""What a step takes in bytes, memory and time, before it is run: numbers only."""

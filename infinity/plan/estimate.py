@@ -1,0 +1,460 @@
+"""Floor 7. Memory per tier, a line per user, and bytes per step, for every way to place a model's states.
+
+Of one rank; all ranks are equal. What is counted is what infinity and FSDP2 hold: fp32 masters, or the remainders that 16-bit
+copies leave of them; fp32 moments and fp32 gradients; and copies to gather from; each sharded over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from infinity.plan.lower_bound import Part, candidates_of, step_bytes
+from infinity.plan.transformer import Transformer
+from infinity.schedule import pinned
+from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, bytes_on_drive
+from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
+from infinity.schedule.residency import choose_resident
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update, state_bytes
+from infinity.units import GIB, PAGE_BYTES, align_up
+
+HOST_PROCESS_BYTES = GIB // 2
+"""Python, torch and their buffers on a machine that computes on its CPU (0.31 GiB were measured)."""
+
+HOST_PROCESS_WITH_DEVICE_BYTES = 3 * GIB
+"""The same with CUDA and NCCL; an assumption."""
+
+DEVICE_PROCESS_BYTES = 3 * GIB // 2
+"""CUDA context, NCCL's buffers and kernels on a device; an assumption."""
+
+DEFAULT_SCHEME = Scheme()
+
+GATHERED_GROUPS = 2
+"""Groups gathered at once: the one that computes, and the one that is gathered meanwhile."""
+
+SAVED_ON_THE_WAY = 2
+"""Blocks whose saved activations are on the device at once where they wait elsewhere: one computes, another's are copied."""
+
+GRADIENTS_APPLIED = 2
+"""Groups whose gradients are in host memory at once where updates are in the backward: one arrives while one is applied."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Where the states of a model rest.
+
+    Attributes:
+        name: for people.
+        stage: of ZeRO; 2 keeps parameters gathered from forward to backward, 3 gathers them for each use.
+        parameters, optimizer: "none" (the device), "cpu" or "nvme", as in offload_param and offload_optimizer.
+        runs: whether infinity can run it. It can't update in host memory what rests on a GPU.
+    """
+
+    name: str
+    stage: int
+    parameters: str = "none"
+    optimizer: str = "none"
+    runs: bool = True
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in (self.parameters, self.optimizer)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the update happens in host memory."""
+        return self.optimizer != "none"
+
+    def stored_bytes(self, scheme: Scheme) -> tuple[int, int]:
+        """Bytes on NVMe of each element: of its copy, and of the rest of its state."""
+        if self.optimizer != "nvme":
+            return 0, 0
+        return (
+            (COMPUTE_BYTES, scheme.other_state_bytes())
+            if self.parameters == "nvme"
+            else (0, state_bytes(scheme.moments))
+        )
+
+    @property
+    def keeps_compute(self) -> bool:
+        """Whether state rests on NVMe and no copy does. Gradients are left to torch then, in fp32, until the step takes them to
+        host memory; and sub-groups are cut from all parameters, not from those of a group."""
+        return self.optimizer == "nvme" and self.parameters != "nvme"
+
+    def update_of(self, scheme: Scheme) -> Update:
+        """When groups are updated: only state on NVMe has anything to gain by passes, and what a step gets is not applied
+        before it."""
+        if self.optimizer != "nvme":
+            return "step"
+        return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
+
+
+STRATEGIES = (
+    Strategy("stage 2", 2),
+    Strategy("stage 2, optimizer on CPU", 2, optimizer="cpu", runs=False),
+    Strategy("stage 3", 3),
+    Strategy("stage 3, optimizer on CPU", 3, optimizer="cpu", runs=False),
+    Strategy("stage 3, all on CPU", 3, parameters="cpu", optimizer="cpu"),
+    Strategy("stage 3, optimizer on NVMe", 3, optimizer="nvme"),
+    Strategy("stage 3, all on NVMe", 3, parameters="nvme", optimizer="nvme"),
+)
+"""From the fastest to the most frugal, as experts try them by hand."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in a step.
+
+    Attributes:
+        model: the whole model.
+        ranks: over which it is sharded.
+        samples: of one micro-batch of one rank.
+        micro_batches: per step.
+        checkpointing: whether activations are kept at the blocks' borders only, and computed again.
+        groups_per_block: into how many groups of its own the parts of a block are wrapped.
+        clipping: whether the norm of all gradients is taken, and they are scaled by it.
+        scheme: of state on NVMe.
+        gradient_bytes_max: host memory in which gradients wait for their update; what doesn't fit waits on NVMe. None for all.
+        activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
+            infinity.offload_activations.
+        activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
+        durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
+    """
+
+    model: Transformer
+    ranks: int = 1
+    samples: int = 1
+    micro_batches: int = 1
+    checkpointing: bool = True
+    groups_per_block: int = 1
+    clipping: bool = True
+    scheme: Scheme = DEFAULT_SCHEME
+    gradient_bytes_max: int | None = None
+    activations: str = "none"
+    activation_buffer_bytes_max: int | None = None
+    durable: bool = False
+
+    @property
+    def shard_numel(self) -> int:
+        """Parameters of one rank."""
+        return -(-self.model.numel // self.ranks)
+
+    @property
+    def group_numel(self) -> int:
+        """Parameters of the largest group."""
+        return max(self.group_numels)
+
+    @property
+    def group_numels(self) -> list[int]:
+        """Parameters of each group in the order of the forward, the root last."""
+        parts = self.groups_per_block
+        even = self.model.block_numel // parts
+        block = [even] * (parts - 1) + [self.model.block_numel - even * (parts - 1)]
+        return block * self.model.layers + [self.model.root_numel]
+
+    @property
+    def group_shards(self) -> list[int]:
+        """This rank's part of each."""
+        return [-(-numel // self.ranks) for numel in self.group_numels]
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of a gradient that waits for an update of copies and state on NVMe."""
+        return gradient_itemsize(
+            ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
+        )
+
+    def gradients_that_spill(self, strategy: Strategy) -> list[int]:
+        """By group: bytes of gradients that wait on NVMe."""
+        shards = self.group_shards
+        if strategy.parameters != "nvme" or strategy.update_of(self.scheme) == "backward":
+            return [0] * len(shards)
+        nbytes = [self.gradient_itemsize * shard for shard in shards]
+        order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
+        spilled = {order[i] for i in groups_that_spill([nbytes[group] for group in order], self.gradient_bytes_max)}
+        return [each if group in spilled else 0 for group, each in enumerate(nbytes)]
+
+    @property
+    def saved_bytes(self) -> list[int]:
+        """By group: what a pass saves for the backward, the logits aside."""
+        of_block = self.model.saved_bytes(self.samples, checkpointing=self.checkpointing)
+        return [of_block // self.groups_per_block] * (len(self.group_numels) - 1) + [0]
+
+    @property
+    def saved_tensor_bytes(self) -> int:
+        """The largest tensor of it."""
+        return self.model.saved_tensor_bytes(self.samples, checkpointing=self.checkpointing)
+
+    @property
+    def activation_buffer_bytes(self) -> int:
+        """Pinned memory through which saved activations pass to NVMe."""
+        if self.activations != "nvme":
+            return 0
+        least = max(BUFFER_BYTES_DEFAULT, align_up(BUFFER_SHARES * self.saved_tensor_bytes))
+        return least if self.activation_buffer_bytes_max is None else self.activation_buffer_bytes_max
+
+    @property
+    def saved_on_drive(self) -> list[int]:
+        """By group: what a pass writes to the drive of it and reads again; the rest stays in the buffer."""
+        tensor = self.saved_tensor_bytes
+        cut = [
+            (group, min(tensor, nbytes - at))
+            for group, nbytes in enumerate(self.saved_bytes)
+            for at in range(0, nbytes, tensor)
+        ]
+        found = [0] * len(self.saved_bytes)
+        if self.activations == "nvme":
+            moved = bytes_on_drive([nbytes for _, nbytes in cut], self.activation_buffer_bytes)
+            for (group, _), nbytes in zip(cut, moved, strict=True):
+                found[group] += nbytes
+        return found
+
+    def moves_activations(self, *, device_is_host: bool) -> bool:
+        """Whether what is saved goes anywhere: host memory is no other place where the device computes in it."""
+        return self.activations == "nvme" or (self.activations == "cpu" and not device_is_host)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.ranks * self.samples * self.micro_batches * self.model.seq
+
+    @property
+    def flops(self) -> float:
+        """Of a step on one rank."""
+        return self.micro_batches * self.model.flops(self.samples, checkpointing=self.checkpointing)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, by tier, each with its users by name."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    nvme: dict[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def nvme_bytes(self) -> int:
+        return sum(self.nvme.values())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays in pinned memory from step to step, by group: bytes of its copies, and of the rest of its state."""
+
+    copies: tuple[int, ...] = ()
+    rest: tuple[int, ...] = ()
+
+    @property
+    def compute_bytes(self) -> int:
+        return sum(self.copies)
+
+    @property
+    def other_state_bytes(self) -> int:
+        return sum(self.rest)
+
+    @property
+    def nbytes(self) -> int:
+        """The host cache."""
+        return self.compute_bytes + self.other_state_bytes
+
+
+def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
+    """What stays in `cache_bytes` of host memory so that a step moves least: see [Note: What stays] in residency.py.
+
+    The root stays gathered from forward to backward, and is counted first, as it is gathered first.
+    """
+    shards = work.group_shards
+    root = len(shards) - 1
+    order = [root, *range(root)]
+    if strategy.optimizer != "nvme":
+        return Kept((0,) * len(shards), (0,) * len(shards))
+    parts = [
+        Part(
+            shards[group],
+            work.micro_batches * (1 if group == root else 2),
+            compute_on_nvme=strategy.parameters == "nvme",
+        )
+        for group in order
+    ]
+    candidates = [each for part in parts for each in candidates_of(part, work.scheme)]
+    chosen = choose_resident(candidates, cache_bytes)
+    copies, rest = (dict(zip(order, chosen[which::2], strict=True)) for which in (0, 1))
+    groups = range(len(shards))
+    return Kept(tuple(copies[group] for group in groups), tuple(rest[group] for group in groups))
+
+
+NOTHING_KEPT = Kept()
+
+
+def memory_of(
+    work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool, kept: Kept = NOTHING_KEPT
+) -> Memory:
+    """What one rank holds, with a pinned pool of `pinned_bytes` beside what is `kept`.
+
+    `device_is_host`: computing on the CPU, so that what the device holds is in host memory too.
+    """
+    states = states_of(work.model.numel, work.ranks, strategy, work.scheme)
+    moves = work.moves_activations(device_is_host=device_is_host)
+    device = {**_working_memory(work, strategy, activations_move=moves), **states.device}
+    host, nvme = dict(states.host), dict(states.nvme)
+    if work.durable:
+        stored = sum(nvme.values())
+        nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
+    if strategy.keeps_compute and device_is_host:
+        del device[_GRADIENTS]  # those of the host are they
+    elif strategy.update_of(work.scheme) == "backward":
+        host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
+    elif strategy.parameters == "nvme":
+        spilled = sum(work.gradients_that_spill(strategy))
+        host[_GRADIENTS] = work.gradient_itemsize * work.shard_numel - spilled
+        if spilled:
+            nvme[_GRADIENTS] = spilled
+    if strategy.uses_nvme:
+        host["pinned pool"] = pinned_bytes
+    if kept.nbytes:
+        host["host cache, pinned"] = kept.nbytes
+        nvme = {user: max(0, nbytes - _kept_of(user, kept)) for user, nbytes in nvme.items()}
+    if moves and work.activations == "cpu":
+        host["saved activations, pinned"] = sum(work.saved_bytes)
+    elif moves:
+        host["buffer for saved activations, pinned"] = work.activation_buffer_bytes
+        nvme[_SAVED] = sum(work.saved_bytes)
+    if device_is_host:
+        return Memory({}, {"Python and torch": HOST_PROCESS_BYTES, **host, **device}, nvme)
+    return Memory(
+        {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device},
+        {"Python, torch and CUDA": HOST_PROCESS_WITH_DEVICE_BYTES, **host},
+        nvme,
+    )
+
+
+_COMPUTE = "16-bit copies"
+_GRADIENTS = "gradients"
+_SAVED = "saved activations"
+
+
+def record_bytes(stored_bytes: int) -> int:
+    """What the commit records of a durable run take beside its state of `stored_bytes`: two exist at once for a moment, each
+    with the checksum (4 bytes) of every page (4 KiB) of the state. What the run keeps outside of the arena comes on top."""
+    return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
+
+
+def _kept_of(user: str, kept: Kept) -> int:
+    if user == _GRADIENTS:
+        return 0
+    return kept.compute_bytes if user == _COMPUTE else kept.other_state_bytes
+
+
+def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
+    """One rank's part of the states of a model of `numel` parameters, wherever they rest: what lasts from step to step, and
+    the parameters that stage 2 keeps gathered."""
+    shard = -(-numel // ranks)
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
+    nvme: dict[str, int] = {}
+    compute_bytes, other_state_bytes = strategy.stored_bytes(scheme)
+    if strategy.stage < 3:
+        device["gathered parameters"] = COMPUTE_BYTES * numel
+    elif strategy.optimizer == "cpu" and strategy.parameters == "none":
+        device[_COMPUTE] = COMPUTE_BYTES * shard
+    home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
+    what = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
+    user = f"optimizer state: {what} and moments" if scheme.moments else f"optimizer state: {what}"
+    home[user] = (other_state_bytes or state_bytes(scheme.moments)) * shard
+    if strategy.update_of(scheme) != "backward":
+        (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
+    if strategy.keeps_compute:
+        device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which brings all of them to the host
+    if strategy.uses_nvme:
+        (nvme if compute_bytes else host)[_COMPUTE] = COMPUTE_BYTES * shard
+    return Memory(device, host, nvme)
+
+
+def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -> dict[str, int]:
+    """Of the device, while it computes."""
+    model = work.model
+    lines = {}
+    if strategy.stage >= 3:
+        lines["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * work.group_numels[0] + model.root_numel)
+    lines["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * work.group_numel
+    if activations_move:
+        of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing)
+        lines["saved activations on their way"] = min(SAVED_ON_THE_WAY, model.layers) * of_block
+    elif work.checkpointing:
+        lines["activation checkpoints"] = model.checkpoint_bytes(work.samples)
+    else:
+        lines["activations"] = model.activation_bytes(work.samples, model.layers)
+    if work.checkpointing:
+        lines["activations of a block"] = model.activation_bytes(work.samples)
+    lines["logits"] = model.logits_bytes(work.samples)
+    return lines
+
+
+def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
+    """Bytes (read, written) of one rank's drives in a step with nothing cached and nothing gathered for longer than its use
+    (`lower_bound.step_bytes`), of the gradients that spill, and of saved activations."""
+    if not strategy.uses_nvme:
+        return 0, 0
+    whole = Part(work.shard_numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")
+    moved = step_bytes([whole], work.scheme)
+    spilled = spilled_bytes(sum(work.gradients_that_spill(strategy)), work.micro_batches)
+    saved = work.micro_batches * sum(work.saved_on_drive)
+    return moved[0] + spilled[0] + saved, moved[1] + spilled[1] + saved
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What follows from the pinned budget, as in the swap manager.
+
+    Attributes:
+        pinned_bytes: of the pool, beside what stays in it from step to step.
+        sub_group_numel: elements stepped together.
+        look_ahead_bytes: that groups read ahead may hold; where updates are in the passes, sub-groups too.
+        sub_groups_ahead: read ahead in an optimizer step of its own.
+    """
+
+    pinned_bytes: int
+    sub_group_numel: int
+    look_ahead_bytes: int
+    sub_groups_ahead: int
+
+
+def pipeline_of(
+    work: Work, strategy: Strategy, pinned_bytes: int | None = None, memory_bytes: float = math.inf
+) -> Pipeline:
+    """The pipeline within `pinned_bytes`, or with a comfortable pool where None, on a rank that has `memory_bytes`."""
+    if not strategy.uses_nvme:
+        return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
+    group_bytes = _largest_group_bytes(work, strategy)
+    per_element = sum(strategy.stored_bytes(work.scheme))
+    if any(work.gradients_that_spill(strategy)):
+        per_element += work.gradient_itemsize
+    together = work.shard_numel if strategy.keeps_compute else max(work.group_shards)
+    numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, together)
+    if pinned_bytes is not None:
+        room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
+        numel = max(1, min(numel, room // per_element))
+    gather, stepped = pinned.gather_bytes(group_bytes), numel * per_element
+    pool = pinned_bytes
+    if pool is None:
+        in_backward = strategy.update_of(work.scheme) == "backward"
+        waiting = sum(sorted(work.group_shards)[-2:]) * (COMPUTE_BYTES + per_element) if in_backward else 0
+        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes)
+    return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
+
+
+def pinned_bytes_min(work: Work, strategy: Strategy) -> int:
+    """The smallest pool with which the gathers work; sub-groups become as small as they must."""
+    return pinned.PinnedBudget(pinned.gather_bytes(_largest_group_bytes(work, strategy)), 0).nbytes
+
+
+def _largest_group_bytes(work: Work, strategy: Strategy) -> int:
+    return COMPUTE_BYTES * max(work.group_shards) if strategy.parameters == "nvme" else 0

@@ -1,0 +1,138 @@
+"""Floor 7. The sums every measured step stands beside: bytes a step must move, and the time it can't go below.
+
+16-bit model, fp32 state, gradients in host memory (docs/architecture.md, "The sum").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of one rank that a step treats alike.
+
+    Attributes:
+        numel: how many.
+        gathers: of each in a step; see `live.LivePlan.gathers`. Two for each micro-batch, fewer where they stay gathered.
+        trained: whether they have optimizer state.
+        copy_on_nvme: whether gathers read them, and not from ordinary host memory.
+    """
+
+    numel: int
+    gathers: int = 2
+    trained: bool = True
+    compute_on_nvme: bool = True
+
+
+def candidates_of(part: Part, scheme: Scheme, *, compute_itemsize: int = COMPUTE_BYTES) -> tuple[Candidate, Candidate]:
+    """What a step moves of each byte of `part`, with all of its state on NVMe: of the copies, and of the rest of the state.
+
+    Single bytes are the units.
+    """
+    if not part.trained:
+        return Candidate(compute_itemsize * part.numel, 1, part.gathers, 0), Candidate(0, 1, 0, 0)
+    if not part.compute_on_nvme:  # masters rest in full
+        full = replace(scheme, master_weights="full")
+        return Candidate(0, 1, 0, 0), Candidate(full.other_state_bytes() * part.numel, 1, 1, 1)
+    copies = Candidate(compute_itemsize * part.numel, 1, scheme.compute_reads(part.gathers, compute_itemsize), 1)
+    return copies, Candidate(scheme.other_state_bytes(compute_itemsize) * part.numel, 1, 1, 1)
+
+
+def step_bytes(
+    parts: Sequence[Part],
+    scheme: Scheme,
+    *,
+    compute_itemsize: int = COMPUTE_BYTES,
+    state_on_nvme: bool = True,
+    cached_bytes: int = 0,
+) -> tuple[int, int]:
+    """Bytes (read, written) that one step moves at least, with `cached_bytes` of host memory to keep some of them in.
+
+    Args:
+        parts: of the model on this rank.
+        scheme: what each of them moves; without a meaning where no state is on NVMe.
+        copy_itemsize: bytes of one element of what is gathered: 2, or 4 for the fp32 master itself.
+        state_on_nvme: whether master and moments are read and written too; if not, copies are, also of 4 bytes.
+        cached_bytes: hold what a step would otherwise move, from step to step: see [Note: What stays] in residency.py.
+
+    With everything paged, one micro-batch and nothing cached, P elements read 14 P and write 12 P where updates are in the
+    passes: [Note: Schemes] in scheme.py.
+    """
+    if state_on_nvme:
+        candidates = [each for part in parts for each in candidates_of(part, scheme, compute_itemsize=compute_itemsize)]
+    else:
+        paged = [part for part in parts if part.compute_on_nvme]
+        candidates = [Candidate(compute_itemsize * part.numel, 1, part.gathers, int(part.trained)) for part in paged]
+    return moved_bytes(candidates, choose_resident(candidates, cached_bytes))
+
+
+def step_lower_bound_seconds(
+    *,
+    read_bytes: float,
+    written_bytes: float,
+    read_bytes_per_s: float,
+    write_bytes_per_s: float,
+    compute_seconds: float,
+) -> float:
+    """T_step >= max(compute, R / BW_read + W / BW_write), for a drive that reads and writes in turns."""
+    return max(compute_seconds, read_bytes / read_bytes_per_s + written_bytes / write_bytes_per_s)
+
+
+def forward_lower_bound_seconds(
+    *,
+    state_bytes: float,
+    pool_bytes: float,
+    read_bytes_per_s: float,
+    write_bytes_per_s: float,
+    forward_seconds: float,
+    backward_seconds: float,
+) -> float:
+    """What a step can't go below that updates its groups before their next forward, as it must where gradients are clipped.
+
+    No update may begin before the last gradient is known, and each must have ended when its group is used. So all state is
+    read and written in the forward, but for what the pool holds of it at either end: `pool_bytes` read ahead in the backward
+    before, and as many written in the one after. With S bytes of state, a pool of M bytes and drives that take turns,
+
+        T_step >= max(forward, (S - M) / BW_read + (S - M) / BW_write) + backward
+
+    which is more than `step_lower_bound_seconds` where the forward alone doesn't hide the drive; a larger M, or a cache, is the
+    remedy. `forward_seconds`: of the forward's compute and the updates', without waiting.
+    """
+    moved = max(0.0, state_bytes - pool_bytes)
+    return max(forward_seconds, moved / read_bytes_per_s + moved / write_bytes_per_s) + backward_seconds
+
+
+@dataclass(frozen=True)
+class DriveSpeed:
+    """What the drives give one rank (bytes per second).
+
+    Attributes:
+        read_bytes_per_s, write_bytes_per_s: of one alone.
+        together: the same of each while both go on; None for drives that take turns.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    together: tuple[float, float] | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether doing both at once moves more than taking turns does."""
+        if self.together is None:
+            return False
+        return self.together[0] / self.read_bytes_per_s + self.together[1] / self.write_bytes_per_s > 1
+
+    def lower_bound_seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """The least time for these bytes: in turns R / BW_read + W / BW_write; where both at once is better, both for as
+        long as there are both, and the rest alone."""
+        seconds = 0.0
+        if self.overlaps and self.together is not None:
+            seconds = min(read_bytes / self.together[0], written_bytes / self.together[1])
+            read_bytes -= seconds * self.together[0]
+            written_bytes -= seconds * self.together[1]
+        return seconds + read_bytes / self.read_bytes_per_s + written_bytes / self.write_bytes_per_s

@@ -1,0 +1,1 @@
+"""What the ranks of a job tell each other: that one of them failed."""

@@ -1,0 +1,52 @@
+"""Floor 2. Ranks that fail together: what goes wrong on one is told to all, so that none waits for it in a collective."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from infinity import errors
+from infinity.errors import InfinityError, IoError, StoreError
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around what all ranks of `group` (all there are where None) do, each for itself: calls of no collective.
+
+    A collective at its end. Where the block raises on one rank, that rank's error goes on, and every other rank raises one
+    of the same kind, which names the rank and quotes it.
+    """
+    try:
+        yield
+    except Exception as error:
+        _exchange(error, group)
+        raise
+    failure = _exchange(None, group)
+    if failure is not None:
+        raise failure
+
+
+def _exchange(own: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
+    """Tell the others what failed here; the first thing that failed elsewhere."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return None
+    report = None if own is None else (dist.get_rank(), type(own).__name__, str(own))
+    reports: list[tuple[int, str, str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group=group)
+    failed = next((each for each in reports if each is not None), None)
+    return None if failed is None else restated(*failed)
+
+
+def restated(rank: int, kind: str, text: str) -> Exception:
+    """An error of that rank, as another one raises it."""
+    found = getattr(errors, kind, None)
+    if not (isinstance(found, type) and issubclass(found, InfinityError)):
+        return InfinityError(f"rank {rank}: {kind}: {text}" if text else f"rank {rank} was ended by {kind}")
+    message = f"rank {rank}: {text}"
+    if issubclass(found, StoreError):
+        return found(0, message)
+    if issubclass(found, IoError):
+        return IoError(message)
+    return found(message)

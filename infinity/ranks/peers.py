@@ -1,0 +1,251 @@
+"""Floor 2. The other ranks of a pass: an error that ends it on one ends it on all, in the same words, within seconds.
+
+Owned by the engine; training thread only, but for the one that waits for the news where operations run on a GPU.
+
+[Note: How a pass fails on all ranks]
+A pass (forward, backward, step) is full of collectives. A rank on which an error ended it doesn't come to the rest, and the
+others would wait for it until the process group's timeout. So it tells its error through the group's store, which is no
+collective, and:
+
+  1. It waits a little whether all others tell of one in the same pass, after the same number of collectives, and stand where
+     it stands: at the same step, with gradients and values in the same state. An error that came everywhere leaves nobody
+     waiting: each raises its own, and the program may go on.
+  2. Else the ranks have parted. The first to know notes its error as the cause, and ends its operations: gloo's by cutting the
+     links (infinity/ranks/links.py), NCCL's by `ProcessGroup.abort`. Who waits for it gets an error then, finds the cause,
+     ends its own operations, so that those who wait for it go on, too, and raises the cause's words. Where operations run on a
+     GPU nothing reaches the host by itself: there a thread looks for the cause once a second.
+
+Ranks that have parted may be at different places of the program, in operations that don't match: none of them may run another
+pass, or commit. At one rank nothing of this happens, and in a pass without an error nothing but a count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from infinity.errors import InfinityError
+from infinity.ranks.all_ranks import restated
+from infinity.ranks.links import Link, find_links
+
+log = logging.getLogger("infinity")
+
+GRACE_SECONDS = 5.0
+"""How long an error of one rank waits for those of the others."""
+_WAIT_SECONDS = 0.02
+_LOOK_SECONDS = 1.0
+_numbers = itertools.count()
+"""Of the engines of this process: alike on all ranks, which make the same ones in the same order."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What ended a pass on a rank, how many operations each of its groups had begun by then, and where the rank stands."""
+
+    rank: int
+    kind: str
+    text: str
+    operations: list[int]
+    standing: list[str]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, stored: bytes) -> _Report:
+        return cls(**json.loads(stored))
+
+
+class _Pass:
+    """One that is going on."""
+
+
+def _no_pass() -> None:
+    return None
+
+
+class Peers:
+    """This rank among those that train one model. Made by all ranks at once: a collective.
+
+    groups: the process groups whose operations passes run, that of all ranks first.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self._alone = dist.get_world_size() == 1
+        self._name = f"infinity/peers/{next(_numbers)}"
+        self._passes = 0
+        self._pass: Callable[[], _Pass | None] = _no_pass
+        """Gives the pass that is going on, None where none is."""
+        self._cause: _Report | None = None
+        """What ended the work of the ranks together; None while they do."""
+        self._links: list[Link] = []
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if self._alone:
+            return
+        self._store = groups[0].get_group_store()
+        self._links = find_links(self._store)
+        if any(_can_abort(group) for group in groups):
+            self._watcher = threading.Thread(target=self._watch, name="infinity-peers", daemon=True)
+            self._watcher.start()
+
+    def check(self) -> None:
+        """Raise InfinityError where the ranks have parted."""
+        if self._cause is not None:
+            raise InfinityError(
+                f"the ranks have parted, as a pass failed on rank {self._cause.rank} ({self._cause.kind}: {self._cause.text}): "
+                "end all of them and start again, from what was committed (resume=True) or from a checkpoint"
+            )
+
+    @property
+    def parted(self) -> bool:
+        """Whether the ranks can't do anything together any more."""
+        return self._cause is not None
+
+    def hear(self) -> None:
+        """For who waits for the others otherwise than in an operation: raise what ended a pass on one of them."""
+        cause = None if self._alone else self._known_cause()
+        if cause is not None:
+            raise restated(cause.rank, cause.kind, cause.text)
+
+    @contextlib.contextmanager
+    def in_pass(self, standing: Callable[[], list[str]]) -> Iterator[None]:
+        """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
+
+        `standing`: says where this rank stands after an error; ranks that stand elsewhere have parted. Where the pass fails on
+        another rank, raises an error of the same kind, which names the rank and quotes it.
+        """
+        if self._alone or self._pass() is not None:
+            yield
+            return
+        had_parted = self.parted
+        try:
+            running = _Pass()  # goes with this frame, at whatever line an exception ends it
+            self._pass = weakref.ref(running)
+            self.check()
+            self._passes += 1
+            yield
+        except BaseException as error:
+            if not had_parted:
+                self._fail(error, standing())
+            raise
+        finally:
+            self._pass = _no_pass
+        if self._cause is not None:  # operations that were aborted end as if they had been done
+            raise restated(self._cause.rank, self._cause.kind, self._cause.text)
+
+    def close(self) -> None:
+        """Idempotent; no collective."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
+
+    def _fail(self, error: BaseException, standing: list[str]) -> None:
+        """The pass has failed here. Returns where this rank's own error is to be raised; raises that of another rank."""
+        own = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
+        try:
+            cause = self._known_cause()
+            if cause is None and self._all_failed_alike(own):
+                return
+            cause = cause or _Report.of(self._store.compare_set(f"{self._name}/cause", "", own.to_json()))
+        except (RuntimeError, OSError, ValueError) as gone:  # the store has ended with the rank that served it
+            log.warning("the ranks can't be told of an error, nor ask for theirs (%s)", gone)
+            cause = own
+        self._cause = cause
+        self._end_operations()
+        self._let_hear(own)
+        consequence = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
+        if cause.rank != own.rank and consequence:
+            raise restated(cause.rank, cause.kind, cause.text) from error
+
+    def _known_cause(self) -> _Report | None:
+        key = f"{self._name}/cause"
+        return _Report.of(self._store.get(key)) if self._store.check([key]) else None
+
+    def _all_failed_alike(self, own: _Report) -> bool:
+        """Whether an error ended this pass on all ranks after the same operations, which is waited for a little."""
+        keys = [f"{self._name}/{self._passes}/{rank}" for rank in range(dist.get_world_size())]
+        self._store.set(keys[own.rank], own.to_json())
+        if not self._are_there(keys):
+            return False
+        others = [_Report.of(self._store.get(key)) for key in keys]
+        return all(each.operations == own.operations and each.standing == own.standing for each in others)
+
+    def _let_hear(self, own: _Report) -> None:
+        """Wait a little until all ranks know the cause, as the store may end with this process."""
+        keys = [f"{self._name}/heard/{rank}" for rank in range(dist.get_world_size())]
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.set(keys[own.rank], "")
+            self._are_there(keys)
+
+    def _are_there(self, keys: list[str]) -> bool:
+        """Whether the store has all of these, or has them soon."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_WAIT_SECONDS)
+        return True
+
+    def _operations(self) -> list[int]:
+        return [group._get_sequence_number_for_group() for group in self._groups]  # type: ignore[attr-defined]
+
+    def _end_operations(self) -> None:
+        for link in self._links:
+            link.cut()
+        for group in self._groups:
+            if _can_abort(group):
+                with contextlib.suppress(RuntimeError):  # it has ended already
+                    group.abort()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_LOOK_SECONDS):
+            try:
+                cause = self._known_cause()
+            except (RuntimeError, OSError):
+                return
+            if cause is not None:
+                self._cause = self._cause or cause
+                self._end_operations()
+                return
+
+
+def _can_abort(group: dist.ProcessGroup) -> bool:
+    """Whether operations of the group that wait are ended by `abort`; gloo's are not."""
+    return "nccl" in str(dist.get_backend_config(group))
+
+
+class HasPeers(Protocol):
+    peers: Peers
+
+    def standing(self) -> list[str]: ...
+
+
+H = TypeVar("H", bound=HasPeers)
+
+
+def as_pass(does: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
+    """A method that is a pass of its object's peers."""
+
+    @functools.wraps(does)
+    def doing(self: H, /, *arguments: P.args, **named: P.kwargs) -> T:
+        with self.peers.in_pass(self.standing):
+            return does(self, *arguments, **named)
+
+    return doing

@@ -1,0 +1,347 @@
+"""Floor 4. One rank's state on its way out of the arena into a file, beside the training that goes on.
+
+A thread of its own copies, two small buffers at a time; the training thread starts it, asks it for gates, and joins it. It
+goes on where the program ends meanwhile, until the last of Python's exit functions has run.
+
+[Note: A copy of what goes on changing]
+What is copied is the state at one instant. So before anything changes the bytes of a sub-group, in the arena or in host memory,
+it waits at the sub-group's gate, which opens when these are copied (`wait_for`). The order is that of the file, which is the
+order in which a forward pass comes to them; one that somebody waits for is copied next. (What is copied out of turn is read
+once more for the hash, which goes from beginning to end.) Where copying fails every gate opens: there is nothing to keep.
+
+The copy is held to the checksums that the arena keeps of its pages, as any read of them is: what has changed on the drive since
+it was written must not come into a checkpoint, whose own hash would then say that it is right.
+
+Where the file system can share blocks between files (XFS, btrfs), the copy of what rests in one arena file takes no time at
+all: the ranges are cloned, and it is the first write to them afterwards that takes new space. A hard link would be no copy:
+the file that it names goes on changing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+from infinity.aio import File, page_checksums
+from infinity.errors import IntegrityError
+from infinity.store.arena import Arena, ArenaReader, Extent, read_into
+from infinity.store.commit import SUM_BYTES
+from infinity.store.files import StoredFile, create_private
+from infinity.units import MIB, PAGE_BYTES
+
+_BUFFER_BYTES = 4 * MIB
+_BUFFERS = 2
+_FICLONERANGE = 0x4020940D
+"""linux/fs.h: _IOW(0x94, 13, struct file_clone_range)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes that lie one behind the other in the file: from `offset` of the arena on, or in `memory`."""
+
+    nbytes: int
+    offset: int = 0
+    memory: memoryview | None = None
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the pages of a source must hold, as `Arena.checksums` gives it: empty where nothing is known, or it is in memory.
+    `what` has that source, in this extent and generation."""
+
+    what: str
+    sums: bytes = b""
+    extent: Extent | None = None
+    generation: int = -1
+
+
+class Copying:
+    """Copies `sections`, one for each sub-group, into the new file `path`; then runs `finish` with it on the same thread.
+
+    cloned: whether the arena's bytes are shared with it instead of copied. seconds: what it took, once it has ended.
+    Raises OSError where nothing can be started.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        sections: Sequence[Sequence[Source]],
+        path: Path,
+        finish: Callable[[StoredFile], None] = lambda written: None,
+    ) -> None:
+        self._sections = sections
+        self._path = path
+        self._finish = finish
+        self._changed = threading.Condition()
+        self._copied: set[int] = set()
+        self._urgent: int | None = None
+        self._ended = self._cancelled = False
+        self._began = time.monotonic()
+        self.seconds = 0.0
+        self._error: BaseException | None = None
+        self._digest = hashlib.sha256()
+        self._nbytes = 0
+        self._expected = [
+            [_expected_of(arena, source, f"sub-group {index}") for source in section]
+            for index, section in enumerate(sections)
+        ]
+        with contextlib.ExitStack() as undo:
+            self._arena: ArenaReader = arena.reopen()
+            self._arena_path = arena.file.path
+            undo.callback(self._arena.close)
+            create_private(path).close()
+            self._file = File(str(path))
+            undo.callback(self._file.close)
+            self.cloned = self._clone()
+            self._pump = undo.enter_context(_Pump())  # now: a program that ends starts no thread
+            self._closing = undo.pop_all()
+        self._thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether `join` returns or raises at once."""
+        return self._ended
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, if it has."""
+        return self._error
+
+    def is_copied(self, section: int) -> bool:
+        """Whether the bytes of a section may be changed."""
+        return self._ended or section in self._copied
+
+    def wait_for(self, section: int) -> None:
+        """Wait until the bytes of a section may be changed: see [Note: A copy of what goes on changing]."""
+        with self._changed:
+            while not self.is_copied(section):
+                self._urgent = section
+                self._changed.wait()
+
+    def join(self) -> StoredFile:
+        """Wait for the end; the file that was written, and is on the drive. Raises what failed: OSError, mostly."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._written
+
+    def cancel(self) -> None:
+        """Stop, and wait for that. What was written stays where it is."""
+        self._cancelled = True
+        self._thread.join()
+
+    @property
+    def _written(self) -> StoredFile:
+        return StoredFile(self._nbytes, self._digest.hexdigest())
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with self._closing:
+                self._copy_all(self._pump)
+                self._file.sync()
+                self._finish(self._written)
+        except BaseException as error:  # raised again by whoever joins
+            self._error = error
+        finally:
+            self.seconds = time.monotonic() - self._began
+            with self._changed:
+                self._ended = True
+                self._sections, self._expected = (), []
+                self._changed.notify_all()
+
+    def _copy_all(self, pump: _Pump) -> None:
+        begins = [0]
+        for section in self._sections:
+            begins.append(begins[-1] + sum(source.nbytes for source in section))
+        if begins[-1]:
+            self._file.reserve(begins[-1])
+        for index in range(len(self._sections)):
+            while (urgent := self._urgent) is not None:
+                self._urgent = None
+                if not self.is_copied(urgent):
+                    self._copy(pump, urgent, begins[urgent], lambda piece: None)
+            if not self.is_copied(index) and not self.cloned:
+                self._copy(pump, index, begins[index], self._digest.update)
+                continue
+            if not self.is_copied(index):
+                self._copy(pump, index, begins[index], lambda piece: None)
+            self._hash_copied(pump, index, begins[index])
+        self._nbytes = begins[-1]
+
+    def _copy(self, pump: _Pump, index: int, begin: int, hashed: Callable[[memoryview], None]) -> None:
+        """Copy what isn't cloned of a section, which begins at `begin` of the file, and open its gate."""
+        for source, expected in zip(self._sections[index], self._expected[index], strict=True):
+            if not (self.cloned and source.memory is None):
+                self._copy_source(pump, source, expected, begin, hashed)
+            begin += source.nbytes
+        with self._changed:
+            self._copied.add(index)
+            self._changed.notify_all()
+
+    def _hash_copied(self, pump: _Pump, index: int, begin: int) -> None:
+        """Hash a section whose bytes are in the file, and hold what was cloned to its checksums: nobody has read it yet."""
+        for source, expected in zip(self._sections[index], self._expected[index], strict=True):
+            pump.run(begin, begin + source.nbytes, partial(self._read_back, begin, expected), self._digest.update)
+            begin += source.nbytes
+
+    def _copy_source(
+        self, pump: _Pump, source: Source, expected: _Expected, begin: int, hashed: Callable[[memoryview], None]
+    ) -> None:
+        def fetch(buffer: memoryview, at: int) -> None:
+            self._check_wanted()
+            first = at - begin
+            if source.memory is not None:
+                buffer[:] = source.memory[first : first + buffer.nbytes]
+            else:
+                self._arena.read_into(buffer, source.offset + first)
+                _verify(buffer, expected, first, self._arena_path, source.offset)
+
+        pump.run(begin, begin + source.nbytes, fetch, hashed, into=self._file)
+
+    def _read_back(self, begin: int, expected: _Expected, buffer: memoryview, at: int) -> None:
+        self._check_wanted()
+        read_into(self._file, buffer, at)
+        _verify(buffer, expected, at - begin, str(self._path), begin)
+
+    def _check_wanted(self) -> None:
+        if self._cancelled:
+            raise InterruptedError(errno.EINTR, "it was given up")
+
+    def _clone(self) -> bool:
+        """Share the arena's ranges with the file. Whether the file system could; the gates of what is done are open then."""
+        source = self._arena.only_file
+        if source is None:
+            return False
+        begin, done = 0, set()
+        for index, section in enumerate(self._sections):
+            for each in section:
+                if each.memory is None and each.nbytes and not _clone_range(source, each, self._file, begin):
+                    return False
+                begin += each.nbytes
+            if all(each.memory is None for each in section):
+                done.add(index)
+        self._copied = done
+        return True
+
+
+def _clone_range(arena: File, source: Source, file: File, begin: int) -> bool:
+    request = struct.pack("qQQQ", arena.fileno(), source.offset, source.nbytes, begin)
+    try:
+        fcntl.ioctl(file.fileno(), _FICLONERANGE, request)
+    except (
+        OSError
+    ):  # another drive, or a file system that can't: then the bytes are copied, and tell what is really wrong
+        return False
+    return True
+
+
+def _expected_of(arena: Arena, source: Source, what: str) -> _Expected:
+    if source.memory is not None or not source.nbytes:
+        return _Expected(what)
+    return _Expected(what, arena.checksums(source.offset, source.nbytes), *arena.generation_at(source.offset))
+
+
+def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offset: int) -> None:
+    """Raise IntegrityError unless the pages in `buffer` hold what they must, which are a source's from its byte `first` on;
+    they were read from `path`, where the source begins at `offset`."""
+    sums = expected.sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
+    if not sums or page_checksums(buffer) == sums:
+        return
+    for page in range(0, len(sums), SUM_BYTES):
+        at = page // SUM_BYTES * PAGE_BYTES
+        wanted = sums[page : page + SUM_BYTES]
+        if any(wanted) and page_checksums(buffer[at : at + PAGE_BYTES]) != wanted:
+            place = offset + first + at
+            error = IntegrityError(
+                f"the page at offset {place} of {path} doesn't hold what was written there: see to the health of the drive "
+                "(smartctl -a, dmesg), and load an earlier checkpoint",
+                errno.EBADMSG,
+                "read",
+                path,
+                place,
+                PAGE_BYTES,
+            )
+            assert expected.extent is not None
+            error.in_extent(expected.what, expected.extent.offset, expected.extent.nbytes, expected.generation)
+            raise error
+
+
+class _Pump:
+    """Moves bytes through a few buffers: the next piece is fetched while the one before is hashed and written."""
+
+    def __init__(self) -> None:
+        self._maps = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(_BUFFERS)]  # aligned to pages, for direct transfers
+        self._busy: list[Future[None] | None] = [None] * _BUFFERS
+        # Not a pool of concurrent.futures, which takes nothing more on once the program ends.
+        self._waiting: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._writer = threading.Thread(target=self._write_all, name="copying", daemon=True)
+        self._writer.start()
+
+    def run(
+        self,
+        begin: int,
+        end: int,
+        fetch: Callable[[memoryview, int], None],
+        hashed: Callable[[memoryview], None],
+        *,
+        into: File | None = None,
+    ) -> None:
+        """Fetch bytes [begin, end) piece by piece, hand each to `hashed`, and write it to the same place of `into`, if given.
+
+        Returns when all of it is done. Raises OSError.
+        """
+        for number, at in enumerate(range(begin, end, _BUFFER_BYTES)):
+            slot = number % _BUFFERS
+            self._await(slot)
+            piece = memoryview(self._maps[slot])[: min(_BUFFER_BYTES, end - at)]
+            fetch(piece, at)
+            busy: Future[None] = Future()
+            self._busy[slot] = busy
+            self._waiting.put((busy, partial(_put, piece, at, hashed, into)))
+        for slot in range(_BUFFERS):
+            self._await(slot)
+
+    def _await(self, slot: int) -> None:
+        busy, self._busy[slot] = self._busy[slot], None
+        if busy is not None:
+            busy.result()
+
+    def __enter__(self) -> _Pump:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._waiting.put(None)
+        self._writer.join()
+
+    def _write_all(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            done, write = waiting
+            try:
+                write()
+            except BaseException as error:  # raised again by whoever waits for it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
+def _put(piece: memoryview, at: int, hashed: Callable[[memoryview], None], into: File | None) -> None:
+    hashed(piece)
+    done = 0
+    while into is not None and done < piece.nbytes:
+        done += os.pwritev(into.fileno(), [piece[done:]], at + done)

@@ -1,0 +1,132 @@
+"""Two ranks of which one fails where the other doesn't: `failing_ranks.py WHAT FOLDER`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import sys
+from pathlib import Path
+from typing import Any
+
+import durable_training as training
+import torch.distributed as dist
+from durable_training import Case, Crash, make, step
+
+import infinity
+from infinity.ranks import peers
+from infinity.swap.stager import Stager
+
+
+def error_of(does: Any, *arguments: Any) -> str:
+    """In words, and without the rank that a restated error begins with."""
+    try:
+        does(*arguments)
+    except infinity.InfinityError as error:
+        return f"{type(error).__name__}: {error}".replace("rank 1: ", "")
+    return "none"
+
+
+def same_everywhere(words: str) -> bool:
+    everywhere = [""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, words)
+    return len({*everywhere}) == 1
+
+
+def client_state(folder: Path) -> None:
+    """Rank 1 gives what can't be stored, to a step and to a commit; both are repeated with what can be."""
+    dist.init_process_group("gloo")
+    case = Case()
+    bad = {"batches": object()} if dist.get_rank() == 1 else {"batches": 1}
+    with make(folder / "whole", case, durability="none") as engine:
+        expected = [step(engine) for _ in range(3)]
+    with make(folder, case) as engine:
+        engine.backward(engine(training.batch(0, 0)).square().sin().mean())
+        engine.client_state = bad
+        words = error_of(engine.step)
+        assert "client_state can't be stored" in words, words
+        assert same_everywhere(words) and engine.global_steps == 0
+        engine.client_state = {"batches": 1}
+        engine.step()
+        words = error_of(engine.commit, bad)
+        assert "client_state can't be stored" in words, words
+        assert same_everywhere(words) and engine.client_state == {"batches": 1}
+        assert step(engine) == expected[1]
+    with make(folder, case, resume=True) as engine:
+        assert engine.global_steps == 2 and engine.client_state == {"batches": 2}
+        assert step(engine) == expected[2]
+    print(f"rank {dist.get_rank()}: the same words, and went on", flush=True)
+    dist.destroy_process_group()
+
+
+def fail_on(engine: infinity.Engine, where: str) -> None:
+    """From here on the read that `where` needs fails: in its pass, once."""
+    acquire, failed = Stager.acquire, []
+    running = []
+
+    def acquiring(stager: Stager, chunk: Any, *training_state: Any, **named: Any) -> Any:
+        if running and not failed:
+            failed.append(chunk.name)
+            raise infinity.IoError(f"{chunk.name}: no read today", errno.EIO)
+        return acquire(stager, chunk, *training_state, **named)
+
+    if where == "forward":
+        engine.module.blocks[1].register_forward_pre_hook(lambda *_: running.append(True), prepend=True)
+    elif where == "backward":
+        engine.module.blocks[2].down.register_full_backward_hook(lambda *_: running.append(True))
+    else:
+        engine.optimizer.register_step_pre_hook(lambda *_: running.append(True))
+    Stager.acquire = acquiring
+
+
+def transfers(folder: Path) -> None:
+    """A read of rank 1 fails in the pass that the third argument names, before the way to update. All ends on both ranks, in
+    the same words, and nothing goes on until the job is started again."""
+    where, update = sys.argv[3].split("-")
+    case = Case(update=update, threshold=0)
+    with make(folder / "whole", case, durability="none") as engine:
+        expected = [step(engine) for _ in range(3)]
+    acquire = Stager.acquire
+    engine = make(folder, case)
+    assert [step(engine), step(engine)] == expected[:2]
+    rank = dist.get_rank()
+    if rank == 1:
+        fail_on(engine, where)
+    words = error_of(take_steps, engine)
+    print(f"rank {rank}: {words}", flush=True)
+    Stager.acquire = acquire
+    assert "no read today" in words, words
+    assert "the ranks have parted, as a pass failed on rank 1" in error_of(step, engine)
+    assert "the ranks have parted" in error_of(engine.commit)
+    engine.close()  # and the process group, which is its own
+    with make(folder, case, resume="must") as engine:
+        assert step(engine) == expected[engine.global_steps - 1]
+
+
+def take_steps(engine: infinity.Engine) -> None:
+    for _ in range(3):
+        step(engine)
+
+
+def everywhere(folder: Path) -> None:
+    """An error that comes on all ranks in the same place parts nobody."""
+    with make(folder, Case(), durability="none") as engine:
+        hook = engine.module.blocks[1].register_forward_hook(raise_crash)
+        with contextlib.suppress(Crash):
+            step(engine)
+        hook.remove()
+        assert not engine.peers.parted
+        step(engine)
+        print(f"rank {dist.get_rank()}: not parted", flush=True)
+
+
+def raise_crash(*_: Any) -> None:
+    raise Crash
+
+
+def main() -> None:
+    peers.GRACE_SECONDS = 1.0
+    globals()[sys.argv[1]](Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What the floor promises: the sums of the design, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.plan.lower_bound import (
+    DriveSpeed,
+    Part,
+    forward_lower_bound_seconds,
+    step_bytes,
+    step_lower_bound_seconds,
+)
+from infinity.schedule.scheme import Scheme
+
+B = 10**9
+
+
+PLAIN = Scheme("full", "step")
+"""The scheme of the published example: copies beside masters, updates in a phase of their own."""
+
+
+@given(numel=st.integers(0, 10**12))
+def test_fewest_bytes_are_fourteen_read_and_twelve_written_per_parameter(numel: int) -> None:
+    assert step_bytes([Part(numel)], Scheme()) == (14 * numel, 12 * numel)
+    assert step_bytes([Part(numel)], PLAIN) == (16 * numel, 14 * numel)
+
+
+def test_seventy_billion_parameters() -> None:
+    """Plain, 1120 GB and 980 GB per step; on drives of 48/26 GB/s that read and write in turns, 61 s."""
+    read, written = step_bytes([Part(70 * B)], PLAIN)
+    assert (read, written) == (1120 * B, 980 * B)
+    rates = {"read_bytes_per_s": 48 * B, "write_bytes_per_s": 26 * B}
+    seconds = step_lower_bound_seconds(read_bytes=read, written_bytes=written, compute_seconds=0, **rates)
+    assert seconds == pytest.approx(61.0, abs=0.05)
+    assert DriveSpeed(48 * B, 26 * B).lower_bound_seconds(read, written) == pytest.approx(61.0, abs=0.05)
+    assert DriveSpeed(48 * B, 26 * B, together=(48 * B, 26 * B)).lower_bound_seconds(read, written) == pytest.approx(
+        37.7, abs=0.05
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "told", "read", "written"),
+    [
+        ({"gathers": 8}, {}, 4 * 4 + 12, 14),
+        ({"gathers": 3}, {}, 6 + 12, 14),
+        ({"gathers": 1}, {}, 2 + 12, 14),
+        ({}, {"state_on_nvme": False}, 4, 2),
+        ({}, {"compute_itemsize": 4}, 8 + 12, 12),
+        ({}, {"compute_itemsize": 4, "state_on_nvme": False}, 8, 4),
+        ({"compute_on_nvme": False}, {}, 12, 12),
+        ({"compute_on_nvme": False}, {"state_on_nvme": False}, 0, 0),
+        ({"trained": False}, {}, 4, 0),
+        ({"trained": False}, {"state_on_nvme": False}, 4, 0),
+    ],
+)
+def test_what_a_step_leaves_out_is_not_counted(
+    part: dict[str, int], told: dict[str, int], read: int, written: int
+) -> None:
+    assert step_bytes([Part(1000, **part)], PLAIN, **told) == (1000 * read, 1000 * written)
+
+
+def test_parts_add_up() -> None:
+    parts = [Part(1000), Part(10, 1), Part(500, trained=False)]
+    each = [step_bytes([part], Scheme()) for part in parts]
+    assert step_bytes(parts, Scheme()) == (sum(read for read, _ in each), sum(written for _, written in each))
+
+
+def test_compute_hides_transfers_that_are_shorter() -> None:
+    numbers = {"read_bytes": 10.0, "written_bytes": 6.0, "read_bytes_per_s": 5.0, "write_bytes_per_s": 3.0}
+    assert step_lower_bound_seconds(compute_seconds=3.0, **numbers) == pytest.approx(4.0)
+    assert step_lower_bound_seconds(compute_seconds=5.0, **numbers) == 5.0
+
+
+def test_updates_before_the_forward_hide_behind_it_alone() -> None:
+    rates = {"read_bytes_per_s": 2.0, "write_bytes_per_s": 4.0}
+    numbers = {"state_bytes": 12.0, "forward_seconds": 1.0, "backward_seconds": 20.0, **rates}
+    assert forward_lower_bound_seconds(pool_bytes=0.0, **numbers) == 12 / 2 + 12 / 4 + 20
+    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) == 8 / 2 + 8 / 4 + 20
+    assert forward_lower_bound_seconds(pool_bytes=16.0, **numbers) == 1 + 20
+    whole = step_lower_bound_seconds(read_bytes=12, written_bytes=12, compute_seconds=21, **rates)
+    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) > whole == 21
+
+
+def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:
+    drive = DriveSpeed(10.0, 10.0, together=(4.0, 4.0))
+    assert not drive.overlaps
+    assert drive.lower_bound_seconds(100, 100) == pytest.approx(20)
+
+
+def test_a_drive_that_gains_by_doing_both_does_the_rest_alone() -> None:
+    drive = DriveSpeed(10.0, 10.0, together=(8.0, 8.0))
+    assert drive.overlaps
+    assert drive.lower_bound_seconds(80, 160) == pytest.approx(10 + 8)
+    assert drive.lower_bound_seconds(0, 160) == pytest.approx(16)

@@ -1,0 +1,463 @@
+"""What the planner promises: budgets that add up, the published example, and strategies in their order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.errors import BudgetError
+from infinity.plan.estimate import (
+    STRATEGIES,
+    Strategy,
+    Work,
+    bytes_of_step,
+    kept_of,
+    memory_of,
+    pinned_bytes_min,
+    pipeline_of,
+)
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for, update_bytes
+from infinity.plan.simulator import Interval
+from infinity.plan.transformer import transformer_of
+from infinity.schedule import pinned
+from infinity.schedule.scheme import Scheme
+from infinity.units import MIB
+
+B = 10**9
+GB = 1e9
+ALL_NVME = STRATEGIES[-1]
+PLAIN = Scheme("full", "step")
+"""That of the published example."""
+SCHEMES = [Scheme(master, update) for master in ("split", "full") for update in ("step", "forward", "backward")]
+NODE = Machine(
+    name="a node",
+    ranks_per_node=8,
+    device_bytes=80 * B,
+    flops_per_s=400e12,
+    device_bytes_per_s=3000 * GB,
+    link_bytes_per_s=50 * GB,
+    host_bytes=2000 * B,
+    host_bytes_per_s=400 * GB,
+    drive_bytes=30_000 * B,
+    drive=DriveSpeed(48 * GB, 26 * GB),
+    node_link_bytes_per_s=400 * GB,
+    network_bytes_per_s=300 * GB,
+)
+CPU = Machine(
+    name="a CPU",
+    device_is_host=True,
+    flops_per_s=1e12,
+    host_bytes=16 * B,
+    host_bytes_per_s=40 * GB,
+    drive_bytes=1000 * B,
+    drive=DriveSpeed(5 * GB, 2 * GB),
+)
+
+
+def work_of(numel: int, **settings: Any) -> Work:
+    return Work(transformer_of(numel, seq=1024, vocab=32_000), **settings)
+
+
+def test_seventy_billion_parameters_move_the_bytes_of_the_published_example() -> None:
+    """1120 GB read and 980 GB written in a step of all ranks; 61 s where drives take turns, 37.7 s where they overlap fully."""
+    work = work_of(70 * B, ranks=8, scheme=PLAIN)
+    read, written = bytes_of_step(work, ALL_NVME)
+    assert (8 * read, 8 * written) == (1120 * B, 980 * B)
+    assert NODE.drive is not None
+    assert NODE.drive.lower_bound_seconds(8 * read, 8 * written) == pytest.approx(61.0, abs=0.05)
+    at_once = replace(NODE.drive, together=(48 * GB, 26 * GB))
+    assert at_once.lower_bound_seconds(8 * read, 8 * written) == pytest.approx(37.7, abs=0.05)
+
+
+def test_the_published_example_simulated() -> None:
+    plan = plan_step(work_of(70 * B, ranks=8, scheme=PLAIN), NODE, ALL_NVME, cache_bytes=0)
+    assert plan.fits
+    assert plan.simulated is not None
+    assert 8 * plan.simulated.written_bytes == pytest.approx(980 * B, rel=1e-6)
+    assert 8 * plan.simulated.read_bytes == pytest.approx(1120 * B, rel=0.03)  # what is kept staged is read once
+    assert 60 < plan.lower_bound_seconds <= plan.step_seconds < 1.05 * 61
+
+
+@pytest.mark.parametrize(
+    ("scheme", "read", "written"),
+    [
+        (Scheme("split", "step"), 16, 12),
+        (Scheme("split", "forward"), 14, 12),
+        (Scheme("split", "backward"), 14, 12),
+        (Scheme("full", "forward"), 14, 14),
+        (Scheme("full", "backward"), 16, 14),
+    ],
+)
+def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: int, written: int) -> None:
+    """But for what stays gathered, the root, and staged, a few groups: read once from forward to backward."""
+    work = work_of(70 * B, ranks=8, scheme=scheme)
+    assert bytes_of_step(work, ALL_NVME) == (read * work.shard_numel, written * work.shard_numel)
+    simulated = plan_step(work, NODE, ALL_NVME, cache_bytes=0).simulated
+    assert simulated is not None
+    assert simulated.written_bytes == pytest.approx(written * work.shard_numel, rel=1e-6)
+    assert (read - 0.25) * work.shard_numel < simulated.read_bytes <= read * work.shard_numel * (1 + 1e-6)
+
+
+@given(scheme=st.sampled_from(SCHEMES), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
+def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: float) -> None:
+    """Written is what isn't kept, whole; and a step never moves more for keeping more."""
+    count = 1 if scheme.update == "backward" else micro_batches
+    work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=count)
+    none, some = (
+        plan_step(work, NODE, ALL_NVME, cache_bytes=int(part * 12 * work.shard_numel)) for part in (0.0, share)
+    )
+    assert none.simulated is not None and some.simulated is not None
+    stored = sum(ALL_NVME.stored_bytes(scheme)) * work.shard_numel
+    assert some.kept.nbytes <= share * 12 * work.shard_numel
+    assert some.simulated.written_bytes == pytest.approx(stored - some.kept.nbytes, rel=1e-6, abs=1e4)
+    assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6)
+    assert some.memory.nvme_bytes == pytest.approx(none.memory.nvme_bytes - some.kept.nbytes, rel=1e-6, abs=1e4)
+    if share >= 14 / 12 * (1 + 1e-6):
+        assert some.simulated.read_bytes == 0
+
+
+def test_what_is_left_of_host_memory_becomes_the_cache_and_its_line_is_in_the_sum() -> None:
+    host = replace(NODE, host_bytes=600 * B)
+    plan = plan_step(work_of(70 * B, ranks=8), host, ALL_NVME)
+    without = plan_step(work_of(70 * B, ranks=8), host, ALL_NVME, cache_bytes=0)
+    assert plan.memory.host["host cache, pinned"] == plan.kept.nbytes > 0
+    assert plan.memory.host_bytes == without.memory.host_bytes + plan.kept.nbytes
+    assert 0 <= 0.95 * 600 * B - 8 * plan.memory.host_bytes < 1000
+    assert plan.fits
+    assert plan.step_seconds < without.step_seconds
+
+
+def test_no_more_is_kept_than_there_is() -> None:
+    work = work_of(B, ranks=8)
+    kept = kept_of(work, ALL_NVME, 10**15)
+    assert kept.nbytes == 12 * sum(work.group_shards)
+    assert kept_of(work, STRATEGIES[0], 10**15).nbytes == 0
+
+
+def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
+    work = {
+        update: work_of(70 * B, ranks=8, samples=8, scheme=Scheme("split", update)) for update in ("step", "forward")
+    }
+    after, beside = (plan_step(work[update], NODE, ALL_NVME, cache_bytes=0) for update in ("step", "forward"))
+    assert beside.step_seconds < after.step_seconds
+    assert beside.lower_bound_seconds <= after.lower_bound_seconds
+
+
+@pytest.mark.parametrize(
+    ("parameters", "optimizer", "scheme", "nbytes"),
+    [
+        ("nvme", "nvme", Scheme("split"), 4 + 2 * (2 + 2) + 2 * 8),  # gradient, both halves of the master, moments
+        ("nvme", "nvme", Scheme("full"), 4 + 2 * 4 + 2 * 8 + 2),  # ... and a copy beside the master
+        ("none", "nvme", Scheme("split"), 4 + 2 * 4 + 2 * 8 + 2),  # copies stay: masters rest in full
+        ("cpu", "cpu", Scheme("split"), 4 + 2 * 4 + 2 * 8 + (4 + 2)),  # torch reads the new master again
+        ("none", "none", Scheme("split"), 4 + 2 * 4 + 2 * 8),
+    ],
+)
+def test_memory_traffic_of_an_update(parameters: str, optimizer: str, scheme: Scheme, nbytes: int) -> None:
+    (strategy,) = [s for s in STRATEGIES if (s.stage, s.parameters, s.optimizer) == (3, parameters, optimizer)]
+    assert update_bytes(strategy, scheme) == nbytes
+
+
+def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
+    work = work_of(70 * B, ranks=8, clipping=False, scheme=Scheme("split", "backward"))
+    memory = memory_of(work, ALL_NVME, pinned_bytes=0, device_is_host=False)
+    assert "gradients" not in memory.host
+    assert memory.host["gradients being applied"] == 2 * 4 * max(work.group_shards)
+    on_cpu = next(each for each in STRATEGIES if each.optimizer == "cpu")
+    assert "gradients" in memory_of(work, on_cpu, pinned_bytes=0, device_is_host=False).host
+
+
+@given(
+    update=st.sampled_from(["step", "forward"]),
+    ranks=st.sampled_from([1, 8]),
+    micro_batches=st.integers(1, 3),
+    share=st.floats(0, 1.2),
+    machine=st.sampled_from([NODE, CPU]),
+)
+def test_gradients_that_do_not_fit_are_written_and_read_once_a_pass(
+    update: Any, ranks: int, micro_batches: int, share: float, machine: Machine
+) -> None:
+    """They leave host memory for NVMe, whole groups, and the step moves just their bytes more."""
+    settings: dict[str, Any] = {"ranks": ranks, "micro_batches": micro_batches, "scheme": Scheme("split", update)}
+    free = work_of(B, **settings)
+    whole = free.gradient_itemsize * sum(free.group_shards)
+    assert free.gradient_itemsize == (2 if ranks == micro_batches == 1 else 4)
+    bound = work_of(B, gradient_bytes_max=int(share * whole), **settings)
+    node = replace(machine, ranks_per_node=ranks)
+    kept, tight = (plan_step(work, node, ALL_NVME, cache_bytes=0) for work in (free, bound))
+    spilled = sum(bound.gradients_that_spill(ALL_NVME))
+    assert tight.memory.host["gradients"] == pytest.approx(whole - spilled, abs=4 * ranks)
+    assert whole - spilled <= share * whole
+    assert tight.memory.nvme.get("gradients", 0) == spilled
+    assert [b - a for a, b in zip(kept.plain_bytes, tight.plain_bytes, strict=True)] == [spilled * micro_batches] * 2
+    assert kept.simulated is not None and tight.simulated is not None
+    more = tight.simulated.written_bytes - kept.simulated.written_bytes
+    assert more == pytest.approx(spilled * micro_batches, rel=1e-6, abs=1e4)
+
+
+def test_gradients_are_not_kept_where_updates_are_in_the_backward() -> None:
+    work = work_of(B, clipping=False, scheme=Scheme("split", "backward"), gradient_bytes_max=0)
+    assert sum(work.gradients_that_spill(ALL_NVME)) == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda each: each.name)
+def test_every_strategy_holds_each_state_once(strategy: Strategy) -> None:
+    """16 bytes per parameter of masters, moments and gradients; copies only where something is gathered from them. Gradients
+    twice where the device has them until the step brings all to the host."""
+    work = work_of(7 * B, ranks=8, scheme=PLAIN)
+    memory = memory_of(work, strategy, pinned_bytes=1 << 30, device_is_host=False)
+    shard = 7 * B // 8
+    lines = [line for tier in (memory.device, memory.host, memory.nvme) for line in tier.items()]
+    states = sum(
+        nbytes for user, nbytes in lines if user.startswith(("optimizer state", "gradients")) and "group" not in user
+    )
+    assert states == (20 if strategy.keeps_compute else 16) * shard
+    tier_of = {"none": memory.device, "cpu": memory.host, "nvme": memory.nvme}
+    assert tier_of[strategy.optimizer]["optimizer state: masters and moments"] == 12 * shard
+    assert ("pinned pool" in memory.host) == strategy.uses_nvme
+    copies = 2 * shard if strategy.parameters == "nvme" else 0
+    assert memory.nvme_bytes == {"none": 0, "cpu": 0, "nvme": 12 * shard + copies}[strategy.optimizer]
+    split = memory_of(replace(work, scheme=Scheme()), strategy, pinned_bytes=1 << 30, device_is_host=False)
+    assert split.nvme_bytes == memory.nvme_bytes - copies  # the copy is a part of the master
+
+
+def test_from_fast_to_frugal_the_device_holds_less() -> None:
+    work = work_of(7 * B, ranks=8)
+    memories = [memory_of(work, each, pinned_bytes=0, device_is_host=False) for each in STRATEGIES if each.runs]
+    held = [memory.device_bytes - memory.device.get("gradients", 0) for memory in memories]
+    assert held == sorted(held, reverse=True)
+    assert memories[-1].device_bytes == min(memory.device_bytes for memory in memories)
+
+
+def test_on_a_cpu_all_is_in_host_memory() -> None:
+    for strategy in STRATEGIES:
+        memory = memory_of(work_of(B), strategy, pinned_bytes=0, device_is_host=True)
+        assert memory.device == {}
+
+
+@given(numel=st.integers(10**7, 10**12), ranks=st.integers(1, 512), strategy=st.sampled_from(STRATEGIES))
+def test_the_pipeline_fits_its_pool(numel: int, ranks: int, strategy: Strategy) -> None:
+    work = work_of(numel, ranks=ranks)
+    pipeline = pipeline_of(work, strategy)
+    if not strategy.uses_nvme:
+        assert pipeline.pinned_bytes == 0
+        return
+    assert pipeline.pinned_bytes >= pinned_bytes_min(work, strategy)
+    group_bytes = 2 * max(work.group_shards) if strategy.parameters == "nvme" else 0
+    updates = pinned.pipeline_bytes(group_bytes, 12 * pipeline.sub_group_numel)
+    assert pinned.PinnedBudget(pinned.gather_bytes(group_bytes), updates).nbytes <= pipeline.pinned_bytes
+    assert 0 <= pipeline.look_ahead_bytes < pipeline.pinned_bytes
+
+
+def test_what_is_updated_in_the_backward_waits_within_a_quarter_of_the_memory() -> None:
+    work = replace(work_of(B), scheme=Scheme(update="backward"), clipping=False)
+    before, roomy = (pipeline_of(each, ALL_NVME).pinned_bytes for each in (work_of(B), work))
+    assert roomy > 2 * 14 * max(work.group_shards) > before
+    small = replace(NODE, host_bytes=4 * NODE.ranks_per_node * (roomy - MIB))
+    assert plan_step(work, small, ALL_NVME).pipeline.pinned_bytes == roomy - MIB
+
+
+@given(numel=st.integers(10**7, 10**10), pool=st.integers(2 << 30, 64 << 30))
+def test_a_given_pool_is_what_is_planned_with(numel: int, pool: int) -> None:
+    plan = plan_step(work_of(numel, ranks=8), NODE, ALL_NVME, pinned_bytes=pool)
+    assert plan.pipeline.pinned_bytes == pool
+    assert plan.simulated is not None
+    assert plan.simulated.pool_bytes_peak <= pool
+
+
+def test_a_pool_too_small_for_the_groups_is_a_reason_and_no_crash() -> None:
+    plan = plan_step(work_of(7 * B), CPU, ALL_NVME, pinned_bytes=64 << 20, cache_bytes=0)
+    assert any("pinned pool" in reason for reason in plan.reasons)
+    assert plan.simulated is None
+    assert math.isinf(plan.step_seconds)
+    assert plan.tokens_per_s == 0
+    assert plan.limits() == []
+    assert plan.drive_writes_per_day is None
+
+
+@given(numel=st.integers(10**7, 10**11), samples=st.integers(1, 8), micro_batches=st.integers(1, 3))
+def test_no_plan_beats_its_floor(numel: int, samples: int, micro_batches: int) -> None:
+    work = work_of(numel, ranks=8, samples=samples, micro_batches=micro_batches)
+    for plan in plans_for(work, NODE):
+        assert plan.step_seconds >= plan.lower_bound_seconds * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("faster", ["flops_per_s", "link_bytes_per_s", "host_bytes_per_s", "node_link_bytes_per_s"])
+def test_a_faster_part_is_no_slower_step(faster: str) -> None:
+    better = replace(NODE, **{faster: 4 * getattr(NODE, faster)})
+    plans = (plans_for(work_of(70 * B, ranks=8), machine, cache_bytes=0) for machine in (NODE, better))
+    for before, after in zip(*plans, strict=True):
+        assert after.step_seconds <= before.step_seconds * 1.01
+
+
+def test_the_fastest_that_fits_and_runs_is_chosen() -> None:
+    chosen = fastest_that_fits(plans_for(work_of(70 * B, ranks=8), NODE, cache_bytes=0))
+    assert chosen is not None
+    assert chosen.strategy.name == "stage 3, all on CPU"
+    small_host = replace(NODE, host_bytes=500 * B)
+    chosen = fastest_that_fits(plans_for(work_of(70 * B, ranks=8), small_host))
+    assert chosen is not None
+    assert chosen.strategy.uses_nvme
+    assert fastest_that_fits(plans_for(work_of(1000 * B, ranks=8), NODE)) is None
+
+
+def test_of_strategies_that_are_as_fast_the_first_is_chosen() -> None:
+    """All of the model stays in the host cache of those on NVMe, so that they are faster by what clipping reads again."""
+    plans = plans_for(work_of(B // 5, samples=4), CPU)
+    chosen = fastest_that_fits(plans)
+    assert chosen is not None
+    assert chosen is plans[0]
+    assert min(plan.step_seconds for plan in plans) < chosen.step_seconds
+
+
+def test_on_a_cpu_there_is_no_offload_to_the_cpu() -> None:
+    names = [plan.strategy.name for plan in plans_for(work_of(B), CPU)]
+    assert names == ["stage 2", "stage 3", "stage 3, optimizer on NVMe", "stage 3, all on NVMe"]
+
+
+def test_what_does_not_fit_says_which_memory_and_by_how_much() -> None:
+    plan = plan_step(work_of(7 * B), CPU, STRATEGIES[0])
+    assert plan.reasons[0].startswith("host memory: ")
+    assert "of the 14.16 GiB that a node can give" in plan.reasons[0]
+
+
+def test_free_space_counts_and_capacity_wears() -> None:
+    crowded = replace(CPU, drive_free_bytes=B)
+    plan = plan_step(work_of(B), crowded, ALL_NVME, cache_bytes=0)
+    assert any(reason.startswith("NVMe: 11.18 GiB needed of the 953.67 MiB") for reason in plan.reasons)
+    daily = plan.drive_writes_per_day
+    assert daily is not None
+    assert daily == pytest.approx(12 * B * 86_400 / plan.step_seconds / (1000 * B), rel=1e-3)
+
+
+def test_a_durable_run_takes_twice_the_state_on_nvme_and_its_records() -> None:
+    plain, durable = (plan_step(work_of(B, durable=d), CPU, ALL_NVME, cache_bytes=0) for d in (False, True))
+    state = plain.memory.nvme_bytes
+    assert durable.memory.nvme_bytes == 2 * state + 2 * 4 * -(-state // 4096)
+    assert durable.memory.host_bytes == plain.memory.host_bytes
+    assert durable.step_seconds == plain.step_seconds  # as many bytes, in another place
+    asked = plan_step(work_of(B, durable=True), CPU, ALL_NVME)
+    assert asked.kept.nbytes == 0 and asked.fits
+    between = replace(CPU, drive_free_bytes=state + state // 2)
+    assert plan_step(work_of(B), between, ALL_NVME, cache_bytes=0).fits
+    assert plan_step(work_of(B, durable=True), between, ALL_NVME).reasons[0].startswith("NVMe: 22.37 GiB needed")
+    for plan in plans_for(work_of(B // 5, durable=True), CPU):
+        assert plan.fits == (plan.strategy.optimizer == "nvme"), plan.reasons
+
+
+def test_without_a_drive_nvme_is_refused_and_the_rest_planned() -> None:
+    machine = replace(NODE, drive=None, drive_bytes=0)
+    plans = plans_for(work_of(7 * B, ranks=8), machine)
+    assert [plan.fits for plan in plans if plan.strategy.uses_nvme] == [False, False]
+    assert all(plan.simulated is not None for plan in plans if not plan.strategy.uses_nvme)
+    with pytest.raises(BudgetError, match="a node has no drive"):
+        machine.drive_of_rank()
+
+
+def test_collectives_cost_what_links_and_network_take() -> None:
+    assert CPU.gather_seconds(1e9) == 0
+    assert NODE.gather_seconds(400e9) == pytest.approx(7 / 8)
+    two = replace(NODE, nodes=2, collective_seconds=0.5)
+    assert two.gather_seconds(300e9) == pytest.approx(0.5 + max(300 / 400 * 15 / 16, 0.5))
+
+
+def test_finer_groups_hold_less_at_once() -> None:
+    coarse, fine = (work_of(70 * B, ranks=8, groups_per_block=parts) for parts in (1, 4))
+    assert sum(fine.group_numels) == sum(coarse.group_numels) == 70 * B
+    of_coarse, of_fine = (memory_of(work, ALL_NVME, pinned_bytes=0, device_is_host=False) for work in (coarse, fine))
+    assert of_fine.device["gathered groups"] < of_coarse.device["gathered groups"]
+
+
+def test_more_micro_batches_read_copies_more_often_and_write_once() -> None:
+    one, four = (bytes_of_step(work_of(8 * B, ranks=8, micro_batches=count), ALL_NVME) for count in (1, 4))
+    assert four[1] == one[1] == 12 * B
+    assert four[0] - one[0] == 3 * 4 * B
+
+
+def test_busiest_counts_reads_and_writes_at_once_as_one_drive() -> None:
+    timeline = [
+        Interval("read", "", 0, 3),
+        Interval("write", "", 1, 4),
+        Interval("compute", "", 0, 3.5),
+        Interval("to_host", "", 5, 50),
+    ]
+    assert busiest(timeline, 0, 5) == ("drive", 4)
+    assert busiest(timeline, 0, 100) == ("to host", 45)
+
+
+def work_that_saves(where: str, **settings: Any) -> Work:
+    return work_of(8 * B, ranks=8, samples=4, activations=where, **settings)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_saved_activations_leave_the_device_for_the_tier_that_is_named(checkpointing: bool) -> None:
+    there, host, drive = (
+        memory_of(work, ALL_NVME, pinned_bytes=0, device_is_host=False)
+        for work in (work_that_saves(where, checkpointing=checkpointing) for where in ("none", "cpu", "nvme"))
+    )
+    work = work_that_saves("nvme", checkpointing=checkpointing)
+    saved, model = sum(work.saved_bytes), work.model
+    held = model.checkpoint_bytes(4) if checkpointing else model.activation_bytes(4, model.layers)
+    assert saved == pytest.approx(held, rel=1e-6)
+    assert there.device_bytes - host.device_bytes == there.device_bytes - drive.device_bytes
+    assert there.device_bytes - host.device_bytes == pytest.approx(held * (1 - 2 / model.layers), rel=1e-6)
+    assert host.host_bytes - there.host_bytes == saved
+    assert drive.host_bytes - there.host_bytes == work.activation_buffer_bytes
+    assert drive.nvme_bytes - there.nvme_bytes == saved
+
+
+def test_a_device_in_host_memory_has_no_other_place_there() -> None:
+    none, host = (memory_of(work_that_saves(w), ALL_NVME, pinned_bytes=0, device_is_host=True) for w in ("none", "cpu"))
+    assert none == host
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "checkpointing", "more"), [(1, True, 0), (3, True, 5), (1, False, 9), (1, True, 64)]
+)
+def test_a_step_moves_what_the_buffer_can_not_keep_each_way_of_each_pass(
+    micro_batches: int, checkpointing: bool, more: int
+) -> None:
+    work = work_that_saves("nvme", micro_batches=micro_batches, checkpointing=checkpointing)
+    work = replace(work, activation_buffer_bytes_max=work.activation_buffer_bytes + more * work.saved_tensor_bytes)
+    without = replace(work, activations="none")
+    moved = micro_batches * sum(work.saved_on_drive)
+    kept = work.activation_buffer_bytes // 2
+    assert (
+        sum(work.saved_bytes) - kept
+        <= sum(work.saved_on_drive)
+        <= sum(work.saved_bytes) - kept + work.saved_tensor_bytes
+    )
+    assert bytes_of_step(work, ALL_NVME) == tuple(moved + each for each in bytes_of_step(without, ALL_NVME))
+    plan, plain = (plan_step(each, NODE, ALL_NVME, cache_bytes=0) for each in (work, without))
+    assert plan.simulated is not None and plain.simulated is not None
+    assert plan.simulated.written_bytes == pytest.approx(plain.simulated.written_bytes + moved, rel=1e-6)
+    assert plan.simulated.to_host_bytes == plain.simulated.to_host_bytes + micro_batches * sum(work.saved_bytes)
+    assert plan.simulated.to_device_bytes == plain.simulated.to_device_bytes + micro_batches * sum(work.saved_bytes)
+    assert plain.lower_bound_seconds <= plan.lower_bound_seconds <= plan.step_seconds * (1 + 1e-9)
+
+
+def test_on_a_slow_drive_saved_activations_set_the_pace() -> None:
+    slow = replace(NODE, drive=DriveSpeed(4 * GB, 2 * GB))
+    work = work_that_saves("nvme", micro_batches=4)
+    with_them, without = (plan_step(each, slow, ALL_NVME) for each in (work, replace(work, activations="none")))
+    moved = 4 * sum(work.saved_on_drive)
+    assert with_them.fits
+    assert with_them.step_seconds >= moved / (4 * GB / 8) + moved / (2 * GB / 8)
+    assert with_them.step_seconds > without.step_seconds
+    assert {each.what for each in with_them.simulated.timeline if each.resource == "write"} >= {
+        "activations of group 0"
+    }
+
+
+def test_what_can_not_pass_does_not_fit_and_says_why() -> None:
+    work = work_that_saves("nvme")
+    small = replace(work, activation_buffer_bytes_max=3 * work.saved_tensor_bytes)
+    assert any("their buffer has" in reason for reason in plan_step(small, NODE, ALL_NVME).reasons)
+    no_drives = plan_step(work, NODE, Strategy("stage 3", 3))
+    assert any("only where parameters or optimizer state rest there" in reason for reason in no_drives.reasons)

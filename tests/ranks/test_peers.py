@@ -1,0 +1,109 @@
+"""Passes that fail on one rank fail on all, in the same words and soon; those that fail on all part nobody."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import durable_training as training
+import pytest
+import torch.distributed as dist
+
+import infinity
+from infinity.ranks import links, peers
+from infinity.ranks.links import Link
+from infinity.ranks.peers import Peers
+
+SCRIPT = Path(training.__file__).with_name("failing_ranks.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", ["forward-forward", "forward-backward", "backward-backward", "step-step"])
+def test_a_transfer_that_fails_on_one_rank_ends_the_pass_on_both(
+    passes: str, forked_ranks: Any, nvme_path: Path
+) -> None:
+    """In a forward, a backward or a step, with updates in the forward, the backward or the step."""
+    output = forked_ranks(SCRIPT, "transfers", str(nvme_path), passes, timeout_seconds=100).stdout
+    assert output.count("no read today") == 2, output
+
+
+def test_an_error_that_comes_on_all_ranks_leaves_them_together(forked_ranks: Any, nvme_path: Path) -> None:
+    output = forked_ranks(SCRIPT, "everywhere", str(nvme_path), timeout_seconds=100).stdout
+    assert output.count("not parted") == 2, output
+
+
+@pytest.fixture
+def pair() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    with here, there:
+        yield here, there
+
+
+def test_a_link_is_cut_at_both_ends_and_nothing_else_that_has_its_number(pair: Any) -> None:
+    here, there = pair
+    found = {each.here: each for each in links._connections()}
+    link = found[here.getsockname()]
+    assert (link.descriptor, link.there) == (here.fileno(), there.getsockname())
+    Link(here.fileno(), link.there, link.here).cut()
+    there.sendall(b"1")
+    assert here.recv(2) == b"1"
+    link.cut()
+    assert here.recv(1) == there.recv(1) == b""
+
+
+class Aborting:
+    """A process group whose operations can be aborted, as NCCL's."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+        self.aborted = threading.Event()
+
+    def get_group_store(self) -> dist.Store:
+        return self.store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 7
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def wait_for_the_abort(ours: Peers, group: Any, cause: peers._Report) -> None:
+    with ours.in_pass(list):
+        group.store.set(f"{ours._name}/cause", cause.to_json())
+        assert group.aborted.wait(20)
+
+
+def test_operations_on_a_gpu_are_aborted_by_a_thread_that_hears_of_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end as if they had been done; so does the pass, and it must not count."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(peers, "find_links", lambda store: [])
+    monkeypatch.setattr(peers, "_can_abort", lambda group: True)
+    monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.01)
+    group: Any = Aborting(dist.HashStore())
+    ours = Peers([group])
+    cause = peers._Report(1, "StoreError", "the drive is full", [3], [])
+    with pytest.raises(infinity.StoreError, match="rank 1: the drive is full"):
+        wait_for_the_abort(ours, group, cause)
+    with (
+        pytest.raises(infinity.InfinityError, match="the ranks have parted, as a pass failed on rank 1"),
+        ours.in_pass(list),
+    ):
+        pass
+    ours.close()
+
+
+def test_alone_nothing_is_done(one_rank: None) -> None:
+    assert dist.group.WORLD is not None
+    ours = Peers([dist.group.WORLD])
+    with pytest.raises(KeyError), ours.in_pass(list):
+        raise KeyError
+    with ours.in_pass(list):
+        pass
+    assert not ours.parted
+    ours.close()
