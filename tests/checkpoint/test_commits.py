@@ -286,7 +286,7 @@ def test_all_that_one_rank_may_fail_at_in_a_commit_is_told_to_the_others(
         return doing
 
     found: set[str] = set()
-    monkeypatch.setattr("infinity.checkpoint.commits.together", noted)
+    monkeypatch.setattr("infinity.checkpoint.commits.raise_on_all_ranks", noted)
     with make(nvme_path, Case()) as engine:
         monkeypatch.setattr("infinity.checkpoint.commits.encode", told(commits.encode))
         for name in ("write", "leave_one"):
@@ -317,7 +317,7 @@ def test_what_all_have_committed_is_not_written_over_where_another_rank_fails_af
         losses = [step(engine), step(engine)]
         with monkeypatch.context() as patch:
             patch.setattr(DurableRun, "leave_one", leaving)
-            patch.setattr("infinity.checkpoint.commits.together", another_fails)
+            patch.setattr("infinity.checkpoint.commits.raise_on_all_ranks", another_fails)
             with pytest.raises(infinity.StoreError, match="rank 1"):
                 engine.commit()
         with torch.no_grad():  # goes on all the same
@@ -394,7 +394,7 @@ def test_a_commit_of_which_the_other_ranks_do_not_answer_stops_all_writing(
         engine.commit()
         losses.append(step(engine))
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.checkpoint.commits.together", broken)
+            patch.setattr("infinity.checkpoint.commits.raise_on_all_ranks", broken)
             patch.setattr(commits.Commits, "check_storable", lambda *_: None)
             with pytest.raises(RuntimeError, match="closed by peer"):
                 step(engine)
