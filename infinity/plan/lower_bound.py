@@ -56,7 +56,7 @@ def step_bytes(
     Args:
         parts: of the model on this rank.
         scheme: what each of them moves; without a meaning where no state is on NVMe.
-        copy_itemsize: bytes of one element of what is gathered: 2, or 4 for the fp32 master itself.
+        compute_itemsize: bytes of one element of what is gathered: 2, or 4 for the fp32 master itself.
         state_on_nvme: whether master and moments are read and written too; if not, copies are, also of 4 bytes.
         cached_bytes: hold what a step would otherwise move, from step to step: see [Note: What stays] in residency.py.
 

@@ -76,7 +76,7 @@ class Place:
 
     Attributes:
         rank, ranks: whose it is, of how many; `shards`: over how many of them each parameter is sharded.
-        copy_dtype: in which parameters are gathered.
+        compute_dtype: in which parameters are gathered.
         pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
         moments: what the optimizer keeps of each element, by its own names, in the order of the fields. Records that don't say
             are older, and Adam's.

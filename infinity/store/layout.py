@@ -249,7 +249,7 @@ def plan_layout(
         shards: in the order of use; those of one group need not be neighbours.
         groups: how many groups there are.
         sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN).
-        copy_itemsize: bytes per element of the gathered copy (2), or 0 where the fp32 master itself is gathered.
+        compute_itemsize: bytes per element of the gathered copy (2), or 0 where the fp32 master itself is gathered.
         split_master: trained masters are kept as copy and remainder wherever there is a copy; it must be bf16.
         hold_state: masters and moments stay in host memory, and the extents hold copies only.
         cached: by flat space and whether trained: what of this part of the space stays in pinned memory.

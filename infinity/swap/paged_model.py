@@ -369,7 +369,7 @@ class PagedModel:
     """Lays shards out in the arena and keeps what is needed to find them.
 
     Args:
-        copy_dtype: what is gathered: bf16, fp16, or fp32.
+        compute_dtype: what is gathered: bf16, fp16, or fp32.
         in_backward: groups are updated in the backward, where that is possible: see [Note: Updates in the backward].
         host_memory: for the copies that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.

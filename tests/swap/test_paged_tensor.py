@@ -532,8 +532,8 @@ engine = IoEngine(pool, backend="threads")
 arena = Arena(folder, engine, name="rank0.arena")
 size = torch.Size([10])
 model = PagedModel(
-    layout=plan_layout([Shard("a", 0, 10)], groups=1, sub_group_numel_max=1 << 20, copy_itemsize=2),
-    group_names=["root"], shapes=[(size, size)], copy_dtype=torch.bfloat16,
+    layout=plan_layout([Shard("a", 0, 10)], groups=1, sub_group_numel_max=1 << 20, compute_itemsize=2),
+    group_names=["root"], shapes=[(size, size)], compute_dtype=torch.bfloat16,
     stager=Stager(engine, pool, arena, CpuDevice()), arena=arena, what="the test",
 )
 class Nobody:
