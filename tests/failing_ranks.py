@@ -63,11 +63,11 @@ def fail_on(engine: infinity.Engine, where: str) -> None:
     acquire, failed = Stager.acquire, []
     running = []
 
-    def acquiring(stager: Stager, chunk: Any, *training_state: Any, **named: Any) -> Any:
+    def acquiring(stager: Stager, chunk: Any, *arguments: Any, **named: Any) -> Any:
         if running and not failed:
             failed.append(chunk.name)
             raise infinity.IoError(f"{chunk.name}: no read today", errno.EIO)
-        return acquire(stager, chunk, *training_state, **named)
+        return acquire(stager, chunk, *arguments, **named)
 
     if where == "forward":
         engine.module.blocks[1].register_forward_pre_hook(lambda *_: running.append(True), prepend=True)
@@ -117,6 +117,28 @@ def everywhere(folder: Path) -> None:
         assert not engine.peers.parted
         step(engine)
         print(f"rank {dist.get_rank()}: not parted", flush=True)
+
+
+def apart(folder: Path) -> None:
+    """Rank 1 begins its step anew where rank 0 goes on, as after an exception that came in rank 1's own lines. No number is
+    given out, and both end soon, whatever their operations made of each other's bytes."""
+    for begins_anew_after in ("forward", "backward"):
+        engine = make(folder, Case(), durability="none")
+        step(engine)
+        loss = engine(training.batch(1, 0)).square().sin().mean()
+        if begins_anew_after == "backward":
+            engine.backward(loss)
+        if dist.get_rank() == 1:
+            engine.zero_grad()
+            words = error_of(engine, training.batch(1, 0))
+        elif begins_anew_after == "forward":
+            words = error_of(engine.backward, loss)
+        else:
+            words = error_of(engine.step)
+        assert "the ranks are in different passes" in words, words
+        assert "the ranks have parted" in error_of(step, engine)
+        engine.close()
+    print("told", flush=True)
 
 
 def raise_crash(*_: Any) -> None:

@@ -1,6 +1,6 @@
 """Floor 2. The other ranks of a pass: an error that ends it on one ends it on all, in the same words, within seconds.
 
-Owned by the engine; training thread only, but for the one that waits for the news where operations run on a GPU.
+Owned by the engine; training thread only, but for the watcher.
 
 [Note: How a pass fails on all ranks]
 A pass (forward, backward, step) is full of collectives. A rank on which an error ended it doesn't come to the rest, and the
@@ -13,10 +13,17 @@ collective, and:
   2. Else the ranks have parted. The first to know notes its error as the cause, and ends its operations: gloo's by cutting the
      links (infinity/ranks/links.py), NCCL's by `ProcessGroup.abort`. Who waits for it gets an error then, finds the cause,
      ends its own operations, so that those who wait for it go on, too, and raises the cause's words. Where operations run on a
-     GPU nothing reaches the host by itself: there a thread looks for the cause once a second.
+     GPU nothing reaches the host by itself: there the watcher, a thread, looks for the cause once a second.
 
 Ranks that have parted may be at different places of the program, in operations that don't match: none of them may run another
-pass, or commit. At one rank nothing of this happens, and in a pass without an error nothing but a count.
+pass, or commit. At one rank nothing of this happens.
+
+[Note: Ranks in different passes]
+An exception that one rank catches between two passes reaches none of the above. That rank goes on elsewhere, begins a step anew
+perhaps, and its operations meet those of another pass on the others: they wait for ever, or exchange the wrong bytes. So each
+rank names its pass in the store as it enters it ("a backward of step 3.1"), before the first operation. A pass is right only if
+the ranks that gather parameters together have the same name for the pass of that number. This is checked when the pass ends,
+before its results are used, and by the watcher while one takes long. It costs two small requests a pass and no collective.
 """
 
 from __future__ import annotations
@@ -29,8 +36,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -45,6 +52,10 @@ GRACE_SECONDS = 5.0
 """How long an error of one rank waits for those of the others."""
 _WAIT_SECONDS = 0.02
 _LOOK_SECONDS = 1.0
+_NAMES_KEPT = 4
+"""Of how many passes the store keeps the name; ranks are at most one apart where passes have operations."""
+_NOBODY = -1
+"""The rank of a cause that is not one rank's error."""
 _numbers = itertools.count()
 """Of the engines of this process: alike on all ranks, which make the same ones in the same order."""
 
@@ -62,6 +73,10 @@ class _Report:
     operations: list[int]
     standing: list[str]
 
+    def as_error(self) -> Exception:
+        """As another rank raises it."""
+        return InfinityError(self.text) if self.rank == _NOBODY else restated(self.rank, self.kind, self.text)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -70,8 +85,13 @@ class _Report:
         return cls(**json.loads(stored))
 
 
+@dataclass(eq=False)
 class _Pass:
-    """One that is going on."""
+    """One that is going on. `number` is 0 until its name is in the store; `entered`: when that was (monotonic seconds)."""
+
+    name: str = ""
+    number: int = 0
+    entered: float = 0.0
 
 
 def _no_pass() -> None:
@@ -81,11 +101,14 @@ def _no_pass() -> None:
 class Peers:
     """This rank among those that train one model. Made by all ranks at once: a collective.
 
-    groups: the process groups whose operations passes run, that of all ranks first.
+    Args:
+        groups: the process groups whose operations passes run, that of all ranks first.
+        gathering: the ranks that gather parameters together, this one among them, and so run the same passes.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], gathering: Iterable[int]) -> None:
         self._groups = groups
+        self._others = [rank for rank in gathering if rank != dist.get_rank()]
         self._alone = dist.get_world_size() == 1
         self._name = f"infinity/peers/{next(_numbers)}"
         self._passes = 0
@@ -98,18 +121,19 @@ class Peers:
         self._watcher: threading.Thread | None = None
         if self._alone:
             return
+        self._can_abort = any(_can_abort(group) for group in groups)
         self._store = groups[0].get_group_store()
         self._links = find_links(self._store)
-        if any(_can_abort(group) for group in groups):
-            self._watcher = threading.Thread(target=self._watch, name="infinity-peers", daemon=True)
-            self._watcher.start()
+        self._watcher = threading.Thread(target=self._watch, name="infinity-peers", daemon=True)
+        self._watcher.start()
 
     def check(self) -> None:
         """Raise InfinityError where the ranks have parted."""
         if self._cause is not None:
+            where = "" if self._cause.rank == _NOBODY else f" on rank {self._cause.rank}"
             raise InfinityError(
-                f"the ranks have parted, as a pass failed on rank {self._cause.rank} ({self._cause.kind}: {self._cause.text}): "
-                "end all of them and start again, from what was committed (resume=True) or from a checkpoint"
+                f"the ranks have parted, as a pass failed{where} ({self._cause.kind}: {self._cause.text}): end all of them and "
+                "start again, from what was committed (resume=True) or from a checkpoint"
             )
 
     @property
@@ -121,14 +145,15 @@ class Peers:
         """For who waits for the others otherwise than in an operation: raise what ended a pass on one of them."""
         cause = None if self._alone else self._known_cause()
         if cause is not None:
-            raise restated(cause.rank, cause.kind, cause.text)
+            raise cause.as_error()
 
     @contextlib.contextmanager
-    def in_pass(self, standing: Callable[[], list[str]]) -> Iterator[None]:
+    def in_pass(self, what: str, standing: Callable[[], list[str]]) -> Iterator[None]:
         """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
-        `standing`: says where this rank stands after an error; ranks that stand elsewhere have parted. Where the pass fails on
-        another rank, raises an error of the same kind, which names the rank and quotes it.
+        `what`: "a forward". `standing`: says where this rank stands, its step first; ranks that stand elsewhere after an error
+        have parted. Where the pass fails on another rank, raises an error of the same kind, which names the rank and quotes it;
+        InfinityError where another rank is in another pass.
         """
         if self._alone or self._pass() is not None:
             yield
@@ -139,7 +164,9 @@ class Peers:
             self._pass = weakref.ref(running)
             self.check()
             self._passes += 1
+            self._tell_name(running, f"{what} of {standing()[0]}")
             yield
+            self._check_names(running)
         except BaseException as error:
             if not had_parted:
                 self._fail(error, standing())
@@ -147,7 +174,7 @@ class Peers:
         finally:
             self._pass = _no_pass
         if self._cause is not None:  # operations that were aborted end as if they had been done
-            raise restated(self._cause.rank, self._cause.kind, self._cause.text)
+            raise self._cause.as_error()
 
     def close(self) -> None:
         """Idempotent; no collective."""
@@ -163,7 +190,7 @@ class Peers:
             cause = self._known_cause()
             if cause is None and self._all_failed_alike(own):
                 return
-            cause = cause or _Report.of(self._store.compare_set(f"{self._name}/cause", "", own.to_json()))
+            cause = cause or self._settled_cause(own)
         except (RuntimeError, OSError, ValueError) as gone:  # the store has ended with the rank that served it
             log.warning("the ranks can't be told of an error, nor ask for theirs (%s)", gone)
             cause = own
@@ -172,7 +199,40 @@ class Peers:
         self._let_hear(own)
         consequence = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
         if cause.rank != own.rank and consequence:
-            raise restated(cause.rank, cause.kind, cause.text) from error
+            raise cause.as_error() from error
+
+    def _tell_name(self, running: _Pass, name: str) -> None:
+        running.name, running.entered = name, time.monotonic()
+        if self._others:
+            self._store.set(self._name_key(dist.get_rank(), self._passes), f"{self._passes} {name}")
+            running.number = self._passes
+
+    def _check_names(self, running: _Pass) -> None:
+        """Raise InfinityError where another rank is, or was, in another pass of the same number."""
+        if self._others and (parted := self._parted_ways(running)) is not None:
+            self._settled_cause(parted)
+            raise InfinityError(parted.text)
+
+    def _parted_ways(self, running: _Pass) -> _Report | None:
+        """The report of ranks that are in different passes of this one's number; None where they agree, as far as they came."""
+        keys = {rank: self._name_key(rank, running.number) for rank in self._others}
+        there = {rank: key for rank, key in keys.items() if running.number > _NAMES_KEPT or self._store.check([key])}
+        for rank, stored in zip(there, self._store.multi_get([*there.values()]) if there else (), strict=True):
+            number, _, name = stored.decode().partition(" ")
+            if int(number) == running.number and name != running.name:
+                text = (
+                    f"the ranks are in different passes: rank {dist.get_rank()} in {running.name}, rank {rank} in {name}; "
+                    "perhaps one of them caught an exception that the other never had"
+                )
+                return _Report(_NOBODY, InfinityError.__name__, text, [], [])
+        return None
+
+    def _name_key(self, rank: int, number: int) -> str:
+        return f"{self._name}/pass {number % _NAMES_KEPT}/{rank}"
+
+    def _settled_cause(self, report: _Report) -> _Report:
+        """What ended the work of the ranks together: this, or what was known before."""
+        return _Report.of(self._store.compare_set(f"{self._name}/cause", "", report.to_json()))
 
     def _known_cause(self) -> _Report | None:
         key = f"{self._name}/cause"
@@ -216,11 +276,18 @@ class Peers:
 
     def _watch(self) -> None:
         while not self._closing.wait(_LOOK_SECONDS):
+            running = self._pass()
+            seen = replace(running) if running is not None else _Pass()
+            running = None  # it goes with the frame that runs it
             try:
                 cause = self._known_cause()
+                if cause is None and seen.number:
+                    late = time.monotonic() - seen.entered > GRACE_SECONDS
+                    parted = self._parted_ways(seen) if late else None
+                    cause = self._settled_cause(parted) if parted is not None else None
             except (RuntimeError, OSError):
                 return
-            if cause is not None:
+            if cause is not None and (self._can_abort or cause.rank == _NOBODY):
                 self._cause = self._cause or cause
                 self._end_operations()
                 return
@@ -242,10 +309,11 @@ H = TypeVar("H", bound=HasPeers)
 
 def as_pass(does: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
     """A method that is a pass of its object's peers."""
+    what = f"a {does.__name__}"
 
     @functools.wraps(does)
     def doing(self: H, /, *arguments: P.args, **named: P.kwargs) -> T:
-        with self.peers.in_pass(self.standing):
+        with self.peers.in_pass(what, self.standing):
             return does(self, *arguments, **named)
 
     return doing

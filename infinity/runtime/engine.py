@@ -257,7 +257,8 @@ class Engine:
             saving = self.activations.saving()
         self._leave_unfinished_pass()
         explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
-        with self.peers.in_pass(self.standing), self._passing(_FORWARD), timing(self, "fwd"), saving, explained:
+        what = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+        with self.peers.in_pass(what, self.standing), self._passing(_FORWARD), timing(self, "fwd"), saving, explained:
             yield
 
     @as_pass

@@ -128,9 +128,10 @@ def initialize(
         moments = stepper.moments if stepper is not None else ADAM_MOMENTS
         swap, live, activations = _shard_and_page(model, settled, moments, run, undo)
         remember_sharded(model)
-        peers = Peers(_groups_of(model))
+        gathering = _ranks_gathering(settled)
+        peers = Peers(_groups_of(model), gathering)
         undo.callback(peers.close)
-        routes = _watch_routes(model, settled, peers)
+        routes = _watch_routes(model, gathering, peers)
         with raise_on_all_ranks():
             unpaged_state = unpaged_state_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
@@ -285,14 +286,19 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     return [*groups.values()]
 
 
-def _watch_routes(model: nn.Module, config: Config, peers: Peers) -> Routes | None:
-    """What holds the ranks to one way through the model; None where one rank gathers alone."""
+def _ranks_gathering(config: Config) -> range:
+    """The ranks over which this rank's copy of the model is sharded."""
     shards = config.zero_optimization.mics_shard_size
     ranks = dist.get_world_size() if shards == -1 else shards
-    if ranks == 1:
-        return None
     first = dist.get_rank() // ranks * ranks
-    return Routes(model, range(first, first + ranks), dist.distributed_c10d._get_default_store(), peers.hear)
+    return range(first, first + ranks)
+
+
+def _watch_routes(model: nn.Module, gathering: range, peers: Peers) -> Routes | None:
+    """What holds the ranks to one way through the model; None where one rank gathers alone."""
+    if len(gathering) == 1:
+        return None
+    return Routes(model, gathering, dist.distributed_c10d._get_default_store(), peers.hear)
 
 
 def _device_type() -> str:

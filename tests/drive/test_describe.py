@@ -49,12 +49,12 @@ class Machine:
         return folder
 
     def mount(
-        self, training_state: str, *, point: str | None = None, number: str = "0:99", options: str = "rw,relatime"
+        self, mounted: str, *, point: str | None = None, number: str = "0:99", options: str = "rw,relatime"
     ) -> None:
-        """Mount on the folder: `training_state` is the file system, its source and its options."""
+        """Mount on the folder: `mounted` is the file system, its source and its options."""
         at = str(point or self.mounted).replace(" ", r"\040")
         with self.mountinfo.open("a") as file:
-            file.write(f"99 27 {number} / {at} {options} shared:1 - {training_state}\n")
+            file.write(f"99 27 {number} / {at} {options} shared:1 - {mounted}\n")
 
     def drive(self, path: Path | None = None) -> Drive:
         return drive_of(path or self.mounted, mountinfo=self.mountinfo, sysfs=self.sysfs)
@@ -190,10 +190,10 @@ def test_of_mounts_on_one_point_the_last_counts_and_blanks_are_no_trouble(machin
 
 
 @pytest.mark.parametrize(
-    ("options", "training_state"), [("ro,relatime", "ext4 x rw"), ("rw,relatime", "ext4 x ro,errors=remount-ro")]
+    ("options", "mounted"), [("ro,relatime", "ext4 x rw"), ("rw,relatime", "ext4 x ro,errors=remount-ro")]
 )
-def test_read_only_of_mount_or_file_system_counts(machine: Machine, options: str, training_state: str) -> None:
-    machine.mount(training_state, options=options)
+def test_read_only_of_mount_or_file_system_counts(machine: Machine, options: str, mounted: str) -> None:
+    machine.mount(mounted, options=options)
     drive = machine.drive()
     assert drive.read_only
     assert "rw" not in drive.mount_options

@@ -16,6 +16,11 @@ from infinity.ranks import links, peers
 from infinity.ranks.links import Link
 from infinity.ranks.peers import Peers
 
+
+def standing() -> list[str]:
+    return ["step 0.0"]
+
+
 SCRIPT = Path(training.__file__).with_name("failing_ranks.py")
 
 
@@ -32,6 +37,11 @@ def test_a_transfer_that_fails_on_one_rank_ends_the_pass_on_both(
 def test_an_error_that_comes_on_all_ranks_leaves_them_together(forked_ranks: Any, nvme_path: Path) -> None:
     output = forked_ranks(SCRIPT, "everywhere", str(nvme_path), timeout_seconds=100).stdout
     assert output.count("not parted") == 2, output
+
+
+def test_ranks_that_go_on_in_different_passes_are_told_so(forked_ranks: Any, nvme_path: Path) -> None:
+    output = forked_ranks(SCRIPT, "apart", str(nvme_path), timeout_seconds=100).stdout
+    assert output.count("told") == 2, output
 
 
 @pytest.fixture
@@ -73,7 +83,7 @@ class Aborting:
 
 
 def wait_for_the_abort(ours: Peers, group: Any, cause: peers._Report) -> None:
-    with ours.in_pass(list):
+    with ours.in_pass("a forward", standing):
         group.store.set(f"{ours._name}/cause", cause.to_json())
         assert group.aborted.wait(20)
 
@@ -86,24 +96,77 @@ def test_operations_on_a_gpu_are_aborted_by_a_thread_that_hears_of_the_cause(mon
     monkeypatch.setattr(peers, "_can_abort", lambda group: True)
     monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.01)
     group: Any = Aborting(dist.HashStore())
-    ours = Peers([group])
+    ours = Peers([group], range(2))
     cause = peers._Report(1, "StoreError", "the drive is full", [3], [])
     with pytest.raises(infinity.StoreError, match="rank 1: the drive is full"):
         wait_for_the_abort(ours, group, cause)
     with (
         pytest.raises(infinity.InfinityError, match="the ranks have parted, as a pass failed on rank 1"),
-        ours.in_pass(list),
+        ours.in_pass("a forward", standing),
     ):
         pass
     ours.close()
 
 
+def other_rank_enters(ours: Peers, store: dist.Store, number: int, name: str) -> None:
+    store.set(f"{ours._name}/pass {number % peers._NAMES_KEPT}/1", f"{number} {name}")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """Of two ranks, of which this process is the first."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(peers, "find_links", lambda store: [])
+    monkeypatch.setattr(peers, "_can_abort", lambda group: True)
+    monkeypatch.setattr(peers, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(peers, "GRACE_SECONDS", 0.1)
+    return dist.HashStore()
+
+
+def wait_while_another_is_in(ours: Peers, group: Any, name: str) -> None:
+    with ours.in_pass("a forward", standing):
+        other_rank_enters(ours, group.store, 1, name)
+        assert group.aborted.wait(20)
+
+
+@pytest.mark.parametrize("name", ["a forward of step 0.0", "a backward of step 0.0", "a forward of step 1.0", None])
+def test_a_pass_counts_only_if_the_others_are_in_the_same(store: dist.Store, name: str | None) -> None:
+    ours = Peers([Aborting(store)], range(2))  # type: ignore[list-item]
+    for number in range(1, 10):
+        other_rank_enters(ours, store, number, "a forward of step 0.0")
+        with ours.in_pass("a forward", standing):
+            pass
+    if name is not None:
+        other_rank_enters(ours, store, 10, name)
+    if name in (None, "a forward of step 0.0"):  # it has not come yet, or is here
+        with ours.in_pass("a forward", standing):
+            pass
+        assert not ours.parted
+    else:
+        refused = pytest.raises(infinity.InfinityError, match=rf"rank 0 in a forward of step 0\.0, rank 1 in {name}")
+        with refused, ours.in_pass("a forward", standing):
+            pass
+        assert ours.parted
+    ours.close()
+
+
+def test_a_pass_that_waits_for_ranks_in_another_one_is_ended(store: dist.Store) -> None:
+    group: Any = Aborting(store)
+    ours = Peers([group], range(2))
+    with pytest.raises(
+        infinity.InfinityError, match=r"rank 0 in a forward of step 0\.0, rank 1 in a step of step 3\.1"
+    ):
+        wait_while_another_is_in(ours, group, "a step of step 3.1")
+    ours.close()
+
+
 def test_alone_nothing_is_done(one_rank: None) -> None:
     assert dist.group.WORLD is not None
-    ours = Peers([dist.group.WORLD])
-    with pytest.raises(KeyError), ours.in_pass(list):
+    ours = Peers([dist.group.WORLD], range(1))
+    with pytest.raises(KeyError), ours.in_pass("a forward", standing):
         raise KeyError
-    with ours.in_pass(list):
+    with ours.in_pass("a forward", standing):
         pass
     assert not ours.parted
     ours.close()

@@ -285,10 +285,8 @@ def test_a_script_that_sets_up_no_logging_sees_what_is_told(
 
 def test_parameter_groups_and_a_torch_optimizer(nvme_path: Path) -> None:
     plain = model()
-    decayed, training_state = list(plain.parameters())[:2], list(plain.parameters())[2:]
-    given = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.5}, {"params": training_state, "lr": 0.25}], lr=0.5
-    )
+    decayed, others = list(plain.parameters())[:2], list(plain.parameters())[2:]
+    given = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others, "lr": 0.25}], lr=0.5)
     engine, optimizer, *_ = infinity.initialize(model=plain, config=config(nvme_path), optimizer=given)
     with engine:
         assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.5), (0.25, 0.01)]
