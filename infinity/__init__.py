@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
     from infinity.runtime.engine import Engine as DeepSpeedEngine
     from infinity.runtime.initialize import initialize
-    from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, SwapManager
+    from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, PagingOptions, SwapManager
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "PagedAdam",
     "PagedAdamW",
     "PagedSGD",
+    "PagingOptions",
     "StoreError",
     "SwapManager",
     "__version__",
@@ -91,7 +92,7 @@ _NAMES_OF = {
         "get_fp32_state_dict_from_zero_checkpoint",
     ),
     "infinity.drive.probe": ("DriveRates", "measure_drive"),
-    "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "SwapManager"),
+    "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "PagingOptions", "SwapManager"),
 }
 _MODULES = {
     "checkpointing": "infinity.checkpointing",

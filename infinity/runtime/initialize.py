@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +42,7 @@ from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import choose_update, state_bytes
 from infinity.store import DurableRun
 from infinity.swap import SwapManager
-from infinity.swap.plan import Placing
+from infinity.swap.options import PagingOptions
 
 log = logging.getLogger("infinity")
 
@@ -347,15 +346,17 @@ def _page(
     undo: ExitStack,
 ) -> SwapManager:
     """A swap manager that holds the model, which it shards; what the machine refused is added to `notes`."""
-    zero, own = config.zero_optimization, config.infinity
+    zero, own, activations = config.zero_optimization, config.infinity, config.infinity.offload_activations
     nvme_parameters, nvme_state = _mixed_residency(config)
     dtype = _compute_dtype(config)
-    placing = Placing(
+    prefetch = zero.stage3_prefetch_bucket_size
+    options = PagingOptions(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
-        resident_numel_below=zero.stage3_param_persistence_threshold,
-        resident_small_numel_max=zero.stage3_model_persistence_threshold,
-        resident_numel_max=zero.offload_param.max_in_cpu,
-        cache_bytes=_cache_bytes(config, model, mesh, len(moments)),
+        param_persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        max_in_cpu=zero.offload_param.max_in_cpu,
+        host_cache_bytes=_cache_bytes(config, model, mesh, len(moments)),
+        prefetch_bucket_size=None if prefetch == "auto" else prefetch,
         update=choose_update(
             own.update,
             clipping=config.gradient_clipping > 0,
@@ -363,19 +364,19 @@ def _page(
             loss_scaling=config.fp16.enabled,
             keep_grad=own.keep_grad,
         ),
-        split_master=own.master_weights == "split",
+        master_weights=own.master_weights,
         hold_parameters=not nvme_parameters,
         hold_state=not nvme_state,
         gradient_dtype=_gradient_dtype(config),
         gradient_bytes_max=None if own.gradient_bytes_max == "auto" else own.gradient_bytes_max,
-        activation_bytes=own.offload_activations.buffer_bytes if own.offload_activations.device == "nvme" else 0,
+        activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
         moments=moments,
     )
     with raise_on_all_ranks():
         storage = choose_storage(config)
         swap = SwapManager(
             config.nvme_paths,
-            host_bytes_max=own.pinned_bytes_max,
+            pinned_bytes_max=own.pinned_bytes_max,
             io=storage.io,
             bandwidths=storage.bandwidths,
             lock_memory=own.lock_memory,
@@ -385,10 +386,9 @@ def _page(
             run=run,
         )
         undo.callback(swap.close)
-        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, placing=placing)
+        swap.check_fits(model, wrap, ranks=mesh.size(-1), dtype=dtype, options=options)
     _shard(model, config, mesh, wrap)
-    prefetch = zero.stage3_prefetch_bucket_size
-    swap.page(model, look_ahead_bytes=None if prefetch == "auto" else prefetch * dtype.itemsize, **asdict(placing))
+    swap.page(model, options)
     notes += [*storage.notes, *swap.notes]
     return swap
 

@@ -3,6 +3,7 @@
 from infinity.schedule.timeline import TraceSummary
 from infinity.swap.hosted_optimizer import HostedOptimizer, PagedSGD
 from infinity.swap.manager import SwapManager, SwapStats
+from infinity.swap.options import PagingOptions
 from infinity.swap.paged_adam import PagedAdam, PagedAdamW
 from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.paged_tensor import PagedTensor
@@ -14,6 +15,7 @@ __all__ = [
     "PagedOptimizer",
     "PagedSGD",
     "PagedTensor",
+    "PagingOptions",
     "SwapManager",
     "SwapStats",
     "TraceSummary",

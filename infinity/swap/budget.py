@@ -9,40 +9,9 @@ import math
 
 from infinity.errors import BudgetError
 from infinity.host_memory import available_bytes, ranks_here
-from infinity.schedule.pinned import (
-    ACCESS_BYTES,
-    GATHERS_IN_USE,
-    GROUPS_HELD,
-    PIPELINE_DEPTH,
-    SUB_GROUP_NUMEL_DEFAULT,
-    PinnedBudget,
-    comfortable_bytes,
-    gather_bytes,
-    look_ahead_room,
-    pipeline_bytes,
-    sub_groups_ahead,
-)
+from infinity.schedule.pinned import ACCESS_BYTES, GATHERS_IN_USE, GROUPS_HELD, PIPELINE_DEPTH, PinnedBudget
 from infinity.store.layout import SPACE_ALIGN
 from infinity.units import MIB, align_up, format_bytes
-
-__all__ = [
-    "ACCESS_BYTES",
-    "GATHERS_IN_USE",
-    "GROUPS_HELD",
-    "PINNED_BYTES_DEFAULT",
-    "PIPELINE_DEPTH",
-    "SUB_GROUP_NUMEL_DEFAULT",
-    "PinnedBudget",
-    "check_available",
-    "check_budget",
-    "comfortable_bytes",
-    "gather_bytes",
-    "look_ahead_room",
-    "memory_of_rank",
-    "pipeline_bytes",
-    "sub_group_numel_for",
-    "sub_groups_ahead",
-]
 
 PINNED_BYTES_DEFAULT = 512 * MIB
 
@@ -61,14 +30,14 @@ def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, larg
         beside += f" beside the {format_bytes(need.activation_bytes)} of offload_activations.buffer_bytes"
     if gathering > pinned_bytes:
         raise BudgetError(
-            f"pinned_bytes_max (host_bytes_max) of {format_bytes(pinned_bytes)} is too small for group {largest_group} of "
+            f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for group {largest_group} of "
             f"{format_bytes(largest_group_bytes)}: {GROUPS_HELD} of it and {format_bytes(need.access_bytes)} must fit{beside}, "
             f"so {gathering} bytes ({format_bytes(gathering)}) would do; wrapping smaller modules makes groups smaller"
         )
     if need.nbytes > pinned_bytes:
         sub_group_bytes = (need.pipeline_bytes - GATHERS_IN_USE * align_up(largest_group_bytes)) // PIPELINE_DEPTH
         raise BudgetError(
-            f"pinned_bytes_max (host_bytes_max) of {format_bytes(pinned_bytes)} is too small for {PIPELINE_DEPTH} "
+            f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for {PIPELINE_DEPTH} "
             f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{beside}: {need.nbytes} bytes "
             f"({format_bytes(need.nbytes)}) would do, or a smaller sub_group_size"
         )
@@ -81,7 +50,7 @@ def check_available(pinned_bytes: int, memory_bytes: float) -> None:
         shared = f" to each of the {ranks} ranks on this machine" if ranks > 1 else ""
         raise BudgetError(
             f"a pinned pool of {format_bytes(pinned_bytes)} is more than the {format_bytes(memory_bytes)} of memory that are "
-            f"available{shared}: lower pinned_bytes_max (host_bytes_max), raise the limit of the container or job if it has "
+            f"available{shared}: lower pinned_bytes_max, raise the limit of the container or job if it has "
             "one, or wrap smaller modules where a group asks for that much"
         )
 

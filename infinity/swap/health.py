@@ -102,8 +102,8 @@ class ModelHealth:
         if self.state is Health.AHEAD:
             raise InfinityError(
                 "the backward has updated a part of the model already, and step() has not been called: until then its "
-                "parameters can't be used, looked at or set; call step() first, or set infinity.update (update= of "
-                'SwapManager.page) to "forward"'
+                "parameters can't be used, looked at or set; call step() first, or set infinity.update "
+                '(PagingOptions.update) to "forward"'
             )
 
     def check_not_torn(self) -> None:

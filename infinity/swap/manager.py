@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,9 +47,9 @@ from infinity.fsdp2.sharding import (
     outlined_groups,
     sharded_groups,
 )
-from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.plan.estimate import record_bytes
 from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.schedule.pinned import ACCESS_BYTES, sub_groups_ahead
 from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
 from infinity.store import Arena, DurableRun, Field, Layout, Place
@@ -62,10 +63,11 @@ from infinity.swap.gradients import Gradients
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.machinery import Drives, Machinery
+from infinity.swap.options import PagingOptions, options_from_arguments
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.plain_tensors import PlainTensors
-from infinity.swap.plan import Placing, plan_model
+from infinity.swap.plan import plan_model
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.stager import Stager
 from infinity.swap.timeline import Timeline, measured
@@ -97,7 +99,7 @@ class SwapManager:
     Args:
         path: a folder on the drive, or several on as many drives, over which everything is striped by their bandwidth.
             This run makes a folder of its own in each and removes it at the end.
-        host_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
+        pinned_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
             (see infinity/swap/budget.py), 512 MiB for plain tensors.
         io: how the drives are driven.
         bandwidths: of the drives (any one unit); with several and None they are measured, which takes a second.
@@ -110,7 +112,8 @@ class SwapManager:
         checksums: keep a CRC-32C of every 4 KiB that is written, and raise IntegrityError, naming the file and the place,
             before anybody uses bytes that come back otherwise (docs/reliability.md, "Integrity").
         run: files that stay, under these paths, for a model whose steps are committed; `infinity.initialize` makes it.
-        io_options: fields of `io` by name, which count instead: `backend="threads"`.
+        io_options: fields of `io` by name, which count instead: `backend="threads"`. `host_bytes_max`, the name of
+            `pinned_bytes_max` until 0.1, is deprecated.
 
     Raises StoreError (path), IoError (backend), MemoryError (pool). Use it as a context manager, or call `close()`.
     """
@@ -119,7 +122,7 @@ class SwapManager:
         self,
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
-        host_bytes_max: int | str = "auto",
+        pinned_bytes_max: int | str = "auto",
         io: IoSettings | None = None,
         lock_memory: bool = False,
         pin_memory: bool = True,
@@ -131,13 +134,16 @@ class SwapManager:
         run: DurableRun | None = None,
         **io_options: Any,
     ) -> None:
+        if "host_bytes_max" in io_options:
+            warnings.warn("host_bytes_max of SwapManager is now pinned_bytes_max", DeprecationWarning, stacklevel=2)
+            pinned_bytes_max = io_options.pop("host_bytes_max")
         self.run = run
         self._memory_bytes = budget.memory_of_rank()
-        self._pinned_bytes = None if host_bytes_max == "auto" else parse_bytes(host_bytes_max)
-        if self._pinned_bytes is not None and self._pinned_bytes < 2 * budget.ACCESS_BYTES:
+        self._pinned_bytes = None if pinned_bytes_max == "auto" else parse_bytes(pinned_bytes_max)
+        if self._pinned_bytes is not None and self._pinned_bytes < 2 * ACCESS_BYTES:
             raise BudgetError(
-                f"host_bytes_max (infinity.pinned_bytes_max in a config) of {format_bytes(self._pinned_bytes)} is below the "
-                f'least that works, {format_bytes(2 * budget.ACCESS_BYTES)}: raise it, or leave it "auto"'
+                f"pinned_bytes_max of {format_bytes(self._pinned_bytes)} is below the "
+                f'least that works, {format_bytes(2 * ACCESS_BYTES)}: raise it, or leave it "auto"'
             )
         paths = [path] if isinstance(path, (str, os.PathLike)) else list(path)
         io = replace(io or IoSettings(), **io_options)
@@ -215,57 +221,18 @@ class SwapManager:
     def page(
         self,
         model: nn.Module,
-        *,
-        sub_group_size: int | None = None,
-        resident_numel_below: int = 100_000,
-        resident_small_numel_max: int | None = None,
-        resident_numel_max: int = 0,
-        cache_bytes: int = 0,
-        look_ahead_bytes: int | None = None,
-        update: Update = "step",
-        split_master: bool = True,
-        hold_parameters: bool = False,
-        hold_state: bool = False,
-        gradient_dtype: torch.dtype = torch.float32,
-        gradient_bytes_max: int | None = None,
-        activation_bytes: int = 0,
-        moments: Sequence[str] = ADAM_MOMENTS,
+        options: PagingOptions | None = None,
+        **deprecated: Any,
     ) -> None:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
 
-        After this the model's parameters are paged tensors (fp32 masters), every gather reads its 16-bit copy from NVMe, and
-        `PagedAdamW(model.parameters(), swap=self)` steps it. Parameters on the meta device get their place without ever
-        being held; give them values (`load_state_dict`, `infinity.initialize`) before they are used.
+        After this the model's parameters are paged tensors (fp32 masters), every gather reads its 16-bit compute parameters
+        from NVMe, and `PagedAdamW(model.parameters(), swap=self)` steps it. Parameters on the meta device get their place
+        without ever being held; give them values (`load_state_dict`, `infinity.initialize`) before they are used.
 
         Args:
-            sub_group_size: at most this many elements are stepped together: as many as the pinned budget holds three of
-                where None, never more than the default unless the budget is given too.
-            resident_numel_below: parameters with fewer elements keep their copy in host memory.
-            resident_small_numel_max: no more than so many elements in all of those, the first that fit; any number where None.
-            resident_numel_max: beside those, so many elements of this rank's shards keep theirs too, first groups first.
-            cache_bytes: so much of the pinned memory keeps copies and optimizer state from step to step, the best of them:
-                see [Note: What stays] in infinity/schedule/residency.py.
-            look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows
-                where None.
-            update: when the optimizer updates a parameter: in its `step` ("step"), or just before it is gathered next or looked
-                at in any other way ("forward"): the same numbers and 2 bytes less to read per element, while the model
-                computes. `step` returns at once then and takes the gradients: `.grad` is None after it. With "backward" most
-                are updated, and their gradients taken, as soon as these are reduced, which needs no memory for gradients; it
-                is for loops in which every backward is followed by a step with the gradients as they are (no clipping, no
-                accumulation) and with the learning rate that was set before it.
-            split_master: where parameters are gathered in bf16, keep what that leaves of each master beside it instead of the
-                whole master, 12 bytes an element instead of 14: see [Note: Copy and remainder] in infinity/optim/split.py.
-            hold_parameters: keep all copies in host memory (only optimizer state rests on NVMe).
-            hold_state: keep masters and optimizer state in host memory (only the copies rest on NVMe).
-            gradient_dtype: how gradients wait for their update. One of 16 bits is for where it holds all of a gradient:
-                see [Note: Gradients in 16 bits] in infinity/swap/gradients.py.
-            activation_bytes: so much of the pinned memory is for saved activations on their way to NVMe and back: see
-                `activation_buffers`.
-            moments: what the optimizer keeps of each element, by the names it has in its `state`, 4 bytes each: Adam's two, or
-                `("momentum_buffer",)` for SGD, or `()` for SGD without momentum.
-            gradient_bytes_max: host memory in which gradients wait; those of the last groups that don't fit wait on NVMe. All
-                wait in memory where None. With either of these the gradients are taken in the backward, and `.grad` is None
-                after it; without a meaning where updates are in the backward.
+            options: what rests where, and when it is updated; the defaults where None.
+            deprecated: fields of `PagingOptions` by name, or by the name they had as arguments of this method until 0.1.
 
         A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
         BudgetError when the pool is too small for one group or three sub-groups (naming the number that would do), StoreError
@@ -273,29 +240,19 @@ class SwapManager:
         """
         if self._paged is not None:
             raise InfinityError("this SwapManager has paged a model already: make another one for a second model")
-        placing = Placing(
-            sub_group_size=sub_group_size,
-            resident_numel_below=resident_numel_below,
-            resident_small_numel_max=resident_small_numel_max,
-            resident_numel_max=resident_numel_max,
-            cache_bytes=cache_bytes,
-            update=update,
-            split_master=split_master,
-            hold_parameters=hold_parameters,
-            hold_state=hold_state,
-            gradient_dtype=gradient_dtype,
-            gradient_bytes_max=gradient_bytes_max,
-            activation_bytes=activation_bytes,
-            moments=tuple(moments),
-        )
         groups = sharded_groups(model)
         dtype = gathered_dtype(model)
+        if deprecated:
+            if options is not None:
+                raise TypeError(f"page() takes either options or keyword arguments, not both: {', '.join(deprecated)}")
+            options = options_from_arguments(deprecated, dtype)
+        options = options or PagingOptions()
         mesh = groups[0].parameters[0].sharded.device_mesh
         with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
             self._alone = mesh.size(-1) == 1
             outlines = [group.outline for group in groups]
-            layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, placing)
-            place = self._checked_place(layout, outlines, mesh.size(-1), dtype, placing)
+            layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, options)
+            place = self._checked_place(layout, outlines, mesh.size(-1), dtype, options)
             device = self._device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
             machinery.adopt(device, pin=self._pin_memory, direct=self._wants_direct)
@@ -304,26 +261,29 @@ class SwapManager:
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 compute_dtype=dtype,
-                in_backward=update == "backward",
+                in_backward=options.update == "backward",
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
                 direct=machinery.direct,
-                what=placing.what_is_stored,
+                what=options.stored_in_words,
             )
             arena = machinery.arena
             self._place = replace(
                 place, pattern=arena.pattern, stripe_bytes=arena.stripe_bytes, arena_bytes=arena.nbytes
             )
             replacements = self._take_over(groups, paged)
-        self._paged, self.update_at = paged, update
-        self._gradients = Gradients(paged, lambda: self.stager, lambda: self.host_gradients, gradient_dtype)
+        self._paged, self.update_at = paged, options.update
+        self._gradients = Gradients(paged, lambda: self.stager, lambda: self.host_gradients, options.gradient_dtype)
         spilling = max(sub.gradient_bytes for sub in layout.sub_groups)  # a lease in the middle of a backward
-        room = machinery.pool.nbytes - layout.cached_bytes - spilling - activation_bytes
-        if activation_bytes:
-            self._activation_part = PoolPart(machinery.stager.make_room(activation_bytes, "saved activations"))
-        self._policy = StagingPolicy(paged, update, room, look_ahead_bytes)
+        room = machinery.pool.nbytes - layout.cached_bytes - spilling - options.activation_buffer_bytes
+        if options.activation_buffer_bytes:
+            self._activation_part = PoolPart(
+                machinery.stager.make_room(options.activation_buffer_bytes, "saved activations")
+            )
+        look_ahead_bytes = options.look_ahead_bytes(dtype)
+        self._policy = StagingPolicy(paged, options.update, room, look_ahead_bytes)
         if self._device.is_discrete:
             largest = max(map(paged.compute_bytes, paged.groups))
             if any(map(paged.may_go_direct, paged.groups)):  # these are read ahead there, and nowhere else
@@ -337,7 +297,7 @@ class SwapManager:
         install(model, replacements)
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
-        if update == "backward":
+        if options.update == "backward":
             for number, group in enumerate(groups):
                 cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
         model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
@@ -350,7 +310,7 @@ class SwapManager:
         *,
         ranks: int,
         dtype: torch.dtype,
-        placing: Placing,
+        options: PagingOptions,
     ) -> None:
         """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
 
@@ -358,15 +318,15 @@ class SwapManager:
             wrap: the modules that will be groups of their own, beside the root.
             ranks: over how many it will be sharded.
             dtype: in which it will be gathered.
-            placing: arguments of `page`.
+            options: as for `page`.
         """
         groups = outlined_groups(model, wrap)
-        layout, _ = self._plan(groups, ranks, dtype, placing)
-        self._checked_place(layout, groups, ranks, dtype, placing)
+        layout, _ = self._plan(groups, ranks, dtype, options)
+        self._checked_place(layout, groups, ranks, dtype, options)
         nbytes = layout.nbytes + layout.gradient_bytes
         if self.run is not None:
             nbytes += layout.nbytes + record_bytes(layout.nbytes)
-        self._drives.check_free(nbytes, placing.what_is_stored)
+        self._drives.check_free(nbytes, options.stored_in_words)
 
     @property
     def place(self) -> Place:
@@ -547,11 +507,11 @@ class SwapManager:
         return self._device
 
     def activation_buffers(self) -> tuple[Stager, PoolPart, Arena]:
-        """What moves saved activations: a stager over the pinned memory that `page(activation_bytes=...)` set aside, that
-        memory, and the arena. Raises InfinityError where none was set aside."""
+        """What moves saved activations: a stager over the pinned memory of `PagingOptions.activation_buffer_bytes`, that
+        memory, and the arena. Raises InfinityError where that is 0."""
         if self._activation_part is None:
             raise InfinityError(
-                "no pinned memory was set aside for saved activations: pass activation_bytes= to page()"
+                "no pinned memory was set aside for saved activations: page with PagingOptions(activation_buffer_bytes=...)"
             )
         machinery = self._open()
         stager = Stager(machinery.engine, self._activation_part, machinery.arena, self._device)
@@ -579,7 +539,7 @@ class SwapManager:
         room = (
             machinery.pool.nbytes - layout.cached_bytes - (self._activation_part.nbytes if self._activation_part else 0)
         )
-        ahead = budget.sub_groups_ahead(room, layout.sub_group_bytes_max)
+        ahead = sub_groups_ahead(room, layout.sub_group_bytes_max)
         with self.entered():
             finish_updates(self.paged, machinery.stager, ahead)
 
@@ -743,20 +703,20 @@ class SwapManager:
         return self._policy
 
     def _plan(
-        self, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing
+        self, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, options: PagingOptions
     ) -> tuple[Layout, int]:
         pinned_bytes = self._machinery.pool.nbytes if self._machinery else self._pinned_bytes
-        return plan_model(groups, ranks, dtype, placing, pinned_bytes, self._memory_bytes)
+        return plan_model(groups, ranks, dtype, options, pinned_bytes, self._memory_bytes)
 
     def _checked_place(
-        self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, placing: Placing
+        self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, options: PagingOptions
     ) -> Place:
         """How the state lies, the drives aside. Raises CheckpointError where what a durable run goes on from lies in another
         way."""
         shapes = [parameter.shape for group in groups for parameter in group.parameters]
         kind = str(dtype).removeprefix("torch.")
         world = dist.get_world_size()
-        rank, moments = dist.get_rank(), placing.moments
+        rank, moments = dist.get_rank(), options.moments
         place = describe(layout, shapes, rank=rank, ranks=world, shards=ranks, compute_dtype=kind, moments=moments)
         if self.run is None or self.run.resumed is None:
             return place

@@ -65,7 +65,9 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     def _adopt(self, swap: SwapManager) -> None:
         super()._adopt(swap)
         if tuple(self._fields)[: len(MOMENTS)] != MOMENTS:
-            raise ConfigError(f"the kernel for Adam wants its moments first: swap.page(model, moments={MOMENTS!r})")
+            raise ConfigError(
+                f"the kernel for Adam wants its moments first: swap.page(model, PagingOptions(moments={MOMENTS!r}))"
+            )
         self._take_sums_over()
 
     def _take_sums_over(self) -> None:

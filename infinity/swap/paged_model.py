@@ -53,11 +53,11 @@ from infinity.aio import Lease
 from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, InFlightCopy
 from infinity.errors import InfinityError
 from infinity.optim.kernel import join, split
+from infinity.schedule.pinned import ACCESS_BYTES
 from infinity.store import Arena, Extent, Field, Layout, SubGroup
 from infinity.store.arena_copy import Copying, Source
 from infinity.store.commit import SUM_BYTES
 from infinity.store.layout import Piece
-from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.direct import DirectReads
 from infinity.swap.health import ModelHealth
@@ -68,7 +68,7 @@ from infinity.units import PAGE_BYTES, align_up
 _RANGE_NUMEL = (ACCESS_BYTES - 2 * PAGE_BYTES) // 4
 
 
-Update = Callable[[Lease | None], None]
+SubGroupUpdate = Callable[[Lease | None], None]
 """Updates a sub-group in place, whose state is under the lease (None where nothing of it moves)."""
 
 
@@ -399,7 +399,7 @@ class PagedModel:
         self._in_backward = in_backward
         self.compute_dtype = compute_dtype
         self.has_compute_field = any(Field.COMPUTE in each.fields for each in layout.sub_groups)
-        self.updates: dict[PagedSubGroup, Update] = {}
+        self.updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         """What the last optimizer step left to do: see [Note: Updates that wait]."""
         self.stepped: tuple[PagedSubGroup, ...] = ()
         """What it updates, done or not, in its order."""
@@ -585,7 +585,7 @@ class PagedModel:
         """The group's members that wait for an update."""
         return [sub for sub in group.members if sub in self.updates]
 
-    def defer(self, updates: Mapping[PagedSubGroup, Update]) -> None:
+    def defer(self, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
         """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
 
         What is staged of any group is forgotten; of a sub-group, only what the update can't use. No sub-group waits for another
@@ -648,7 +648,7 @@ class PagedModel:
                 self.expect(group)
 
     def update_in_backward(
-        self, group: PagedGroup, updates: Mapping[PagedSubGroup, Update], look_ahead: Callable[[], None]
+        self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate], look_ahead: Callable[[], None]
     ) -> None:
         """Update members of a group whose gradients came: see [Note: Updates in the backward].
 
@@ -670,7 +670,7 @@ class PagedModel:
                 self.forget(group)  # its copies are old
                 self.expect(group)
 
-    def _update_beside(self, sub: PagedSubGroup, update: Update, copies: Lease | None) -> None:
+    def _update_beside(self, sub: PagedSubGroup, update: SubGroupUpdate, copies: Lease | None) -> None:
         """Update one whose copy is in its group's lease, or held."""
         timeline = self._stager.timeline
         if sub.held:

@@ -25,7 +25,7 @@ from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, Update
+from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, SubGroupUpdate
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.taken_gradient import TakenGradient, refusal
 
@@ -33,7 +33,7 @@ from infinity.swap.taken_gradient import TakenGradient, refusal
 class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     """For the parameters of a model that `swap.page` was called on. Those that can be made are below it.
 
-    When a parameter is updated follows from `swap.page(update=...)`. `state_dict`, `load_state_dict`, param_groups and lr
+    When a parameter is updated follows from `PagingOptions.update`. `state_dict`, `load_state_dict`, param_groups and lr
     schedulers work as with torch: what `state` holds of each element is a paged tensor.
     """
 
@@ -50,7 +50,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if not self._fields.keys() >= set(self.moments):
             raise ConfigError(
                 f"{type(self).__name__} keeps {kept_in_words(self.moments)} of each element, and there is room for "
-                f"{kept_in_words(self._fields)}: page the model with swap.page(model, moments={self.moments!r})"
+                f"{kept_in_words(self._fields)}: page the model with swap.page(model, PagingOptions(moments={self.moments!r}))"
             )
         for group in self.param_groups:
             self._settings(group)
@@ -74,7 +74,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Where parameters come in `param_groups`, for the backward that goes on."""
         self._used: dict[nn.Parameter, Any] = {}
         """With what was updated in the backward since the last step."""
-        self._coming: list[tuple[PagedGroup, dict[PagedSubGroup, Update]]] = []
+        self._coming: list[tuple[PagedGroup, dict[PagedSubGroup, SubGroupUpdate]]] = []
         """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -89,7 +89,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     ) -> float | None:
         """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
 
-        Returns when all are updated, or will be before anybody sees them (`swap.page(update=...)`); the last writes go on in
+        Returns when all are updated, or will be before anybody sees them (`PagingOptions.update`); the last writes go on in
         the background.
         Raises IoError when a transfer failed; what is stored is torn then, and no step, read or gather is possible before
         state is loaded.
@@ -202,7 +202,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._swap.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
             raise InfinityError(
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
-                '(update= of SwapManager.page) to "forward" for a model that is used more than once per step'
+                '(PagingOptions.update) to "forward" for a model that is used more than once per step'
             )
         if in_backward and not self._swap.gradients_are_final(group):
             return
@@ -234,7 +234,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
         self._swap.paged.health.go_ahead()
         stepping = self._stepping(1.0, self._arrived.pop(group))
-        updates: dict[PagedSubGroup, Update] = {}
+        updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         for sub in group.members:
             own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if own:
@@ -267,7 +267,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if self._used and (grad_scale != 1.0 or any(now[p] != used for p, used in self._used.items())):
             raise InfinityError(
                 "the gradients were applied in the backward already, with other settings than those of this step: set the "
-                'learning rate before the backward, or infinity.update (update= of SwapManager.page) to "forward"'
+                'learning rate before the backward, or infinity.update (PagingOptions.update) to "forward"'
             )
 
     def _end_backward(self) -> None:

@@ -50,7 +50,7 @@ class PlainTensors:
         if align_up(nbytes) > machinery.pool.nbytes:
             raise BudgetError(
                 f"tensor {name!r} of {format_bytes(nbytes)} is larger than the pinned pool of "
-                f"{format_bytes(machinery.pool.nbytes)}: host_bytes_max={align_up(nbytes)} would do"
+                f"{format_bytes(machinery.pool.nbytes)}: pinned_bytes_max={align_up(nbytes)} would do"
             )
         extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
         span = (Span(extent.offset, 0, extent.nbytes),)

@@ -7,59 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from infinity.errors import ConfigError
 from infinity.fsdp2.sharding import GroupOutline, padded_shape
-from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.schedule.gradients import GRADIENT_BYTES, groups_that_spill
-from infinity.schedule.scheme import Scheme, Update
+from infinity.schedule.pinned import (
+    GATHERS_IN_USE,
+    SUB_GROUP_NUMEL_DEFAULT,
+    PinnedBudget,
+    comfortable_bytes,
+    gather_bytes,
+    pipeline_bytes,
+)
+from infinity.schedule.scheme import Scheme
 from infinity.store import Layout, Shard, plan_layout
-from infinity.store.layout import MOMENTS as FIELDS
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placing:
-    """What is to rest where, and in which pieces: arguments of `SwapManager.page` by the same names."""
-
-    sub_group_size: int | None
-    resident_numel_below: int
-    resident_numel_max: int
-    cache_bytes: int
-    update: Update
-    split_master: bool
-    hold_parameters: bool
-    hold_state: bool
-    gradient_dtype: torch.dtype
-    gradient_bytes_max: int | None
-    activation_bytes: int = 0
-    resident_small_numel_max: int | None = None
-    moments: tuple[str, ...] = ADAM_MOMENTS
-
-    @property
-    def what_is_stored(self) -> str:
-        """In words, for an error about missing space."""
-        return "parameters" if self.hold_state else "parameters and optimizer state"
-
-    def __post_init__(self) -> None:
-        if len(self.moments) > len(FIELDS):
-            raise ConfigError(
-                f"the optimizer keeps {len(self.moments)} numbers of each parameter ({', '.join(self.moments)}), and "
-                f"{len(FIELDS)} can be paged: use another one, or leave parameters and optimizer state off NVMe"
-            )
+from infinity.swap.options import PagingOptions
 
 
 def plan_model(
     groups: Sequence[GroupOutline],
     ranks: int,
     dtype: torch.dtype,
-    placing: Placing,
+    options: PagingOptions,
     pinned_bytes: int | None,
     memory_bytes: float,
 ) -> tuple[Layout, int]:
@@ -74,58 +48,58 @@ def plan_model(
 
     Raises BudgetError where the budget, or the memory available, is too small.
     """
-    shards = _shards(groups, ranks, placing)
-    numel = min(placing.sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, budget.SUB_GROUP_NUMEL_DEFAULT)
+    shards = _shards(groups, ranks, options)
+    numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
     lay_out = partial(
         plan_layout,
         shards,
         groups=len(groups),
-        compute_itemsize=dtype.itemsize if dtype.itemsize < 4 or placing.hold_state else 0,
-        split_master=placing.split_master and dtype is torch.bfloat16,
-        hold_state=placing.hold_state,
-        moments=len(placing.moments),
+        compute_itemsize=dtype.itemsize if dtype.itemsize < 4 or options.hold_state else 0,
+        split_master=options.master_weights == "split" and dtype is torch.bfloat16,
+        hold_state=options.hold_state,
+        moments=len(options.moments),
     )
-    scheme = Scheme("split" if placing.split_master else "full", placing.update, len(placing.moments))
+    scheme = Scheme(options.master_weights, options.update, len(options.moments))
     bare = lay_out(sub_group_numel_max=numel)
-    cached = plan_cache(bare, scheme, [group.gathers for group in groups], placing.cache_bytes)
-    lay_out = partial(lay_out, gradient_itemsizes=_spilled(bare, placing))
+    cached = plan_cache(bare, scheme, [group.gathers for group in groups], options.host_cache_bytes)
+    lay_out = partial(lay_out, gradient_itemsizes=_spilled(bare, options))
     layout = lay_out(sub_group_numel_max=numel, cached=cached)
     group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
     largest = max(range(len(groups)), key=group_bytes.__getitem__)
     largest_bytes = group_bytes[largest]
     if pinned_bytes is not None:
-        room = pinned_bytes - layout.cached_bytes - placing.activation_bytes - budget.GATHERS_IN_USE * largest_bytes
+        room = pinned_bytes - layout.cached_bytes - options.activation_buffer_bytes - GATHERS_IN_USE * largest_bytes
         bytes_per_element = max((sub.lease_bytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
         fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
-        numel = min(placing.sub_group_size or budget.SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
+        numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
-    gather, stepped = budget.gather_bytes(largest_bytes), layout.sub_group_bytes_max
-    beside = layout.cached_bytes + placing.activation_bytes
+    gather, stepped = gather_bytes(largest_bytes), layout.sub_group_bytes_max
+    beside = layout.cached_bytes + options.activation_buffer_bytes
     pinned = pinned_bytes
     if pinned is None:
-        waiting = _waiting_bytes(layout, group_bytes) if placing.update == "backward" else 0
-        pinned = budget.comfortable_bytes(gather, stepped, waiting, memory_bytes) + beside
+        waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
+        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes) + beside
     budget.check_available(pinned, memory_bytes)
-    pipeline = budget.pipeline_bytes(largest_bytes, stepped)
-    need = budget.PinnedBudget(
-        gather, pipeline, cache_bytes=layout.cached_bytes, activation_bytes=placing.activation_bytes
+    pipeline = pipeline_bytes(largest_bytes, stepped)
+    need = PinnedBudget(
+        gather, pipeline, cache_bytes=layout.cached_bytes, activation_bytes=options.activation_buffer_bytes
     )
     budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
     return layout, pinned
 
 
-def _shards(groups: Sequence[GroupOutline], ranks: int, placing: Placing) -> list[Shard]:
+def _shards(groups: Sequence[GroupOutline], ranks: int, options: PagingOptions) -> list[Shard]:
     """What the layout needs to know of each parameter, and which copies stay resident."""
     shards = []
-    left = placing.resident_numel_max
-    small_left = math.inf if placing.resident_small_numel_max is None else placing.resident_small_numel_max
+    left = options.max_in_cpu
+    small_left = math.inf if options.model_persistence_threshold is None else options.model_persistence_threshold
     for index, group in enumerate(groups):
         for parameter in group.parameters:
             numel = padded_shape(parameter.shape, ranks).numel()
             whole_numel = parameter.shape.numel()
-            small = whole_numel < placing.resident_numel_below and whole_numel <= small_left
+            small = whole_numel < options.param_persistence_threshold and whole_numel <= small_left
             small_left -= whole_numel if small else 0
-            resident = placing.hold_parameters or small
+            resident = options.hold_parameters or small
             if not resident and numel <= left:
                 resident = True
                 left -= numel
@@ -133,13 +107,13 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, placing: Placing) -> lis
     return shards
 
 
-def _spilled(layout: Layout, placing: Placing) -> dict[int, int]:
+def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
     """Bytes per element of gradients that wait on NVMe, by flat space. Those of resident shards never do, and come first."""
-    if placing.update == "backward" or placing.gradient_bytes_max is None:
+    if options.update == "backward" or options.gradient_bytes_max is None:
         return {}
-    itemsize = placing.gradient_dtype.itemsize
+    itemsize = options.gradient_dtype.itemsize
     *numels, resident = (sum(sub.numel for sub in members if sub.trained) for members in layout.by_space)
-    left = placing.gradient_bytes_max - GRADIENT_BYTES * resident
+    left = options.gradient_bytes_max - GRADIENT_BYTES * resident
     return dict.fromkeys(groups_that_spill([itemsize * numel for numel in numels], max(0, left)), itemsize)
 
 

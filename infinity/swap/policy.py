@@ -33,9 +33,9 @@ from itertools import takewhile
 
 from infinity.fsdp2.sharding import in_backward
 from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
+from infinity.schedule.pinned import look_ahead_room
 from infinity.schedule.scheme import Update
 from infinity.schedule.trace import Trace
-from infinity.swap import budget
 from infinity.swap.chunk import Chunk
 from infinity.swap.paged_model import PagedGroup, PagedModel, PagedSubGroup
 from infinity.swap.wanted import Wanted
@@ -77,7 +77,7 @@ class StagingPolicy:
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
         self._spilled = frozenset(self._unit(sub) for sub in paged.sub_groups if sub.gradient is not None)
         largest_group = max(group_bytes)
-        self._room_bytes = budget.look_ahead_room(pool_bytes, largest_group)
+        self._room_bytes = look_ahead_room(pool_bytes, largest_group)
         """Bytes of the pool that reads ahead may hold ..."""
         self._look_ahead_bytes = self._room_bytes
         """... and as many of them as the user allows."""

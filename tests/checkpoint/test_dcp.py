@@ -154,8 +154,8 @@ def test_stock_fsdp2_and_adamw_resume_ours_and_we_theirs(nvme_path: Path, tmp_pa
 
     def paged(path: Path) -> tuple[nn.Module, torch.optim.Optimizer, infinity.SwapManager]:
         model, _ = stock()
-        swap = infinity.SwapManager(path, host_bytes_max="16MiB")
-        swap.page(model, resident_numel_below=100)
+        swap = infinity.SwapManager(path, pinned_bytes_max="16MiB")
+        swap.page(model, infinity.PagingOptions(param_persistence_threshold=100))
         return model, infinity.PagedAdamW(model.parameters(), swap=swap, lr=0.01, fused=True), swap
 
     model, optimizer, swap = paged(nvme_path)
@@ -970,7 +970,7 @@ def test_a_forward_before_values_were_given_is_refused(nvme_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with infinity.SwapManager(nvme_path, host_bytes_max="8MiB") as swap:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="8MiB") as swap:
         swap.page(model)
         with pytest.raises(infinity.InfinityError, match="never given values"):
             model(torch.ones(1, 4))

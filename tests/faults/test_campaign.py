@@ -24,7 +24,7 @@ def test_plain_tensors_come_back_as_they_were_stored(nvme_path: Path) -> None:
 
     def one(seed: int) -> str:
         with engines_fail(plan_for(seed, blocks=60)) as made:
-            swap = infinity.SwapManager(nvme_path, host_bytes_max="8MiB", block_bytes=16 << 10, queue_depth=4)
+            swap = infinity.SwapManager(nvme_path, pinned_bytes_max="8MiB", block_bytes=16 << 10, queue_depth=4)
             outcome = use_tensors(swap, random.Random(seed))
             if not closes(swap):
                 outcome = "error"

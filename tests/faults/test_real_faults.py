@@ -153,7 +153,7 @@ def test_an_arena_truncated_underneath_is_an_error(nvme_path: Path) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "read ahead"])
 def test_what_was_in_a_truncated_arena_before_it_grew_again_is_an_error(ahead: bool, nvme_path: Path) -> None:
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         swap.register("first", torch.ones(MIB))
         swap.flush()
         os.truncate(arena_descriptor(nvme_path), 4096)
@@ -218,7 +218,7 @@ def test_a_bit_that_a_drive_has_changed_is_never_used(update: str, nvme_path: Pa
 
 
 def test_the_error_names_the_extent_and_how_often_it_was_written(nvme_path: Path) -> None:
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         swap.register("first", torch.ones(10))
         swap.register("second", torch.ones(3000))
         for _ in range(2):
@@ -238,7 +238,7 @@ def test_the_error_names_the_extent_and_how_often_it_was_written(nvme_path: Path
 
 @pytest.mark.usefixtures("one_rank")
 def test_without_checksums_nobody_finds_it(nvme_path: Path) -> None:
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB", checksums=False) as swap:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB", checksums=False) as swap:
         swap.register("first", torch.ones(MIB))
         swap.flush()
         flip(arena_descriptor(nvme_path), 8 * 4096 + 3)

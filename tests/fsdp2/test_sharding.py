@@ -32,7 +32,7 @@ def test_resharding_over_fewer_ranks_is_refused(nvme_path: Path) -> None:
     fully_shard(model[0], mesh=mesh, reshard_after_forward=2)
     fully_shard(model, mesh=mesh)
     with (
-        infinity.SwapManager(nvme_path, host_bytes_max="8MiB") as swap,
+        infinity.SwapManager(nvme_path, pinned_bytes_max="8MiB") as swap,
         pytest.raises(infinity.ConfigError, match=r"reshard_after_forward=<number of ranks> .* pass True or False"),
     ):
         swap.page(model)

@@ -103,17 +103,17 @@ def test_own_loop_equals_stock_fsdp2_and_sgd(nvme_path: Path) -> None:
 def test_a_model_paged_for_another_optimizer_is_refused_with_the_moments(nvme_path: Path) -> None:
     model = nn.Linear(64, 64)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
-        swap.page(model, moments=["momentum_buffer"])
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        swap.page(model, infinity.PagingOptions(moments=["momentum_buffer"]))
         with pytest.raises(
             infinity.ConfigError, match=r"PagedAdamW keeps exp_avg and exp_avg_sq .* room for momentum_b"
         ):
             infinity.PagedAdamW(model.parameters(), swap=swap)
         infinity.PagedSGD([{"params": model.parameters()}], swap=swap, lr=0.1)
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         model = nn.Linear(64, 64)
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        swap.page(model, moments=[])
+        swap.page(model, infinity.PagingOptions(moments=[]))
         groups = [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.9}]
         with pytest.raises(infinity.ConfigError, match=r"page\(model, moments=\('momentum_buffer',\)\)"):
             infinity.PagedSGD(groups, swap=swap)

@@ -346,8 +346,10 @@ def with_own_loop(case: Case, nvme_path: str | None) -> Outcome:
     if nvme_path is None:
         optimizer: torch.optim.Optimizer = stock(model.parameters(), **settings)
     else:
-        swap = infinity.SwapManager(nvme_path, host_bytes_max=case.pinned_bytes_max, backend=case.backend)
-        swap.page(model, resident_numel_below=case.persistence_threshold, moments=moments)
+        swap = infinity.SwapManager(nvme_path, pinned_bytes_max=case.pinned_bytes_max, backend=case.backend)
+        swap.page(
+            model, infinity.PagingOptions(param_persistence_threshold=case.persistence_threshold, moments=moments)
+        )
         optimizer = paged(model.parameters(), swap=swap, **settings)
     losses = []
     try:

@@ -86,7 +86,7 @@ def failing_alone(folder: Path) -> None:
 
     sharded = model()
     fully_shard(sharded)
-    with infinity.SwapManager(folder, host_bytes_max="16MiB" if rank == 0 else 2 << 40) as swap:
+    with infinity.SwapManager(folder, pinned_bytes_max="16MiB" if rank == 0 else 2 << 40) as swap:
         told(infinity.BudgetError, "memory", lambda: swap.page(sharded))
     sharded(torch.ones(1, 8))
 
@@ -176,8 +176,9 @@ def long_prefetch_lists(folder: Path) -> None:
         with contextlib.ExitStack() as stack:
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
             if path is not None:
-                swap = stack.enter_context(infinity.SwapManager(path, host_bytes_max="15MiB"))  # 5 groups and a little
-                swap.page(sharded, resident_numel_below=0)
+                # 5 groups and a little
+                swap = stack.enter_context(infinity.SwapManager(path, pinned_bytes_max="15MiB"))
+                swap.page(sharded, infinity.PagingOptions(param_persistence_threshold=0))
                 optimizer = infinity.PagedAdamW(sharded.parameters(), swap=swap, lr=1e-3, fused=True)
             for _ in range(4):
                 loss = sharded(torch.ones(2, 8)).square().mean()

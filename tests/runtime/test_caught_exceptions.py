@@ -217,8 +217,10 @@ def test_a_loop_of_ones_own_goes_on_too(update: Any, nvme_path: Path) -> None:
         for block in model.blocks:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-        with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
-            swap.page(model, sub_group_size=4096, resident_numel_below=100, update=update)
+        with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+            swap.page(
+                model, infinity.PagingOptions(sub_group_size=4096, param_persistence_threshold=100, update=update)
+            )
             optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=0.01)
             found = []
             for number in range(STEPS):
@@ -240,8 +242,10 @@ def test_a_loop_of_ones_own_whose_backward_updated_a_part_is_torn(nvme_path: Pat
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
-        swap.page(model, sub_group_size=4096, resident_numel_below=100, update="backward")
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        swap.page(
+            model, infinity.PagingOptions(sub_group_size=4096, param_persistence_threshold=100, update="backward")
+        )
         optimizer = infinity.PagedAdamW(model.parameters(), swap=swap, lr=0.01)
         with failing(model.blocks[1], backward=True):
             loss = model(batch(0))

@@ -64,7 +64,7 @@ def test_a_slower_drive_is_given_fewer_bytes(nvme_path: Path) -> None:
     limits = [DriveLimit(bytes_per_s=200e6), DriveLimit(bytes_per_s=50e6)]
     with infinity.SwapManager(
         [nvme_path / "fast", nvme_path / "slow"],
-        host_bytes_max=32 * MIB,
+        pinned_bytes_max=32 * MIB,
         block_bytes=64 << 10,
         drive_limits=limits,
     ) as swap:

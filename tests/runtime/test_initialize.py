@@ -386,7 +386,7 @@ def test_what_a_module_offers_the_engine_does_too(nvme_path: Path) -> None:
 
 def test_two_runs_share_a_path(nvme_path: Path) -> None:
     first, *_ = infinity.initialize(model=model(), config=config(nvme_path))
-    second = infinity.SwapManager(nvme_path, host_bytes_max="16MiB")
+    second = infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB")
     second.register("mine", torch.arange(1000.0))
     with first:
         before = one_step(first)

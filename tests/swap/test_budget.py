@@ -9,16 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
+from infinity.schedule import pinned
+from infinity.schedule.pinned import PinnedBudget, gather_bytes
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap import budget
-from infinity.swap.budget import PinnedBudget, check_available, check_budget, gather_bytes, sub_group_numel_for
+from infinity.swap.budget import check_available, check_budget, sub_group_numel_for
 from infinity.units import GIB, MIB
 
 
 @given(pinned_bytes=st.integers(0, 1 << 36), per_element=st.sampled_from([12, 14, 16]))
 def test_sub_group_is_the_largest_of_which_a_pipeline_fits(pinned_bytes: int, per_element: int) -> None:
     def pipeline(numel: int) -> int:
-        return budget.PIPELINE_DEPTH * numel * per_element + budget.ACCESS_BYTES
+        return pinned.PIPELINE_DEPTH * numel * per_element + pinned.ACCESS_BYTES
 
     numel = sub_group_numel_for(pinned_bytes, per_element)
     assert numel % SPACE_ALIGN == 0
@@ -29,16 +31,16 @@ def test_sub_group_is_the_largest_of_which_a_pipeline_fits(pinned_bytes: int, pe
 @given(group_bytes=st.integers(0, 1 << 34))
 def test_gathers_hold_whole_pages_of_each_group(group_bytes: int) -> None:
     need = gather_bytes(group_bytes)
-    assert need % (budget.GROUPS_HELD * 4096) == 0
-    assert 0 <= need - budget.GROUPS_HELD * group_bytes < budget.GROUPS_HELD * 4096
+    assert need % (pinned.GROUPS_HELD * 4096) == 0
+    assert 0 <= need - pinned.GROUPS_HELD * group_bytes < pinned.GROUPS_HELD * 4096
 
 
 @given(data=st.data(), pages=st.integers(1, 50))
 def test_next_group_finds_a_hole_wherever_those_in_use_lie(data: st.DataObject, pages: int) -> None:
     """The reason for GROUPS_HELD: GATHERS_IN_USE leases anywhere leave a hole for one more."""
-    total = budget.GROUPS_HELD * pages
+    total = pinned.GROUPS_HELD * pages
     used = [False] * total
-    for _ in range(budget.GATHERS_IN_USE):
+    for _ in range(pinned.GATHERS_IN_USE):
         nbytes = data.draw(st.integers(1, pages))
         free = [at for at in range(total - nbytes + 1) if not any(used[at : at + nbytes])]
         at = data.draw(st.sampled_from(free))
@@ -58,10 +60,10 @@ def test_what_is_accepted_fits_and_what_is_refused_names_what_would_do(
 ) -> None:
     need = PinnedBudget(gather, pipeline)
     if need.nbytes <= pinned_bytes:
-        check_budget(pinned_bytes, need, "layers.0", gather // budget.GROUPS_HELD)
+        check_budget(pinned_bytes, need, "layers.0", gather // pinned.GROUPS_HELD)
         return
     with pytest.raises(BudgetError) as caught:
-        check_budget(pinned_bytes, need, "layers.0", gather // budget.GROUPS_HELD)
+        check_budget(pinned_bytes, need, "layers.0", gather // pinned.GROUPS_HELD)
     numbers = [int(number) for number in re.findall(r"(\d+) bytes", str(caught.value))]
     assert numbers in ([need.nbytes], [gather + need.access_bytes])
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, ConfigError
 from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
+from infinity.schedule import pinned
 from infinity.store import Field, Layout
 from infinity.store.layout import SPACE_ALIGN
-from infinity.swap import budget
-from infinity.swap.plan import Placing, plan_model
+from infinity.swap.options import PagingOptions, options_from_arguments
+from infinity.swap.plan import plan_model
 from infinity.units import MIB
 
 ROWS = 64 * SPACE_ALIGN
@@ -21,11 +22,11 @@ ROWS = 64 * SPACE_ALIGN
 
 NOTHING_ASKED: dict[str, Any] = {
     "sub_group_size": None,
-    "resident_numel_below": 0,
-    "resident_numel_max": 0,
-    "cache_bytes": 0,
+    "param_persistence_threshold": 0,
+    "max_in_cpu": 0,
+    "host_cache_bytes": 0,
     "update": "step",
-    "split_master": True,
+    "master_weights": "split",
     "hold_parameters": False,
     "hold_state": False,
     "gradient_dtype": torch.float32,
@@ -47,7 +48,7 @@ GROUPS = [
 def planned(
     pinned_bytes: int | None = None, ranks: int = 1, memory_bytes: float = math.inf, **asked: Any
 ) -> tuple[Layout, int]:
-    return plan_model(GROUPS, ranks, torch.bfloat16, Placing(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes)
+    return plan_model(GROUPS, ranks, torch.bfloat16, PagingOptions(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes)
 
 
 def resident(layout: Layout) -> list[str]:
@@ -57,17 +58,17 @@ def resident(layout: Layout) -> list[str]:
 def test_small_parameters_stay_then_so_many_elements_of_the_first_groups() -> None:
     assert resident(planned()[0]) == []
     biases = [f"blocks.{index}.bias" for index in range(4)]
-    assert resident(planned(resident_numel_below=9)[0]) == biases
-    layout, _ = planned(resident_numel_below=9, resident_numel_max=2 * ROWS + 7)
+    assert resident(planned(param_persistence_threshold=9)[0]) == biases
+    layout, _ = planned(param_persistence_threshold=9, max_in_cpu=2 * ROWS + 7)
     assert resident(layout) == ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", *biases[1:]]
     assert len(resident(planned(hold_parameters=True)[0])) == 8
 
 
 def test_all_the_small_parameters_that_stay_are_bounded() -> None:
     biases = [f"blocks.{index}.bias" for index in range(4)]
-    assert resident(planned(resident_numel_below=9, resident_small_numel_max=32)[0]) == biases
-    assert resident(planned(resident_numel_below=9, resident_small_numel_max=31)[0]) == biases[:3]
-    layout, _ = planned(resident_numel_below=9, resident_small_numel_max=16, resident_numel_max=ROWS)
+    assert resident(planned(param_persistence_threshold=9, model_persistence_threshold=32)[0]) == biases
+    assert resident(planned(param_persistence_threshold=9, model_persistence_threshold=31)[0]) == biases[:3]
+    layout, _ = planned(param_persistence_threshold=9, model_persistence_threshold=16, max_in_cpu=ROWS)
     assert resident(layout) == ["blocks.0.weight", *biases[:2]]
 
 
@@ -80,7 +81,7 @@ def test_a_rank_has_its_share_of_the_elements() -> None:
 def test_without_a_budget_the_pool_is_the_comfortable_size() -> None:
     layout, pinned_bytes = planned()
     largest = max(sum(sub.numel for sub in members) for members in layout.by_space) * 2
-    assert pinned_bytes == budget.comfortable_bytes(budget.gather_bytes(largest), layout.sub_group_bytes_max)
+    assert pinned_bytes == pinned.comfortable_bytes(pinned.gather_bytes(largest), layout.sub_group_bytes_max)
 
 
 def test_a_group_updated_in_the_backward_waits_in_the_pool_beside_the_next() -> None:
@@ -89,7 +90,7 @@ def test_a_group_updated_in_the_backward_waits_in_the_pool_beside_the_next() -> 
     _, least = planned(**small)
     held = [14 * sum(sub.numel for sub in members) for members in layout.by_space]
     largest = max(held) // 7
-    assert budget.look_ahead_room(roomy, largest) >= 2 * max(held) > budget.look_ahead_room(least, largest)
+    assert pinned.look_ahead_room(roomy, largest) >= 2 * max(held) > pinned.look_ahead_room(least, largest)
     assert planned(update="backward", memory_bytes=4 * (roomy - MIB), **small) == (layout, roomy - MIB)
     assert planned(update="backward", memory_bytes=2 * least, **small) == (layout, least)
     with pytest.raises(BudgetError, match="memory that are available"):
@@ -101,7 +102,7 @@ def test_sub_groups_are_cut_until_the_budget_holds_them() -> None:
     tight, pinned_bytes = planned(8 * MIB)
     assert pinned_bytes == 8 * MIB
     assert len(tight.sub_groups) > len(roomy.sub_groups)
-    assert budget.PIPELINE_DEPTH * tight.sub_group_bytes_max < 8 * MIB
+    assert pinned.PIPELINE_DEPTH * tight.sub_group_bytes_max < 8 * MIB
     assert max(sub.numel for sub in planned(sub_group_size=2 * SPACE_ALIGN)[0].sub_groups) == 2 * SPACE_ALIGN
 
 
@@ -111,7 +112,48 @@ def test_a_budget_below_one_group_names_it_and_the_number_that_would_do() -> Non
 
 
 def test_what_is_cached_comes_on_top() -> None:
-    layout, pinned_bytes = planned(cache_bytes=MIB // 3)  # the copies of one group, which leaves the others as they are
+    layout, pinned_bytes = planned(
+        host_cache_bytes=MIB // 3
+    )  # the copies of one group, which leaves the others as they are
     assert 0 < layout.cached_bytes <= MIB // 3
     assert {field for sub in layout.sub_groups for field in sub.cached} == {Field.COMPUTE}
     assert pinned_bytes - layout.cached_bytes == planned()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ({"update": "forward"}, PagingOptions(update="forward")),
+        (
+            {"resident_numel_below": 7, "resident_small_numel_max": 8, "resident_numel_max": 9},
+            PagingOptions(param_persistence_threshold=7, model_persistence_threshold=8, max_in_cpu=9),
+        ),
+        ({"split_master": False, "cache_bytes": 5}, PagingOptions(master_weights="full", host_cache_bytes=5)),
+        (
+            {"look_ahead_bytes": 10, "activation_bytes": 4},
+            PagingOptions(prefetch_bucket_size=5, activation_buffer_bytes=4),
+        ),
+        ({"look_ahead_bytes": None, "moments": []}, PagingOptions(moments=())),
+    ],
+)
+def test_keyword_arguments_of_page_go_on_for_one_release(arguments: dict[str, Any], options: PagingOptions) -> None:
+    with pytest.warns(DeprecationWarning, match="PagingOptions"):
+        assert options_from_arguments(arguments, torch.bfloat16) == options
+
+
+def test_an_argument_that_page_never_had_is_an_error() -> None:
+    with pytest.raises(TypeError, match="surprise"):
+        options_from_arguments({"surprise": 1}, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"update": "never"}, "update"),
+        ({"host_cache_bytes": -1}, "host_cache_bytes"),
+        ({"moments": "abcdefghi"}, "keeps 9 numbers"),
+    ],
+)
+def test_an_option_that_can_not_be_is_named(asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        PagingOptions(**asked)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from infinity import InfinityError, SwapManager
+from infinity import InfinityError, PagingOptions, SwapManager
 from infinity.aio import IoEngine, PinnedPool
 from infinity.device import CpuDevice
 from infinity.store import Arena, Field, RunFolder, Shard, plan_layout
@@ -640,8 +640,8 @@ def sharded_model(mesh: DeviceMesh) -> nn.Sequential:
 @pytest.fixture
 def paged_model(mesh: DeviceMesh, nvme_path: Path, backend: str) -> Iterator[tuple[nn.Sequential, SwapManager]]:
     model = sharded_model(mesh)
-    with SwapManager(nvme_path, host_bytes_max="8MiB", backend=backend) as swap:
-        swap.page(model, resident_numel_below=20)  # the biases of the second layer stay in memory
+    with SwapManager(nvme_path, pinned_bytes_max="8MiB", backend=backend) as swap:
+        swap.page(model, PagingOptions(param_persistence_threshold=20))  # the biases of the second layer stay in memory
         yield model, swap
     assert list(nvme_path.iterdir()) == []
 
@@ -719,8 +719,8 @@ def test_gather_in_another_dtype_is_refused(paged_model: tuple[nn.Sequential, Sw
 def test_parameters_without_values_are_not_gathered(mesh: DeviceMesh, nvme_path: Path) -> None:
     with torch.device("meta"):
         model = sharded_model(mesh)
-    with SwapManager(nvme_path, host_bytes_max="8MiB", backend="threads") as swap:
-        swap.page(model, resident_numel_below=0)
+    with SwapManager(nvme_path, pinned_bytes_max="8MiB", backend="threads") as swap:
+        swap.page(model, PagingOptions(param_persistence_threshold=0))
         with pytest.raises(InfinityError, match=r"0\.\w+ was never given values: load or initialise it"):
             model(torch.ones(2, 12))
 

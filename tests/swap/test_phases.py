@@ -54,14 +54,17 @@ class Run:
     def __init__(self, nvme_path: Path, update: Any, cache_bytes: int = 0) -> None:
         self.models = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.swap = infinity.SwapManager(nvme_path, host_bytes_max=(10 << 20) + cache_bytes)
+        self.swap = infinity.SwapManager(nvme_path, pinned_bytes_max=(10 << 20) + cache_bytes)
         for paged in (False, True):
             model = Model()
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
             if paged:
-                self.swap.page(model, resident_numel_below=0, cache_bytes=cache_bytes, update=update)
+                self.swap.page(
+                    model,
+                    infinity.PagingOptions(param_persistence_threshold=0, host_cache_bytes=cache_bytes, update=update),
+                )
                 self.optimizers.append(infinity.PagedAdamW(model.parameters(), swap=self.swap, lr=1e-3, fused=True))
             else:
                 self.optimizers.append(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))

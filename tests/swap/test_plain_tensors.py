@@ -57,7 +57,7 @@ def leased_bytes(swap: SwapManager) -> int:
 
 @pytest.fixture
 def swap(nvme_path: Path, backend: str) -> Iterator[SwapManager]:
-    with SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend=backend, block_bytes=64 << 10) as manager:
+    with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend=backend, block_bytes=64 << 10) as manager:
         assert not list(nvme_path.glob("*/*.arena"))
         yield manager
     assert list(nvme_path.iterdir()) == []
@@ -163,19 +163,19 @@ def test_two_names_are_used_at_once(swap: SwapManager) -> None:
 
 def test_tensor_larger_than_the_pool_names_what_would_do(nvme_path: Path) -> None:
     tensor = torch.zeros(POOL_BYTES + 1, dtype=torch.uint8)
-    with SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend="threads") as swap:
-        with pytest.raises(BudgetError, match=r"tensor 'big' of 8\.00 MiB .*: host_bytes_max=8392704 would do"):
+    with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="threads") as swap:
+        with pytest.raises(BudgetError, match=r"tensor 'big' of 8\.00 MiB .*: pinned_bytes_max=8392704 would do"):
             swap.register("big", tensor)
         assert swap.stats().arena_bytes == 0
         with pytest.raises(KeyError):
             swap.prefetch("big")
-    with SwapManager(nvme_path, host_bytes_max=8392704, backend="threads") as swap:
+    with SwapManager(nvme_path, pinned_bytes_max=8392704, backend="threads") as swap:
         swap.register("big", tensor)
 
 
 def test_pool_below_the_least_is_refused_at_once(nvme_path: Path) -> None:
     with pytest.raises(BudgetError, match=r"4\.00 KiB is below the least that works, 8\.00 MiB"):
-        SwapManager(nvme_path, host_bytes_max="4KiB")
+        SwapManager(nvme_path, pinned_bytes_max="4KiB")
     assert list(nvme_path.iterdir()) == []
 
 
@@ -236,7 +236,7 @@ def test_prefetch_makes_the_use_no_demand_read(swap: SwapManager) -> None:
 
 
 def test_closed_manager_says_so(nvme_path: Path, backend: str) -> None:
-    swap = SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend=backend)
+    swap = SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend=backend)
     swap.register("x", torch.ones(10))
     swap.close()
     swap.close()
@@ -248,7 +248,7 @@ def test_closed_manager_says_so(nvme_path: Path, backend: str) -> None:
 
 
 def test_close_waits_for_updates_and_leaves_nothing(nvme_path: Path, backend: str) -> None:
-    swap = SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend=backend)
+    swap = SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend=backend)
     for k in range(4):
         swap.register(str(k), torch.zeros(MIB // 4))
         with swap.update(str(k)) as found:
@@ -260,7 +260,7 @@ def test_close_waits_for_updates_and_leaves_nothing(nvme_path: Path, backend: st
 
 def test_nothing_is_left_where_the_block_raised(nvme_path: Path) -> None:
     def work() -> None:
-        with SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend="threads") as swap:
+        with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="threads") as swap:
             swap.register("x", torch.ones(10))
             raise ZeroDivisionError
 
@@ -270,7 +270,7 @@ def test_nothing_is_left_where_the_block_raised(nvme_path: Path) -> None:
 
 
 def test_unknown_backend_is_refused_and_leaves_nothing(nvme_path: Path) -> None:
-    with SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend="magnets") as swap, pytest.raises(ValueError):
+    with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="magnets") as swap, pytest.raises(ValueError):
         swap.register("x", torch.ones(10))
     assert list(nvme_path.iterdir()) == []
 
@@ -298,7 +298,7 @@ def test_failed_read_is_raised_by_use_and_frees_its_lease(swap: SwapManager) -> 
     moves=st.lists(st.tuples(st.sampled_from(["use", "update", "prefetch", "flush", "fail"]), st.integers(0, 4))),
 )
 def test_any_order_of_calls_keeps_the_bytes(nvme_path: Path, sizes: list[int], moves: list[tuple[str, int]]) -> None:
-    with SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend="threads") as swap:
+    with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="threads") as swap:
         content = [0] * len(sizes)
         for k, size in enumerate(sizes):
             swap.register(str(k), torch.zeros(size, dtype=torch.uint8))

@@ -219,8 +219,8 @@ def test_state_dicts_make_the_values_whole_in_a_loop_of_ones_own(
     for module in sharded[1]:  # type: ignore[index]
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
-        swap.page(sharded, sub_group_size=4096)
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        swap.page(sharded, infinity.PagingOptions(sub_group_size=4096))
         optimizer = infinity.PagedAdamW(sharded.parameters(), swap=swap)
 
         def own_step() -> float:
@@ -259,7 +259,7 @@ def test_state_dicts_make_the_values_whole_in_a_loop_of_ones_own(
 
 
 def test_a_plain_tensor_whose_write_failed_is_not_read(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with infinity.SwapManager(nvme_path, host_bytes_max="16MiB") as swap:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
         swap.register("mine", torch.ones(4096))
         swap.flush()
         with swap.update("mine") as mine:

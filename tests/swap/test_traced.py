@@ -171,7 +171,7 @@ def test_nothing_is_noted_while_no_trace_runs(nvme_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_is_traced_too(nvme_path: Path, tmp_path: Path) -> None:
-    with SwapManager(nvme_path, host_bytes_max="8MiB") as swap:
+    with SwapManager(nvme_path, pinned_bytes_max="8MiB") as swap:
         for k in range(4):
             swap.register(f"t{k}", torch.full((MIB // 4,), float(k)))
         swap.flush()
@@ -193,7 +193,7 @@ def test_a_loop_of_ones_own_is_traced_too(nvme_path: Path, tmp_path: Path) -> No
 
 def test_a_wait_for_room_says_for_whom(nvme_path: Path, tmp_path: Path) -> None:
     slow = [DriveLimit(bytes_per_s=20e6)]
-    with SwapManager(nvme_path, host_bytes_max="8MiB", drive_limits=slow) as swap:
+    with SwapManager(nvme_path, pinned_bytes_max="8MiB", drive_limits=slow) as swap:
         swap.start_trace()
         swap.register("first", torch.zeros(MIB))
         swap.register("second", torch.zeros(MIB + 1))
@@ -206,7 +206,7 @@ def test_each_drive_has_rows_of_its_own(nvme_path: Path, tmp_path: Path) -> None
     folders = [nvme_path / "a", nvme_path / "b"]
     for folder in folders:
         folder.mkdir()
-    with SwapManager(folders, host_bytes_max="16MiB", bandwidths=[1, 1]) as swap:
+    with SwapManager(folders, pinned_bytes_max="16MiB", bandwidths=[1, 1]) as swap:
         swap.register("t", torch.zeros(2 * MIB))
         swap.flush()
         before = swap.stats().drives

@@ -1,0 +1,144 @@
+"""Floor 8. How a model is paged: every choice of `SwapManager.page` in one frozen object, which is passed whole.
+
+A field has the name of its config key wherever there is one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
+from infinity.schedule.scheme import MasterWeights, Update
+from infinity.store.layout import MOMENTS as FIELDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagingOptions:
+    """What rests where, in which pieces, and when it is updated. Raises ConfigError for a value that can't be."""
+
+    sub_group_size: int | None = None
+    """At most this many elements are stepped together. None takes as many as the pinned budget holds three of, and never more
+    than the default (4 Mi elements)."""
+    param_persistence_threshold: int = 100_000
+    """Parameters of fewer elements keep their compute parameter in host memory."""
+    model_persistence_threshold: int | None = None
+    """An upper bound (elements) on all parameters that stay because they are small: the first that fit. None is no bound."""
+    max_in_cpu: int = 0
+    """Besides the small ones, so many elements of this rank's compute parameters stay in host memory, first groups first."""
+    host_cache_bytes: int = 0
+    """So many bytes of the pinned memory keep compute parameters and optimizer state from step to step, those that spare the
+    most transfers: see [Note: What stays] in infinity/schedule/residency.py."""
+    prefetch_bucket_size: int | None = None
+    """Reads run ahead of use by at most so many elements of this rank's shards; the next group is always read. None is as far
+    as the pinned budget allows."""
+    update: Update = "step"
+    """When a parameter is updated; the numbers are the same.
+
+    "step": in the optimizer's `step`.
+    "forward": just before the parameter is gathered next, or looked at in any other way. This reads 2 bytes less per element,
+    while the model computes. `step` returns at once and takes the gradients: `.grad` is None after it.
+    "backward": as soon as its gradient is reduced, which needs no memory for gradients. This is for loops in which a step
+    follows every backward, with the gradients as they are (no clipping, no accumulation) and with the learning rate that was
+    set before the backward."""
+    master_weights: MasterWeights = "split"
+    """"split": where the compute parameter is bf16, the master is that and its remainder: 12 bytes per element instead of 14.
+    See [Note: Copy and remainder] in infinity/optim/split.py. "full": the whole fp32 master lies beside it."""
+    hold_parameters: bool = False
+    """Whether all compute parameters stay in host memory, so that only optimizer state rests on NVMe."""
+    hold_state: bool = False
+    """Whether masters and optimizer state stay in host memory, so that only compute parameters rest on NVMe."""
+    gradient_dtype: torch.dtype = torch.float32
+    """In which gradients wait for their update. One of 16 bits is for where it holds all of a gradient: see [Note: Gradients in
+    16 bits] in infinity/swap/gradients.py. The backward takes such gradients, and `.grad` is None after it."""
+    gradient_bytes_max: int | None = None
+    """Host memory (bytes) in which gradients wait; those of the last groups that don't fit wait on NVMe. None keeps all of them
+    in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` is None after it. Without a meaning
+    where `update` is "backward"."""
+    activation_buffer_bytes: int = 0
+    """So many bytes of the pinned memory are for saved activations on their way to NVMe and back (the config's
+    `offload_activations.buffer_bytes`): see `SwapManager.activation_buffers`."""
+    moments: tuple[str, ...] = ADAM_MOMENTS
+    """What the optimizer keeps of each element, 4 bytes each, by the names in its `state`: Adam's two, `("momentum_buffer",)`
+    for SGD, `()` for SGD without momentum."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moments", tuple(self.moments))
+        if len(self.moments) > len(FIELDS):
+            raise ConfigError(
+                f"the optimizer keeps {len(self.moments)} numbers of each parameter ({', '.join(self.moments)}), and "
+                f"{len(FIELDS)} can be paged: use another one, or leave parameters and optimizer state off NVMe"
+            )
+        _check_one_of("update", self.update, get_args(Update))
+        _check_one_of("master_weights", self.master_weights, get_args(MasterWeights))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}: it must be at least {least}")
+
+    @property
+    def stored_in_words(self) -> str:
+        """What rests on NVMe, for an error about missing space."""
+        return "parameters" if self.hold_state else "parameters and optimizer state"
+
+    def look_ahead_bytes(self, dtype: torch.dtype) -> int | None:
+        """`prefetch_bucket_size` in bytes, where compute parameters have this dtype."""
+        return None if self.prefetch_bucket_size is None else self.prefetch_bucket_size * dtype.itemsize
+
+
+_LEAST: Mapping[str, int] = {
+    "sub_group_size": 1,
+    "param_persistence_threshold": 0,
+    "model_persistence_threshold": 0,
+    "max_in_cpu": 0,
+    "host_cache_bytes": 0,
+    "prefetch_bucket_size": 0,
+    "gradient_bytes_max": 0,
+    "activation_buffer_bytes": 0,
+}
+
+
+def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
+
+
+_OLD_NAMES: Mapping[str, tuple[str, Callable[[Any, torch.dtype], Any]]] = {
+    "resident_numel_below": ("param_persistence_threshold", lambda value, dtype: value),
+    "resident_small_numel_max": ("model_persistence_threshold", lambda value, dtype: value),
+    "resident_numel_max": ("max_in_cpu", lambda value, dtype: value),
+    "cache_bytes": ("host_cache_bytes", lambda value, dtype: value),
+    "look_ahead_bytes": (
+        "prefetch_bucket_size",
+        lambda value, dtype: None if value is None else value // dtype.itemsize,
+    ),
+    "split_master": ("master_weights", lambda value, dtype: "split" if value else "full"),
+    "activation_bytes": ("activation_buffer_bytes", lambda value, dtype: value),
+}
+"""Arguments of `SwapManager.page` until 0.1: the field's name now, and its value (for compute parameters of this dtype)."""
+
+
+def options_from_arguments(arguments: Mapping[str, Any], dtype: torch.dtype) -> PagingOptions:
+    """The options that keyword arguments of `SwapManager.page` say, which are deprecated, under today's names or older ones.
+
+    Raises TypeError for a name that never was one, ConfigError for a value that can't be.
+    """
+    known = {field.name for field in fields(PagingOptions)}
+    renamed: dict[str, Any] = {}
+    for old, value in arguments.items():
+        name, convert = _OLD_NAMES.get(old, (old, lambda value, dtype: value))
+        if name not in known:
+            raise TypeError(f"page() got an unexpected keyword argument {old!r}")
+        renamed[name] = convert(value, dtype)
+    said = ", ".join(f"{name}={value!r}" for name, value in renamed.items())
+    warnings.warn(
+        f"keyword arguments of SwapManager.page() are deprecated: call page(model, PagingOptions({said}))",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return PagingOptions(**renamed)
