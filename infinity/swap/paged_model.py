@@ -729,7 +729,7 @@ class PagedModel:
         except BaseException:
             if sub.chunk.state is ChunkState.IN_USE:
                 self._stager.release(sub.chunk, keep=False)
-                self._stager.drop(sub.chunk)  # also where the device is at it: what is left there is slot updated
+                self._stager.drop(sub.chunk)  # also where the device is at it: what is left there is half updated
             raise
 
     @contextlib.contextmanager

@@ -329,7 +329,7 @@ def test_a_plateau_schedule_is_stepped_by_its_metric(nvme_path: Path) -> None:
 @pytest.mark.parametrize(
     "convert",
     [
-        lambda m: m.slot(),
+        lambda m: m.half(),
         lambda m: m.bfloat16(),
         lambda m: m[1][0].double(),
         lambda m: m.to_empty(device="cpu"),
