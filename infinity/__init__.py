@@ -7,11 +7,21 @@ doesn't wait for torch. Those of `import deepspeed` that scripts use are among t
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from infinity.deepspeed import MODULE_OF, PACKAGES
+
 if TYPE_CHECKING:
-    from infinity import checkpointing, ops, utils, zero
+    from infinity import deepspeed as ops
+    from infinity import deepspeed as utils
     from infinity.checkpoint.consolidate import (
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
+    )
+    from infinity.deepspeed import checkpointing, zero
+    from infinity.deepspeed.memory_needs import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
     )
     from infinity.drive.probe import DriveRates, measure_drive
     from infinity.errors import (
@@ -22,12 +32,6 @@ if TYPE_CHECKING:
         IntegrityError,
         IoError,
         StoreError,
-    )
-    from infinity.memory_needs import (
-        estimate_zero2_model_states_mem_needs_all_cold,
-        estimate_zero2_model_states_mem_needs_all_live,
-        estimate_zero3_model_states_mem_needs_all_cold,
-        estimate_zero3_model_states_mem_needs_all_live,
     )
     from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
     from infinity.runtime.engine import Engine as DeepSpeedEngine
@@ -80,7 +84,7 @@ _NAMES_OF = {
         "IoError",
         "StoreError",
     ),
-    "infinity.memory_needs": (
+    "infinity.deepspeed.memory_needs": (
         "estimate_zero2_model_states_mem_needs_all_cold",
         "estimate_zero2_model_states_mem_needs_all_live",
         "estimate_zero3_model_states_mem_needs_all_cold",
@@ -94,23 +98,18 @@ _NAMES_OF = {
     "infinity.drive.probe": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "PagingOptions", "SwapManager"),
 }
-_MODULES = {
-    "checkpointing": "infinity.checkpointing",
-    "ops": "infinity.ops",
-    "utils": "infinity.utils",
-    "zero": "infinity.zero",
-}
 _ALIASES = {"DeepSpeedEngine": "Engine"}
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
-    own = _ALIASES.get(name, name)
-    if own not in _HOME:
+    path = f"infinity.{name}"
+    if path in MODULE_OF or path in PACKAGES:
+        return import_module(path)
+    real_name = _ALIASES.get(name, name)
+    if real_name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(_HOME[own]), own)
+    value: object = getattr(import_module(_HOME[real_name]), real_name)
     globals()[name] = value
     return value
 

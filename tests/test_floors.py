@@ -23,12 +23,7 @@ FLOORS: dict[str, int] = {
     "cli": 17,
     "integrations": 16,
     "": 15,  # infinity/__init__.py, the public names: above all it names, beneath those who use the library
-    "runtime.zero": 14,  # the paths, names and contexts of DeepSpeed
-    "checkpointing": 14,
-    "ops": 14,
-    "utils": 14,
-    "zero": 14,
-    "memory_needs": 12,
+    "deepspeed": 14,
     "runtime": 11,
     "checkpoint": 10,
     "activations": 9,
@@ -61,16 +56,6 @@ NEVER_IN_SCHEDULE = {"torch", "infinity.aio", "infinity._aio"}
 # ... and in its own files it does no I/O.
 IO_MODULES = {"asyncio", "fcntl", "io", "mmap", "os", "pathlib", "shutil", "socket", "subprocess", "sys", "tempfile"}
 IO_CALLS = {"open", "print", "input"}
-
-# Modules of the package that only tests use, on purpose, ...
-FOR_TESTS = {"infinity.device.fake"}
-# ... and those that only other people's scripts import.
-FOR_SCRIPTS = {
-    "infinity.runtime.zero",
-    "infinity.runtime.zero.stage3",
-    "infinity.runtime.zero.stage_1_and_2",
-    "infinity.utils.zero_to_fp32",
-}
 
 
 class Import(NamedTuple):
@@ -243,7 +228,7 @@ def dead_modules(tree: Tree) -> list[str]:
         for path in sorted((tree.root / folder).rglob("*.py")):
             modules = {tree.module_of(found.target) for found in imports_of(ast.parse(path.read_text(), str(path)))}
             starts |= {module for module in modules if module}
-    alive = tree.reachable(starts) | FOR_TESTS | FOR_SCRIPTS
+    alive = tree.reachable(starts)
     return [
         f"{tree.where(name, 1)}: nobody imports {name}, and it is no entry point"
         for name in tree.files

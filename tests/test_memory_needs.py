@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.memory_needs import count, needs_of
+from infinity.deepspeed.memory_needs import count, needs_of
 from infinity.schedule import pinned
 
 B = 10**9

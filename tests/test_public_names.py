@@ -43,3 +43,22 @@ for name in frameworks:
         raise AssertionError(name)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_deepspeed_s_import_paths_lead_to_one_module_and_load_nothing_before_use() -> None:
+    code = """
+import importlib, sys, infinity
+from infinity.deepspeed import MODULE_OF, PACKAGES
+assert not {*MODULE_OF, *MODULE_OF.values(), *PACKAGES} & sys.modules.keys()
+assert infinity.ops.adam.FusedAdam  # no import statement needed
+for path, module in MODULE_OF.items():
+    assert importlib.import_module(path) is importlib.import_module(module), path
+    assert sys.modules[module].__spec__.name == module
+try:
+    infinity.ops.sparse_attention
+except AttributeError as error:
+    assert "'infinity.ops' has no attribute 'sparse_attention'" in str(error), error
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    command = [sys.executable, "-m", "infinity.utils.zero_to_fp32", "--help"]
+    assert "checkpoint_dir" in subprocess.run(command, check=True, capture_output=True, text=True).stdout

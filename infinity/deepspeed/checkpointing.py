@@ -1,4 +1,4 @@
-"""Floor 14. Activation checkpointing under DeepSpeed's names, by torch's non-reentrant checkpoint, which FSDP2 works with."""
+"""Floor 14. DeepSpeed's activation checkpointing, done by torch's non-reentrant checkpoint, which works with FSDP2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _configured = False
 
 
 def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose activations are computed again in backward instead of kept."""
+    """`function(*args, **kwargs)`; its activations are recomputed in backward instead of stored."""
     return _checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -20,7 +20,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **settings: Any) -> None:
-    """Accepted: `partition_activations` and the like mean nothing here."""
+    """Accepted; settings such as `partition_activations` have no effect."""
     global _configured
     _configured = True
 
@@ -31,4 +31,4 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Accepted: there is nothing to give back."""
+    """Accepted; there is nothing to release."""

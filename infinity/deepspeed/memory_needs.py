@@ -1,4 +1,4 @@
-"""Floor 12, above the runtime. What the states of a model need, under the names that DeepSpeed gave these questions.
+"""Floor 14. How much memory the states of a model need, by the functions that DeepSpeed has for it.
 
 Parameters, gradients and optimizer state as infinity holds them, on the GPUs, in the host and on NVMe; activations come on
 top (`infinity-bench plan` counts them too). Pure arithmetic that prints a table.
@@ -15,6 +15,13 @@ from infinity.units import GIB, format_count
 
 if TYPE_CHECKING:
     from torch import nn
+
+__all__ = [
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+]
 
 ADDITIONAL_BUFFER_FACTOR = 1.5
 """Host memory is multiplied by it, as there: for what is in flight, and for the allocator."""
@@ -101,7 +108,7 @@ def needs_of(
     if min(total_params, largest, gpus_per_node, nodes) < 1:
         raise ValueError("parameters, GPUs and nodes must each be at least 1")
     ranks = gpus_per_node * nodes
-    found = []
+    needs = []
     for strategy in STRATEGIES:
         if strategy.stage != stage:
             continue
@@ -110,19 +117,19 @@ def needs_of(
         host = gpus_per_node * (
             additional_buffer_factor * states.host_bytes + _pool_bytes(strategy, total_params, largest, ranks)
         )
-        found.append(Needs(strategy, states.device_bytes + gathered, int(host), gpus_per_node * states.nvme_bytes))
-    return found
+        needs.append(Needs(strategy, states.device_bytes + gathered, int(host), gpus_per_node * states.nvme_bytes))
+    return needs
 
 
 def count(model: nn.Module) -> tuple[int, int]:
     """Parameters of `model`, shared ones once, and of its largest group as `infinity.initialize` wraps it."""
     from infinity.fsdp2.wrap import modules_to_wrap
 
-    groups = [{id(each): each.numel() for each in module.parameters()} for module in modules_to_wrap(model, None)]
-    everything = {id(each): each.numel() for each in model.parameters()}
-    inside = {number for group in groups for number in group}
-    root = sum(numel for number, numel in everything.items() if number not in inside)
-    return sum(everything.values()), max([root, *(sum(group.values()) for group in groups)])
+    groups = [{id(param): param.numel() for param in module.parameters()} for module in modules_to_wrap(model, None)]
+    numel_by_id = {id(param): param.numel() for param in model.parameters()}
+    wrapped = {param_id for group in groups for param_id in group}
+    root = sum(numel for param_id, numel in numel_by_id.items() if param_id not in wrapped)
+    return sum(numel_by_id.values()), max([root, *(sum(group.values()) for group in groups)])
 
 
 def _pool_bytes(strategy: Strategy, total_params: int, largest: int, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Floor 14. DeepSpeed's Adams by name. Both are torch's fused Adam, paged where the config says so."""
+"""Floor 14. DeepSpeed's two Adam classes. Both are torch's fused Adam, paged where the config says so."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 class DeepSpeedCPUAdam(torch.optim.Adam):
     """Adam with fp32 state; weight decay is decoupled (AdamW) unless `adamw_mode` is False.
 
-    Raises ConfigError without `bias_correction` or `fp32_optimizer_states`: the update always corrects, the state is fp32.
+    Raises ConfigError where `bias_correction` or `fp32_optimizer_states` is False: neither can be turned off.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not (bias_correction and fp32_optimizer_states):
-            raise ConfigError("bias_correction and fp32_optimizer_states must be True: the update knows no other way")
+            raise ConfigError("bias_correction and fp32_optimizer_states must be True: neither can be turned off")
         super().__init__(
             model_params,
             lr=lr,
@@ -44,7 +44,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """The same under the name for GPUs; `set_grad_none` is accepted."""
+    """`DeepSpeedCPUAdam` under the name that DeepSpeed has for GPUs; `set_grad_none` has no effect."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Floor 14. A checkpoint's model in fp32, under the path that scripts import it from, and as DeepSpeed's command of that name.
+"""Floor 14. DeepSpeed's `zero_to_fp32`: the model of a checkpoint in fp32, as functions and as a command.
 
 python -m infinity.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR [--max_shard_size 5GB] [--tag TAG]
 """
@@ -31,13 +31,14 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def load_state_dict_from_zero_checkpoint(
     model: _Model, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> _Model:
-    """`model`, on the CPU, with the values in a checkpoint, fp32; what the checkpoint lacks stays.
+    """Move `model` to the CPU, load the checkpoint's fp32 values into it, and return it.
 
-    Raises CheckpointError, also for a model that an engine holds: build it anew, or use `engine.load_checkpoint`.
+    Parameters that the checkpoint lacks stay as they are. Raises CheckpointError where the checkpoint cannot be read, and for
+    a sharded model (one that an engine holds).
     """
     if is_sharded(model):
         raise CheckpointError(
-            "the model is sharded, as an engine holds it: pass one that is built anew, or use engine.load_checkpoint"
+            "the model is sharded, as an engine holds it: pass a newly built one, or use engine.load_checkpoint"
         )
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max_shard_size", default="5GB", help="bytes per file (5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="accepted: nothing else is written")
     parser.add_argument("-t", "--tag", help="which checkpoint of the folder; the latest where absent")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted, without meaning here")
+    parser.add_argument("-d", "--debug", action="store_true", help="accepted, without effect")
     options = parser.parse_args(arguments)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(

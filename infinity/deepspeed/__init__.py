@@ -1,0 +1,68 @@
+"""Floor 14. The part of DeepSpeed's API that scripts use, under DeepSpeed's import paths.
+
+The files in this folder are the API. `MODULE_OF` says under which path each of them is imported, and the finder below answers
+for those paths, since no file lies there: `import infinity.zero`, `from infinity.ops.adam import FusedAdam` and
+`python -m infinity.utils.zero_to_fp32` all work, and load nothing before they are used.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module, util
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from infinity.deepspeed import adam as adam
+    from infinity.deepspeed import zero_to_fp32 as zero_to_fp32
+
+MODULE_OF = {
+    "infinity.checkpointing": "infinity.deepspeed.checkpointing",
+    "infinity.ops.adam": "infinity.deepspeed.adam",
+    "infinity.runtime.zero.stage3": "infinity.deepspeed.memory_needs",
+    "infinity.runtime.zero.stage_1_and_2": "infinity.deepspeed.memory_needs",
+    "infinity.utils.zero_to_fp32": "infinity.deepspeed.zero_to_fp32",
+    "infinity.zero": "infinity.deepspeed.zero",
+}
+"""Import path as in DeepSpeed → the module that is imported."""
+
+PACKAGES = ("infinity.ops", "infinity.runtime.zero", "infinity.utils")
+"""Paths that only lead to those below them."""
+
+
+class AliasFinder(MetaPathFinder, InspectLoader):
+    """Finds and loads the modules of `MODULE_OF` under their aliases: one module object, however it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MODULE_OF or fullname in PACKAGES:
+            return ModuleSpec(fullname, self, is_package=fullname in PACKAGES)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name in MODULE_OF:
+            sys.modules[name] = import_module(MODULE_OF[name])  # the import statement takes what stands here afterwards
+            return
+
+        def load_attribute(attribute: str) -> ModuleType:
+            if f"{name}.{attribute}" in MODULE_OF:
+                return import_module(f"{name}.{attribute}")
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+
+        module.__dict__["__getattr__"] = load_attribute
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """The code that `python -m` runs."""
+        spec = util.find_spec(MODULE_OF[fullname])
+        assert spec is not None
+        assert isinstance(spec.loader, InspectLoader)
+        return spec.loader.get_code(spec.name)
+
+    def get_source(self, fullname: str) -> str | None:
+        return None
+
+
+sys.meta_path.append(AliasFinder())
