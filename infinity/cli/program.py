@@ -1,4 +1,4 @@
-"""Floor 17. How a program of ours begins and ends: its signals, its exit code, and errors as one line. Main thread."""
+"""Floor 17. How our programs start and end: signals, exit code, errors as one line. Main thread."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from infinity.errors import InfinityError
 
 
 def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Run the `func` that `parser` finds in `arguments` (those of the process where None), and return the exit code.
+    """Run the `func` that `parser` finds in `arguments` (None: those of the process) and return the exit code.
 
-    0: as asked; 1: it failed, and the reason was printed; 2 (from argparse): wrong usage; 128 + a signal's number: ended
-    by it.
+    0: success; 1: failure, with the reason printed; 2 (from argparse): wrong usage; 128 + N: ended by signal N.
     """
-    asked = parser.parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = asked.func
+    options = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.func
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     try:
-        code = run(asked)
+        code = run(options)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -31,15 +31,15 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (InfinityError, OSError) as error:
-        _let_go_of_stdout()
-        if isinstance(error, BrokenPipeError):  # whoever read our output has enough, as `| head` does
+        _flush_or_drop_stdout()
+        if isinstance(error, BrokenPipeError):  # the reader of our output has closed it, as `| head` does
             return 128 + signal.SIGPIPE
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 
 
-def _let_go_of_stdout() -> None:
-    """Print what can still be printed. The interpreter flushes stdout once more at exit, which must not fail again."""
+def _flush_or_drop_stdout() -> None:
+    """Flush stdout, or point it to /dev/null: the interpreter flushes it once more at exit, which must not fail again."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -47,5 +47,20 @@ def _let_go_of_stdout() -> None:
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
-    """End as Ctrl-C would, so that what was put on the drive is removed on the way out."""
+    """Exit as Ctrl-C would, so that files on the drive are removed on the way out."""
     raise SystemExit(128 + number)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back signals that would end the program until the block is done: a folder is created or removed as a whole."""
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [(number, signal.signal(number, lambda arriving, _frame: arrived.append(arriving))) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+    if arrived:
+        signal.raise_signal(arrived[0])

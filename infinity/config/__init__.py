@@ -3,9 +3,9 @@
 What each key means, which values it may take and how "auto" is filled. Runs once, at start, on the caller's thread; touches
 nothing but the config file. `python -m infinity.config` prints the reference (docs/config.md).
 
-From the bottom: `words` and `rules` (what a value may be) ← `blocks`, `optimizers` (the models) ← `top_level` (the keys of all
-of it) ← `known` (every key by its path), `check` (values to a config) ← `contradictions`, `resolve` ← `whole` (all of these) ←
-`read`, `reference`.
+From the bottom: `words` and `rules` (what a value may be) ← `blocks`, `infinity_block`, `optimizers` (the models) ←
+`top_level` (the keys of all of it) ← `known` (every key by its path), `check` (values to a config) ← `contradictions`,
+`resolve` ← `whole` (all of these) ← `read`, `reference`.
 """
 
 from infinity.config.blocks import (
@@ -14,11 +14,11 @@ from infinity.config.blocks import (
     Bf16Config,
     FlopsProfilerConfig,
     Fp16Config,
-    InfinityConfig,
     OffloadOptimizerConfig,
     OffloadParamConfig,
     ZeroConfig,
 )
+from infinity.config.infinity_block import InfinityConfig
 from infinity.config.optimizers import (
     AdamConfig,
     OneCycleConfig,

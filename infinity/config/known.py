@@ -13,12 +13,11 @@ from infinity.config.blocks import (
     Block,
     FlopsProfilerConfig,
     Fp16Config,
-    InfinityConfig,
-    OffloadActivationsConfig,
     OffloadOptimizerConfig,
     OffloadParamConfig,
     ZeroConfig,
 )
+from infinity.config.infinity_block import InfinityConfig, OffloadActivationsConfig
 from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
 from infinity.config.top_level import TopLevel
 from infinity.config.words import join

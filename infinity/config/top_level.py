@@ -14,9 +14,9 @@ from infinity.config.blocks import (
     Block,
     FlopsProfilerConfig,
     Fp16Config,
-    InfinityConfig,
     ZeroConfig,
 )
+from infinity.config.infinity_block import InfinityConfig
 from infinity.config.optimizers import OptimizerConfig, SchedulerConfig
 from infinity.config.rules import INTERVAL, Amount, Flag, Positive, names_of
 from infinity.config.words import config_error

@@ -20,8 +20,8 @@ import torch
 
 import infinity.aio
 from infinity.cli import bench
-from infinity.cli.doctor import checks
-from infinity.cli.doctor.checks import Finding, Mark, Section
+from infinity.cli.doctor import checks, machine_checks, path_checks
+from infinity.cli.doctor.findings import Finding, Mark, Section
 from infinity.cli.environment import Container, HugePages, Limits, Machine
 from infinity.drive import describe as drive_module
 from infinity.drive.describe import Disk, Drive, Queue
@@ -320,7 +320,7 @@ def test_a_check_that_stumbles_does_not_hide_the_others(run_main: RunMain, monke
 def test_backends_say_which_is_taken_and_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [("io_uring", False, "refused"), ("linux_aio", True, "works"), ("threads", False, "none left")]
     monkeypatch.setattr(infinity.aio, "probe", lambda: found)
-    section = looked(checks.check_backends, CONTAINER)
+    section = looked(machine_checks.check_backends, CONTAINER)
     assert marks(section) == {"io_uring": Mark.WARN, "linux_aio": Mark.OK, "threads": Mark.INFO}
     assert section.facts["chosen"] == "linux_aio"
 
@@ -339,7 +339,7 @@ def test_a_refused_io_uring_has_the_move_that_fits(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr(infinity.aio, "probe", lambda: [("io_uring", False, "refused"), ("threads", True, "works")])
-    section = looked(checks.check_backends, dataclasses.replace(CONTAINER, **change))
+    section = looked(machine_checks.check_backends, dataclasses.replace(CONTAINER, **change))
     assert re.search(said, moves(section)["io_uring"])
 
 
@@ -353,7 +353,7 @@ def test_a_refused_io_uring_has_the_move_that_fits(
 )
 def test_memlock(limits: dict[str, Any], container: dict[str, Any], mark: Mark) -> None:
     section = looked(
-        checks.check_limits, dataclasses.replace(LIMITS, **limits), dataclasses.replace(CONTAINER, **container)
+        machine_checks.check_limits, dataclasses.replace(LIMITS, **limits), dataclasses.replace(CONTAINER, **container)
     )
     assert marks(section)["memlock"] is mark
 
@@ -367,8 +367,10 @@ def test_memlock(limits: dict[str, Any], container: dict[str, Any], mark: Mark) 
     ],
 )
 def test_a_low_limit_is_a_warning(limits: dict[str, Any], name: str) -> None:
-    assert marks(looked(checks.check_limits, dataclasses.replace(LIMITS, **limits), CONTAINER))[name] is Mark.WARN
-    assert marks(looked(checks.check_limits, LIMITS, CONTAINER)).get(name, Mark.OK) is Mark.OK
+    assert (
+        marks(looked(machine_checks.check_limits, dataclasses.replace(LIMITS, **limits), CONTAINER))[name] is Mark.WARN
+    )
+    assert marks(looked(machine_checks.check_limits, LIMITS, CONTAINER)).get(name, Mark.OK) is Mark.OK
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ def test_a_low_limit_is_a_warning(limits: dict[str, Any], name: str) -> None:
     ],
 )
 def test_memory(change: dict[str, Any], mark: Mark) -> None:
-    assert marks(looked(checks.check_machine, dataclasses.replace(MACHINE, **change)))["memory"] is mark
+    assert marks(looked(machine_checks.check_machine, dataclasses.replace(MACHINE, **change)))["memory"] is mark
 
 
 class FakeSlab:
@@ -408,11 +410,11 @@ def test_what_the_trial_slab_got_counts(monkeypatch: pytest.MonkeyPatch, slab: F
         return slab
 
     monkeypatch.setattr(infinity.aio, "PinnedSlab", allocate)
-    assert marks(looked(checks.check_huge_pages, PAGES))["trial"] is mark
+    assert marks(looked(machine_checks.check_huge_pages, PAGES))["trial"] is mark
 
 
 def test_huge_pages_that_are_off_are_a_warning() -> None:
-    section = looked(checks.check_huge_pages, dataclasses.replace(PAGES, enabled="never"))
+    section = looked(machine_checks.check_huge_pages, dataclasses.replace(PAGES, enabled="never"))
     assert marks(section)["transparent"] is Mark.WARN
     assert "echo madvise" in moves(section)["transparent"]
 
@@ -442,7 +444,7 @@ def test_drive(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], name: str, mark: Mark, said: str, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(drive_module, "drive_of", lambda _path: dataclasses.replace(DRIVE, **change))
-    section = looked(checks.check_drive, tmp_path)
+    section = looked(path_checks.check_drive, tmp_path)
     (finding,) = [each for each in section.findings if each.name == name]
     assert finding.mark is mark
     assert said in finding.text
@@ -457,14 +459,14 @@ def test_cuda_is_not_touched_where_there_is_no_device(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", touched)
-    section = looked(checks.check_gpu)
+    section = looked(machine_checks.check_gpu)
     assert marks(section) == {"cuda": Mark.INFO}
     assert section.facts["available"] is False
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_named() -> None:
-    section = looked(checks.check_gpu)
+    section = looked(machine_checks.check_gpu)
     assert section.facts["available"] is True
     assert marks(section)["device_0"] is Mark.OK
 
@@ -479,6 +481,6 @@ def test_a_gpu_is_named() -> None:
     ],
 )
 def test_direct_io(direct: bool, alignment: tuple[int, int] | None, mark: Mark) -> None:
-    section = looked(checks._judge, checks.Trial("threads", direct, alignment, True, ["a note"]))
+    section = looked(path_checks._judge, path_checks.Trial("threads", direct, alignment, True, ["a note"]))
     assert marks(section)["direct_io"] is mark
     assert Finding("note", Mark.INFO, "a note") in section.findings

@@ -18,10 +18,10 @@ from infinity.cli.arguments import add_described
 from infinity.errors import StoreError
 
 if TYPE_CHECKING:
-    from infinity.cli.doctor.checks import Finding, Section
+    from infinity.cli.doctor.findings import Finding, Section
 
 JSON_FORMAT = 1
-"""Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
+"""Raised when a key of the JSON report changes its meaning or goes away, not when one is added."""
 
 _MARKS = {"ok": ("ok", "green"), "info": ("-", "dim"), "warn": ("WARN", "yellow"), "fail": ("FAIL", "bold red")}
 _WIDTH_MAX = 120
@@ -52,21 +52,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(func=run)
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Report on the path asked for; 0 where training with NVMe works, else 1."""
-    from infinity.cli.doctor.checks import Mark, examine
+def run(options: argparse.Namespace) -> int:
+    """Report on the path; 0 where training with NVMe works, else 1."""
+    from infinity.cli.doctor.checks import examine
+    from infinity.cli.doctor.findings import Mark
 
     try:
-        path = (asked.path or Path()).absolute()
+        path = (options.path or Path()).absolute()
         Path.cwd()
     except FileNotFoundError:  # libraries of torch end the process there
         raise StoreError(errno.ENOENT, "the current directory does not exist any more: cd to one that does") from None
     sections = list(examine(path))
-    failures = [each for section in sections for each in section.findings if each.mark is Mark.FAIL]
-    if asked.json:
+    failures = [finding for section in sections for finding in section.findings if finding.mark is Mark.FAIL]
+    if options.json:
         print(json.dumps(_as_json(path, sections, failures), indent=2))
     else:
-        _print(path, asked.path is None, sections, failures)
+        _print(path, options.path is None, sections, failures)
     return 1 if failures else 0
 
 
@@ -80,20 +81,20 @@ def _as_json(path: Path, sections: list[Section], failures: list[Finding]) -> di
     report: dict[str, object] = {
         "format": JSON_FORMAT,
         "works": not failures,
-        "reasons": [each.text for each in failures],
+        "reasons": [finding.text for finding in failures],
         "path": str(path),
     }
     report["sections"] = {section.name: section.facts for section in sections}
     report["findings"] = [
         {
             "section": section.name,
-            "name": each.name,
-            "mark": each.mark.value,
-            "text": each.text,
-            "next_move": each.next_move,
+            "name": finding.name,
+            "mark": finding.mark.value,
+            "text": finding.text,
+            "next_move": finding.next_move,
         }
         for section in sections
-        for each in section.findings
+        for finding in section.findings
     ]
     return report
 
@@ -108,9 +109,9 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
     width = min(console.width, _WIDTH_MAX)
 
     def show(text: str, style: str, mark: str = "", mark_style: str = "", name: str = "") -> None:
-        """`text` wrapped beside mark and name, if any. rich itself would fill the lines up with blanks."""
+        """`text` wrapped beside mark and name, if any. rich itself would pad the lines with blanks."""
         head = [(f"{mark:6}", mark_style), (f"{name:17}", "")] if name else []
-        indent = " " * sum(len(each) for each, _ in head)
+        indent = " " * sum(len(part) for part, _ in head)
         room = max(width - len(indent), _WIDTH_MIN)
         for number, line in enumerate(textwrap.wrap(_printable(text), room, break_on_hyphens=False)):
             console.print(Text.assemble(*([indent] if number else head), (line, style)), soft_wrap=True)
@@ -120,24 +121,24 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
     for section in sections:
         console.print()
         show(section.title, "bold")
-        for each in section.findings:
-            show(each.text, "", *_MARKS[each.mark.value], each.name)
-            if each.next_move:
-                show(f"next: {each.next_move}", "bold", name=" ")
+        for finding in section.findings:
+            show(finding.text, "", *_MARKS[finding.mark.value], finding.name)
+            if finding.next_move:
+                show(f"next: {finding.next_move}", "bold", name=" ")
     console.print()
     show(_verdict(path, sections, failures), "bold red" if failures else "bold green")
 
 
 def _verdict(path: Path, sections: list[Section], failures: list[Finding]) -> str:
     if failures:
-        return f"FAIL: training with NVMe does not work here: {'; '.join(each.text for each in failures)}"
-    warnings = sum(each.mark.value == "warn" for section in sections for each in section.findings)
+        return f"FAIL: training with NVMe does not work here: {'; '.join(finding.text for finding in failures)}"
+    warnings = sum(finding.mark.value == "warn" for section in sections for finding in section.findings)
     more = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
     return f"ok: training with NVMe works in {path}{more}"
 
 
 def _printable(text: str) -> str:
-    """`text` without what a terminal would obey: a path may hold any byte."""
+    """`text` with control characters escaped: a path may hold any byte."""
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode() for each in text
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text
     )

@@ -1,0 +1,243 @@
+"""Floor 17. The doctor's checks of the machine: software, memory, GPU, container, limits, huge pages, I/O backends.
+
+torch and the compiled core are imported by the checks that need them: that one cannot be loaded is a finding, too.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import infinity
+from infinity.cli.doctor.findings import Mark, Section, count_text, size_text
+from infinity.cli.environment import Container, HugePages, Limits, Machine
+from infinity.cli.program import signals_held
+from infinity.kernel_files import text_of
+from infinity.units import GIB, MIB, format_bytes
+
+SLAB_BYTES = 64 * MIB
+"""The trial slab: large enough that huge pages could be had, small enough for any machine that trains."""
+
+_OPEN_FILES_MIN = 256
+_MEMORY_BYTES_MIN = 1 * GIB
+_AIO_REQUESTS_MIN = 1024
+
+
+def check_software(section: Section) -> None:
+    """Versions, and whether the compiled core and torch can be loaded at all."""
+    section.facts = {
+        "infinity_version": infinity.__version__,
+        "python_version": platform.python_version(),
+        "torch_version": None,
+    }
+    section.add("infinity", Mark.OK, infinity.__version__)
+    section.add("python", Mark.OK, f"{platform.python_version()} ({platform.python_implementation()})")
+    try:
+        with signals_held():  # an exception raised by Ctrl-C while torch loads may abort the process
+            import torch
+    except Exception as error:  # a missing library of CUDA is an OSError
+        section.add("torch", Mark.FAIL, f"torch can't be loaded: {error}", "install torch again: pip install torch")
+    else:
+        section.facts["torch_version"] = torch.__version__
+        section.add("torch", Mark.OK, torch.__version__)
+    try:
+        from infinity import _aio  # noqa: F401
+    except ImportError as error:
+        move = "build it for this Python: make setup in a checkout, or pip install again"
+        section.add("core", Mark.FAIL, f"the compiled core can't be loaded: {error}", move)
+
+
+def check_machine(section: Section, machine: Machine) -> None:
+    """Kernel, processors and memory."""
+    section.facts = asdict(machine)
+    section.add(
+        "system", Mark.INFO, f"{machine.distribution or 'Linux'}, kernel {machine.kernel}, {machine.architecture}"
+    )
+    cpus = f"{machine.cpus} for this process"
+    if machine.cpus_online:
+        cpus += f", {machine.cpus_online} in the machine"
+    if machine.numa_nodes:
+        cpus += f", {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes > 1)}"
+    section.add("cpus", Mark.INFO, cpus)
+    _check_memory(section, machine)
+    if machine.swap_bytes:
+        text = f"{format_bytes(machine.swap_bytes)}, {format_bytes(machine.swap_free_bytes or 0)} free"
+        section.add("swap", Mark.INFO, f"{text}; infinity.lock_memory keeps the pool out of it")
+    elif machine.swap_bytes is not None:
+        section.add("swap", Mark.INFO, "none")
+
+
+def _check_memory(section: Section, machine: Machine) -> None:
+    available = machine.memory_available_bytes
+    text = f"{size_text(machine.memory_bytes)}, {size_text(available)} available"
+    limit = machine.memory_limit_bytes
+    if limit is not None:
+        used = machine.memory_limit_used_bytes
+        text += f"; a control group allows {format_bytes(limit)}" + (f", {format_bytes(used)} used" if used else "")
+    low = (
+        min((nbytes for nbytes in (available, limit) if nbytes is not None), default=_MEMORY_BYTES_MIN)
+        < _MEMORY_BYTES_MIN
+    )
+    move = "end other programs or raise the container's memory limit: Python, torch and a small pool take about 1 GiB"
+    section.add("memory", Mark.WARN if low else Mark.OK, text, move if low else "")
+
+
+def check_gpu(section: Section) -> None:
+    """CUDA. Without a device, CUDA is not initialized."""
+    section.facts = {"cuda_version": None, "driver_version": None, "available": False, "devices": []}
+    try:
+        import torch
+    except Exception:
+        section.add("cuda", Mark.INFO, "not looked at, as torch can't be loaded")
+        return
+    driver = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text_of(Path("/proc/driver/nvidia/version")) or "")
+    version = torch.version.cuda or torch.version.hip
+    section.facts |= {"cuda_version": version, "driver_version": driver[1] if driver else None}
+    present = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    if not version:
+        move = "install the CUDA build of torch (pytorch.org/get-started) to train on the GPU" if present else ""
+        text = "this torch is built for the CPU" + (", but there is a GPU" if present else "")
+        section.add("cuda", Mark.WARN if present else Mark.INFO, text, move)
+    elif not present:
+        section.add("cuda", Mark.INFO, f"no GPU here: training runs on the CPU (torch is built for CUDA {version})")
+    elif not torch.cuda.is_available():
+        move = "see what nvidia-smi says; check the driver's version, and that CUDA_VISIBLE_DEVICES is not empty"
+        section.add("cuda", Mark.WARN, f"there is a GPU, but torch (CUDA {version}) can't use it", move)
+    else:
+        _check_devices(section, f"CUDA {version}, driver {driver[1] if driver else 'unknown'}")
+
+
+def _check_devices(section: Section, versions: str) -> None:
+    import torch
+
+    section.add("cuda", Mark.OK, versions)
+    devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    section.facts |= {
+        "available": True,
+        "devices": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
+    }
+    for number, device in enumerate(devices):
+        section.add(f"device_{number}", Mark.OK, f"{device.name}, {format_bytes(device.total_memory)}")
+
+
+def check_container(section: Section, container: Container) -> None:
+    """What surrounds the process, and what that forbids."""
+    section.facts = asdict(container)
+    section.add("container", Mark.INFO, container.kind or "none, as far as one can see")
+    if container.gvisor:
+        move = "run under the machine's own kernel (docker run --runtime=runc) for io_uring, huge pages and full speed"
+        section.add("gvisor", Mark.WARN, "the kernel is gVisor's: every system call goes through a sandbox", move)
+    if container.seccomp == "filter":
+        section.add("seccomp", Mark.INFO, "a filter decides on system calls; the backends below show what it refuses")
+    elif container.seccomp:
+        section.add("seccomp", Mark.OK if container.seccomp == "off" else Mark.INFO, container.seccomp)
+    words = {0: "allowed for all", 1: "allowed for one group and CAP_SYS_ADMIN", 2: "off for all"}
+    setting = container.io_uring_disabled
+    if setting is not None:
+        text = f"kernel.io_uring_disabled is {setting}: {words.get(setting, 'unknown')}"
+        section.add("io_uring_sysctl", Mark.OK if setting == 0 else Mark.INFO, text)
+    if container.cap_ipc_lock is not None:
+        text = "held: locked memory has no limit" if container.cap_ipc_lock else "not held: the memlock limit counts"
+        section.add("cap_ipc_lock", Mark.INFO, text)
+
+
+def check_limits(section: Section, limits: Limits, container: Container) -> None:
+    """Limits of the process that concern the pool, the arenas and the backends."""
+    section.facts = asdict(limits)
+    _check_memlock(section, limits, container)
+    files = limits.open_files_soft
+    text = "no limit" if files is None else f"{files} (at most {count_text(limits.open_files_hard)})"
+    few = files is not None and files < _OPEN_FILES_MIN
+    section.add("open_files", Mark.WARN if few else Mark.OK, text, "raise it: ulimit -n 4096" if few else "")
+    if limits.file_size_bytes is not None:
+        text = f"no file may grow beyond {format_bytes(limits.file_size_bytes)}, and a rank's state is one file"
+        section.add("file_size", Mark.WARN, text, "lift it: ulimit -f unlimited")
+    if limits.aio_max_nr is not None and limits.aio_nr is not None:
+        left = limits.aio_max_nr - limits.aio_nr
+        text = f"{left} of {limits.aio_max_nr} requests of kernel AIO are free"
+        move = f"sysctl -w fs.aio-max-nr={max(1 << 20, 2 * limits.aio_max_nr)} (as root)"
+        scarce = left < _AIO_REQUESTS_MIN
+        section.add("kernel_aio", Mark.WARN if scarce else Mark.OK, text, move if scarce else "")
+
+
+def _check_memlock(section: Section, limits: Limits, container: Container) -> None:
+    soft, hard = limits.memlock_soft_bytes, limits.memlock_hard_bytes
+    text = f"{size_text(soft)} (at most {size_text(hard)})"
+    if soft is None or container.cap_ipc_lock:
+        why = "no limit" if soft is None else f"{text}, but CAP_IPC_LOCK lifts it"
+        section.add("memlock", Mark.OK, f"{why}: a pool of any size can be registered and locked")
+        return
+    text += ": a larger pool is not registered with io_uring (more CPU per byte), nor locked (infinity.lock_memory)"
+    move = "ulimit -l unlimited, or docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity in a systemd unit"
+    section.add("memlock", Mark.WARN, text, move)
+
+
+def check_huge_pages(section: Section, pages: HugePages) -> None:
+    """The settings, and a trial slab: what counts is what the kernel gives."""
+    section.facts = asdict(pages) | {"trial_bytes": SLAB_BYTES, "trial_huge": None, "trial_notes": []}
+    allow = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root, on the host)"
+    if pages.enabled is None:
+        section.add("transparent", Mark.WARN, "this kernel has no transparent huge pages", "use a kernel that has them")
+    else:
+        off = pages.enabled == "never"
+        text = f"{pages.enabled} (defrag: {pages.defrag or 'unknown'})"
+        section.add("transparent", Mark.WARN if off else Mark.OK, text, allow if off else "")
+    for pool in pages.reserved:
+        text = f"{pool.total} of {format_bytes(pool.page_bytes)}, {pool.free} free: memory that nothing else can use"
+        section.add("reserved", Mark.INFO, text)
+    _try_slab(section, allow)
+
+
+def _try_slab(section: Section, allow: str) -> None:
+    from infinity.aio import PinnedSlab
+
+    try:
+        slab = PinnedSlab(SLAB_BYTES)
+    except MemoryError as error:
+        section.add("trial", Mark.FAIL, str(error), "free memory, or raise the container's memory limit")
+        return
+    section.facts |= {"trial_huge": slab.huge_pages, "trial_notes": list(slab.notes)}
+    if slab.huge_pages and not slab.notes:
+        section.add("trial", Mark.OK, f"a slab of {format_bytes(SLAB_BYTES)} lies in huge pages")
+        return
+    text = "; ".join(slab.notes) or f"a slab of {format_bytes(SLAB_BYTES)} lies in small pages"
+    section.add("trial", Mark.WARN, text, f"{allow}; echo 1 > /proc/sys/vm/compact_memory joins fragmented memory")
+
+
+def check_backends(section: Section, container: Container) -> None:
+    """Which backends work here, best first; "auto" takes the first that does."""
+    from infinity.aio import probe
+
+    probed = probe()
+    chosen = next((name for name, available, _ in probed if available), None)
+    section.facts = {
+        "chosen": chosen,
+        "probed": [{"name": name, "available": available, "reason": reason} for name, available, reason in probed],
+    }
+    better = chosen is not None
+    for name, available, reason in probed:
+        better = better and name != chosen
+        if available:
+            section.add(name, Mark.OK, reason + (' ("auto" takes it)' if name == chosen else ""))
+        elif chosen is None:
+            section.add(name, Mark.FAIL, reason, _backend_move(name, container))
+        else:
+            mark = Mark.WARN if better else Mark.INFO
+            section.add(name, mark, reason, _backend_move(name, container) if better else "")
+
+
+def _backend_move(name: str, container: Container) -> str:
+    """What would make a refused backend available. What is known of the container is more exact than the errno."""
+    if name == "io_uring":
+        if container.gvisor:
+            return "gVisor has none: run under the machine's own kernel (docker run --runtime=runc)"
+        if container.io_uring_disabled == 2 or (container.io_uring_disabled == 1 and not container.cap_sys_admin):
+            return "sysctl -w kernel.io_uring_disabled=0 (as root, on the host)"
+        if container.seccomp == "filter":
+            return (
+                "start the container with a seccomp profile that allows io_uring_setup, io_uring_enter and "
+                "io_uring_register (docker run --security-opt seccomp=PROFILE.json)"
+            )
+    return "do what the line above says; until then the next backend in the list is used"

@@ -1,0 +1,244 @@
+"""Floor 17. The doctor's checks of the path: the folder, the drive under it, and a trial that writes and reads back there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infinity.cli.doctor.findings import Finding, Mark, Section, count_text, kib_text, size_text
+from infinity.cli.program import signals_held
+from infinity.units import GIB, MIB, PAGE_BYTES, format_bytes, format_count
+
+if TYPE_CHECKING:
+    from infinity.drive.describe import Disk, Drive, Queue
+
+TRIAL_BYTES = 8 * MIB
+"""What the trial writes and reads back."""
+STATE_BYTES_PER_PARAMETER = 12
+"""On NVMe: the 16-bit compute parameter, the 16-bit remainder of the master, two fp32 moments."""
+
+_UNSUITABLE = {
+    "tmpfs": "is memory, not a drive: what is swapped out there takes up the memory that training should save",
+    "ramfs": "is memory, not a drive: what is swapped out there takes up the memory that training should save",
+    "overlay": "is the writable layer of a container, slow and short-lived; mount a folder of the host's drive instead",
+    "btrfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
+    "zfs": "copies on write and computes checksums, which costs bandwidth; ext4 and xfs don't",
+    "vfat": "holds no file of 4 GiB and reserves no space",
+    "exfat": "reserves no space, so a write in the middle of a step may find none",
+    "ecryptfs": "encrypts on the CPU and refuses direct I/O",
+}
+_NETWORK = "nfs nfs4 cifs smb3 9p ceph lustre afs gpfs beegfs glusterfs virtiofs gfs2 ocfs2 pvfs2 vboxsf prl_fs"
+_UNSUITABLE |= dict.fromkeys(
+    _NETWORK.split(),
+    "is a network or host-shared file system: every byte of a step crosses it, slower than a local drive",
+)
+_FUSE = "goes through a program in user space for every block, far slower than the kernel's own file systems"
+_LOCAL = "put the nvme_path on ext4 or xfs on a local NVMe drive"
+_SPINNING = ("sata", "sas", "usb", "scsi")
+"""Transports whose `rotational` flag can be trusted: virtual disks set it by default."""
+
+
+def check_path(section: Section, path: Path) -> None:
+    """Whether the path is a folder that takes files, and how much room there is."""
+    section.facts = {"path": str(path), "usable": False, "free_bytes": None, "total_bytes": None, "free_files": None}
+    refusal = _refusal(path)
+    if refusal is not None:
+        section.findings.append(refusal)
+        return
+    section.add("folder", Mark.OK, str(path))
+    _check_room(section, path)
+    section.facts["usable"] = all(finding.mark is not Mark.FAIL for finding in section.findings)
+
+
+def _refusal(path: Path) -> Finding | None:
+    """Why nothing can be written in `path`, as far as that shows without trying."""
+    another = "or name another folder"
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return Finding("folder", Mark.FAIL, f"{path} does not exist", f"mkdir -p {shlex.quote(str(path))}, {another}")
+    except OSError as error:
+        return Finding(
+            "folder", Mark.FAIL, f"{path} can't be reached: {error.strerror}", f"correct the path, {another}"
+        )
+    if not stat.S_ISDIR(status.st_mode):
+        return Finding("folder", Mark.FAIL, f"{path} is not a folder", "name the folder that swap files may be made in")
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return Finding("folder", Mark.FAIL, f"{path} is mounted read-only", f"mount it read-write, {another}")
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Finding("folder", Mark.FAIL, f"{path} is not writable for this user", f"change its owner, {another}")
+    return None
+
+
+def _check_room(section: Section, path: Path) -> None:
+    from infinity.store.run_folder import free_bytes
+
+    free = free_bytes(path)
+    status = os.statvfs(path)
+    total = status.f_blocks * status.f_frsize
+    counts_files = status.f_files > 0
+    section.facts |= {"free_bytes": free if total else None, "total_bytes": total or None}
+    section.facts["free_files"] = status.f_favail if counts_files else None
+    move = "remove files there, or name a folder on another drive"
+    if free < TRIAL_BYTES + MIB:
+        text = f"no space: {format_bytes(free)} of {format_bytes(total)} are free, and the trial alone takes more"
+        section.add("space", Mark.FAIL, text, move)
+    elif not total:
+        section.add("space", Mark.INFO, "this file system does not say how much is free")
+    else:
+        room = f"{format_bytes(free)} of {format_bytes(total)} are free: room for {format_count(_parameters(free))}"
+        text = f"{room} parameters at {STATE_BYTES_PER_PARAMETER} bytes each"
+        tight = free < GIB
+        section.add("space", Mark.WARN if tight else Mark.OK, text, move if tight else "")
+    if counts_files and status.f_favail < 8:
+        section.add("files", Mark.FAIL, "the file system can't hold another file (no inodes are free)", move)
+
+
+def _parameters(nbytes: int) -> int:
+    return nbytes // STATE_BYTES_PER_PARAMETER
+
+
+def check_drive(section: Section, path: Path) -> None:
+    """The drive under the path, or under the nearest folder above it that exists."""
+    from infinity.drive.describe import default_block_bytes, drive_of
+
+    drive = drive_of(next(folder for folder in (path, *path.parents) if os.access(folder, os.F_OK)))
+    block_bytes = default_block_bytes(drive)
+    section.facts = asdict(drive) | {"model": drive.model, "identity": drive.identity, "block_bytes": block_bytes}
+    _check_file_system(section, drive)
+    for layer in drive.layers:
+        encrypted = "(CRYPT" in layer
+        text = f"{layer}" + (": encryption costs CPU for every byte" if encrypted else "")
+        move = "use an unencrypted partition if the data may rest on one" if encrypted else ""
+        section.add("layer", Mark.WARN if encrypted else Mark.INFO, text, move)
+    for disk in drive.disks:
+        _check_disk(section, disk)
+    if drive.device:
+        _check_queue(section, drive, drive.queue)
+        section.add("block_size", Mark.INFO, f"{format_bytes(block_bytes)} to begin with, from the largest request")
+
+
+def _check_file_system(section: Section, drive: Drive) -> None:
+    options = ", ".join(drive.mount_options)
+    text = f"{drive.file_system} on {drive.source}, mounted at {drive.mount_point} ({options})"
+    why = _UNSUITABLE.get(drive.file_system) or (_FUSE if drive.file_system.startswith("fuse") else "")
+    section.add(
+        "file_system", Mark.WARN if why else Mark.OK, text + (f"; it {why}" if why else ""), _LOCAL if why else ""
+    )
+
+
+def _check_disk(section: Section, disk: Disk) -> None:
+    text = f"{disk.name}: {disk.model or 'no model given'}, {disk.transport}, {size_text(disk.nbytes)}"
+    if disk.numa_node is not None:
+        text += f", on NUMA node {disk.numa_node}"
+    why = ""
+    if disk.rotational and disk.transport in _SPINNING:
+        why = "a spinning disk, too slow to train from"
+    elif disk.transport in ("zram", "ram"):
+        why = "a disk in memory: what is swapped out there takes up the memory that training should save"
+    elif disk.transport == "loop":
+        why = "a loop device: a file on another file system, which costs a second trip through the kernel"
+    elif disk.transport in ("usb", "mmc"):
+        why = "slow, and not made to be written all day"
+    elif disk.transport.startswith("nvme-") or disk.transport in ("iscsi", "nbd", "rbd", "drbd"):
+        why = "behind a network"
+    section.add("disk", Mark.WARN if why else Mark.OK, text + (f"; {why}" if why else ""), _LOCAL if why else "")
+
+
+def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:
+    text = f"requests of at most {kib_text(queue.max_sectors_kb)} (the device: {kib_text(queue.max_hw_sectors_kb)})"
+    text += f" in {count_text(queue.max_segments)} segments, {count_text(queue.nr_requests)} in flight"
+    small = (queue.max_sectors_kb or 512) < min(512, queue.max_hw_sectors_kb or 512)
+    top = f"/sys/block/{drive.disks[0].name if len(drive.disks) == 1 and not drive.layers else drive.device}/queue"
+    move = f"echo {min(queue.max_hw_sectors_kb or 512, 4096)} > {top}/max_sectors_kb (as root)"
+    section.add("requests", Mark.WARN if small else Mark.INFO, text, move if small else "")
+    slow = queue.scheduler == "bfq"
+    text = f"scheduler {queue.scheduler or 'unknown'}, write cache {queue.write_cache or 'unknown'}, "
+    text += {True: "poll queues", False: "no poll queues", None: "poll queues unknown"}[queue.io_poll]
+    text += f", blocks of {count_text(queue.logical_block_size)} B (physical {count_text(queue.physical_block_size)} B)"
+    move = f"echo none > {top}/scheduler (as root): bfq shares fairly at the cost of bandwidth" if slow else ""
+    section.add("queue", Mark.WARN if slow else Mark.INFO, text, move)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of writing and reading back `TRIAL_BYTES`. alignment: (of memory, of offset and length) in bytes, as the
+    kernel reports it. identical: whether every bit came back. notes: what engine, pool and file report as refused."""
+
+    backend: str
+    direct: bool
+    alignment: tuple[int, int] | None
+    identical: bool
+    notes: list[str]
+
+
+def check_trial(section: Section, path: Path, path_section: Section) -> None:
+    """Write random bytes through the engine into a run folder, read them back, compare them bit for bit."""
+    section.facts = {"trial_bytes": TRIAL_BYTES}
+    section.facts |= dict.fromkeys(["backend", "direct", "alignment", "identical", "notes"])
+    if not path_section.facts["usable"]:
+        section.add("write_and_read", Mark.INFO, "not tried, as the path can't be used")
+        return
+    try:
+        trial = _try_engine(path)
+    except (OSError, MemoryError) as error:
+        section.add(
+            "write_and_read", Mark.FAIL, f"failed: {error}", "do what the line says; dmesg tells of a failing drive"
+        )
+        return
+    section.facts |= asdict(trial)
+    _judge(section, trial)
+
+
+def _try_engine(path: Path) -> Trial:
+    import torch
+
+    from infinity.aio import IoEngine, PinnedPool, Priority, Request, direct_alignment
+    from infinity.store import RunFolder
+
+    pool = PinnedPool(2 * TRIAL_BYTES)
+    with signals_held():
+        folder = RunFolder(path)
+    try:
+        engine = IoEngine(pool)
+        file = engine.open(folder.path / "trial", create=True)
+        alignment = direct_alignment(file.path)
+        file.reserve(TRIAL_BYTES)
+        with pool.lease(TRIAL_BYTES) as source, pool.lease(TRIAL_BYTES) as target:
+            source.view(torch.uint8).copy_(torch.frombuffer(bytearray(os.urandom(TRIAL_BYTES)), dtype=torch.uint8))
+            for operation, lease in (("write", source), ("read", target)):
+                engine.wait(engine.start([Request(operation, file, 0, lease, 0, TRIAL_BYTES, Priority.DEMAND)]))
+            identical = torch.equal(source.view(torch.uint8), target.view(torch.uint8))
+        file.close()
+        engine.close()
+    finally:
+        with signals_held():
+            folder.close()
+    notes = [*pool.notes, *engine.notes, *file.notes]
+    return Trial(engine.backend, file.direct, alignment, identical, notes)
+
+
+def _judge(section: Section, trial: Trial) -> None:
+    text = f"{format_bytes(TRIAL_BYTES)} of random bytes through {trial.backend}"
+    if trial.identical:
+        section.add("write_and_read", Mark.OK, f"{text}: what was read is what was written, bit for bit")
+    else:
+        move = "don't train here: test the machine's memory and the drive (smartctl -a), and report it"
+        section.add("write_and_read", Mark.FAIL, f"{text}: what was read is not what was written", move)
+    if not trial.direct:
+        text = "refused: transfers go through the page cache, which costs memory and CPU"
+        section.add("direct_io", Mark.WARN, text, _LOCAL)
+    elif trial.alignment is None:
+        section.add("direct_io", Mark.OK, "works; the kernel does not tell the alignment it needs")
+    else:
+        memory, offset = trial.alignment
+        fits = all(nbytes and PAGE_BYTES % nbytes == 0 for nbytes in trial.alignment)
+        text = f"works; alignment of memory {memory} B, of offset and length {offset} B"
+        move = f"use a drive that takes {PAGE_BYTES} B, as every transfer is aligned to that"
+        section.add("direct_io", Mark.OK if fits else Mark.FAIL, text, "" if fits else move)
+    for note in trial.notes:
+        section.add("note", Mark.INFO, note)

@@ -1,0 +1,169 @@
+"""Floor 1. The config's block `infinity`: keys that DeepSpeed does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from infinity.config.blocks import Block
+from infinity.config.rules import (
+    BUDGET_BYTES,
+    CACHE_BYTES,
+    CLASS_NAMES,
+    RUN_NAME,
+    Backend,
+    CheckpointFormat,
+    Count,
+    Device,
+    Durability,
+    Flag,
+    MasterWeights,
+    Mix,
+    Positive,
+    ReduceDtype,
+    Update,
+    Whose,
+    choice,
+    or_auto,
+)
+
+
+class OffloadActivationsConfig(Block):
+    """Where activations that a forward saves are kept until their backward. Large tensors move, parameters never."""
+
+    device: Annotated[Device, choice(Device)] = Field(
+        default="none",
+        description="none leaves them on the device that computes; cpu is host memory, nvme the drives on which parameters "
+        "or optimizer state rest.",
+    )
+    bytes_min: Annotated[int, CACHE_BYTES] = Field(
+        default=1 << 20, description="Tensors of fewer bytes stay on the device."
+    )
+    host_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
+        default="auto",
+        description="With device cpu: at most so many bytes of host memory; the rest stays on the device. auto is no bound.",
+    )
+    buffer_bytes: Annotated[int, BUDGET_BYTES] = Field(
+        default=256 << 20,
+        description="With device nvme: pinned memory through which they pass, counted in `pinned_bytes_max`. A tensor larger "
+        "than a quarter of it stays on the device.",
+    )
+
+    units: ClassVar[Mapping[str, str]] = {
+        "bytes_min": "bytes",
+        "host_bytes_max": "bytes",
+        "buffer_bytes": "bytes",
+    }
+
+
+class InfinityConfig(Block):
+    """What only infinity knows."""
+
+    offload_activations: OffloadActivationsConfig = Field(
+        default=OffloadActivationsConfig(), description="Where saved activations are kept from forward to backward."
+    )
+
+    pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = Field(
+        default="auto",
+        description="Pinned host memory of this process, in bytes; every transfer goes through it. auto takes what the model "
+        "needs at full speed; where updates are in the backward, the state of the two largest groups is part of that, as far "
+        "as the pool stays within a quarter of this rank's share of the memory that is available here, control groups counted.",
+    )
+    host_cache_bytes: Annotated[int, CACHE_BYTES] = Field(
+        default=0,
+        description="So much of the pinned memory, in bytes, keeps 16-bit copies and optimizer state from step to "
+        "step, those that spare the most transfers; they take no space on the drive. Counted in "
+        "`pinned_bytes_max`; no more is taken than there is to keep.",
+    )
+    gradient_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
+        default="auto",
+        description="Host memory, in bytes, in which the reduced gradients of this process wait for their update; "
+        "those of the last groups that don't fit wait on NVMe. auto keeps all in host memory. Without a meaning "
+        "where the update is in backward, which keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits "
+        "hold all of one: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
+    )
+    keep_grad: Flag = Field(
+        default=False,
+        description="Whether `.grad` of parameters on NVMe shows the gradient from the backward until the step, for those who "
+        "look at it or clip it themselves. It then takes 4 bytes per parameter of host memory, and nothing is updated in the "
+        "backward. Else `.grad` is None wherever gradients wait in 16 bits or on NVMe, or were applied in the backward.",
+    )
+    wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
+        default="auto",
+        description="Class names of the modules that become groups, one `fully_shard` call each. auto is the "
+        "repeated blocks, and parts of them, or of what is left, where stage3_max_live_parameters is less than "
+        "they need.",
+    )
+    backend: Annotated[Backend, choice(Backend)] = Field(
+        default="auto",
+        description="How storage is driven; auto takes the drive's profile, or else the first of io_uring, "
+        "linux_aio and threads that the system permits.",
+    )
+    mix: Annotated[Mix, choice(Mix)] = Field(
+        default="auto",
+        description="How reads and writes that wait for one drive share it: interleaved, or in bursts of one, "
+        "then the other; auto takes the drive's profile, or else interleaves.",
+    )
+    rings: Positive = Field(
+        default=1, description="Ring threads per drive; each has `aio.queue_depth` submissions in flight."
+    )
+    iopoll: Flag = Field(
+        default=False, description="Whether io_uring polls the drive for completions; its driver needs poll queues."
+    )
+    sqpoll: Flag = Field(
+        default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
+    )
+    lock_memory: Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
+    checksums: Flag = Field(
+        default=True,
+        description="Whether a CRC-32C of every 4 KiB written to NVMe is kept in memory and verified when it is "
+        "read, so that training stops before it uses what a drive has lost or changed.",
+    )
+    checkpoint_keep: Count = Field(
+        default=0,
+        description="How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all.",
+    )
+    checkpoint_format: Annotated[CheckpointFormat, choice(CheckpointFormat)] = Field(
+        default="dcp",
+        description="How `save_checkpoint` stores masters and moments: dcp as PyTorch does, arena as they lie on NVMe, which "
+        "takes no more than a copy of the bytes while training goes on.",
+    )
+    fused: Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
+    master_weights: Annotated[MasterWeights, choice(MasterWeights)] = Field(
+        default="split",
+        description="How an fp32 master weight rests on NVMe beside its bf16 copy: split keeps the 16 bits that "
+        "the copy lacks, full keeps all 32. The numbers are the same.",
+    )
+    update: Annotated[Update, choice(Update)] = Field(
+        default="auto",
+        description="When the weights of a group are updated: in step, in forward just before the group is "
+        "gathered, or in backward as soon as its gradient is there, which clipping and accumulation exclude. The "
+        "numbers are the same.",
+    )
+    durability: Annotated[Durability, choice(Durability)] = Field(
+        default="none",
+        description="What stays on the drives when the process ends: none, nothing, or step, every finished step, from which "
+        "`initialize(resume=True)` goes on bit for bit. It takes twice the space there, and all state on them.",
+    )
+    resume_hyperparameters: Annotated[Whose, choice(Whose)] = Field(
+        default="run",
+        description="Whose learning rate, weight decay, schedule and other settings of the optimizer count where a run is "
+        "resumed or a checkpoint loaded: the run's as it had them, or those of the config, at the place in the schedule that "
+        "the run has reached. What differs is named in the log.",
+    )
+    run_name: Annotated[str, RUN_NAME] = Field(
+        default="run",
+        description="Of the folder infinity-durable-NAME under each nvme_path in which a durable run keeps its files.",
+    )
+    reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
+        default="fp32", description="Element type in which gradients are reduced over the ranks."
+    )
+
+    units: ClassVar[Mapping[str, str]] = {
+        "pinned_bytes_max": "bytes",
+        "host_cache_bytes": "bytes",
+        "gradient_bytes_max": "bytes",
+        "rings": "threads",
+    }
