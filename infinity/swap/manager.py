@@ -92,6 +92,13 @@ class SwapStats:
     drives: tuple[DriveStats, ...]
     """What each drive moved, in the order of the paths."""
 
+    @property
+    def surprises(self) -> int:  # deprecated
+        """Deprecated: `mispredictions`."""
+        message = "SwapStats.surprises is deprecated: use SwapStats.mispredictions"  # deprecated
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.mispredictions
+
 
 class SwapManager:
     """Moves a model, or plain tensors, between NVMe and a fixed amount of pinned host memory.
