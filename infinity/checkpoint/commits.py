@@ -249,6 +249,8 @@ class _Found:
     """Steps, by the identity of their commits."""
     damaged: list[str]
     others: list[str]
+    began: str | None
+    """`DurableRun.began_without_commit`."""
     launch: str
     where: str
     must_resume: bool
@@ -260,6 +262,7 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
         {record.commit.identity: record.commit.step for record in run.found.values()},
         run.damaged,
         run.others,
+        run.began_without_commit,
         secrets.token_hex(8),
         run.where,
         resume == "must",
@@ -277,12 +280,23 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
             f"{run.where}: {found} there, and nothing of it is overwritten: pass resume=True (--resume) to go on from it, or "
             "remove the folder to start anew, or choose another infinity.run_name"
         )
+    if not common and resume != "must" and _never_committed(everywhere):
+        return None, launch
     if not common:
         raise CheckpointError(
             f"there is no committed step that all ranks ({len(everywhere)}) have: {_in_words(everywhere)}; start with as many "
             "ranks as the run had, on its machines, or load a checkpoint into a run of another infinity.run_name"
         )
     return max(common)[0], launch
+
+
+def _never_committed(everywhere: Sequence[_Found]) -> bool:
+    """Whether what some ranks have is the first commit of a launch that others of it never made."""
+    made = {identity for each in everywhere for identity in each.commits}
+    if len(made) != 1 or any(each.damaged for each in everywhere):
+        return False
+    sequence, launch = made.pop()
+    return sequence == 1 and all(each.commits or each.began == launch for each in everywhere)
 
 
 def _check_may_start_anew(everywhere: Sequence[_Found]) -> None:

@@ -12,6 +12,9 @@ and what is written later goes to the other half. Three rules make every record 
      commit of step k+1 the slots of step k are free for step k+2, so the record of k goes right after it, ...
   3. ... but not before all ranks have theirs of k+1 (a barrier).
 
+The first record of a run has none before it. Where some ranks have it and the others have none, though the same launch began
+their files, it was never made by all: nothing is committed.
+
 A rank that can't hear whether the others have theirs, because one died, keeps both records and writes nothing more.
 
 So a rank has one record, or two between a commit and that barrier, whatever instant it is killed in, and by 1 and 2 both are
@@ -186,13 +189,19 @@ class DurableRun:
         """The folders, in words."""
         return " and ".join(str(folder.path) for folder in self.folders)
 
+    @property
+    def began_without_commit(self) -> str | None:
+        """The launch that began these files and committed nothing since; None where one did, or none began them."""
+        launch = self.folders[0].noted().get(_LAUNCH)
+        return launch if isinstance(launch, str) and not self.found and not self.damaged else None
+
     def start_anew(self, launch: str) -> None:
         """Forget what is there; nothing was committed. `launch`: this launch's own, the same on all ranks."""
         self.launch = launch
         for number, folder in enumerate(self.folders):
             folder.remove_own()
             folder.fresh = True
-            about = {"arena": self._arena, "drive": number, "drives": len(self.folders)}
+            about = {"arena": self._arena, _LAUNCH: launch, "drive": number, "drives": len(self.folders)}
             about |= {"host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             folder.note(about)
 
@@ -337,6 +346,7 @@ class DurableRun:
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
 _COMMITTED = "committed"
+_LAUNCH = "launch"
 _ADVICE = "load a checkpoint into a run of another infinity.run_name, or remove the folder to start anew"
 
 

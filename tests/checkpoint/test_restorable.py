@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import durable_training as training
@@ -13,7 +14,7 @@ import torch
 from durable_training import Case, Crash, make, step, weights
 
 import infinity
-from infinity.checkpoint import training_state
+from infinity.checkpoint import commits, training_state
 from infinity.store import commit, durable
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -178,3 +179,40 @@ def test_a_record_of_the_format_before_is_gone_on_from(nvme_path: Path, monkeypa
     assert (nvme_path / "infinity-durable-run" / "rank0.commit-1").read_bytes().startswith(b"infinity-commit 1 ")
     with make(nvme_path, Case(), resume=True) as engine:
         assert [*losses, step(engine)] == training_in_memory(nvme_path, 2)
+
+
+OF_RUN, OTHER = "00000000000000aa", "00000000000000bb"
+FIRST, SECOND = {(1, OF_RUN): 1}, {(2, OF_RUN): 2}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "began", "damaged", "resume", "anew"),
+    [
+        (FIRST, {}, OF_RUN, [], True, True),
+        (FIRST, {}, OF_RUN, [], "must", False),
+        (FIRST, {}, OF_RUN, ["a record is damaged"], True, False),
+        (FIRST, {}, OTHER, [], True, False),
+        (FIRST, {}, None, [], True, False),
+        (FIRST, {(1, OTHER): 1}, None, [], True, False),
+        (SECOND, {}, OF_RUN, [], True, False),
+    ],
+)
+def test_a_first_commit_that_was_never_made_by_all_is_none(
+    ours: Any,
+    theirs: Any,
+    began: str | None,
+    damaged: list[str],
+    resume: Any,
+    anew: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = SimpleNamespace(found={}, damaged=[], others=[], began_without_commit=None, where="here")
+    mine = commits._Found(ours, [], [], None, OF_RUN, "here", resume == "must")
+    other = commits._Found(theirs, damaged, [], began, OF_RUN, "there", resume == "must")
+    monkeypatch.setattr(commits.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(commits.dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), [mine, other]))
+    if anew:
+        assert commits._agree(run, resume) == (None, OF_RUN)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(infinity.CheckpointError, match="no committed step that all ranks"):
+            commits._agree(run, resume)  # type: ignore[arg-type]

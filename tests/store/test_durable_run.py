@@ -99,6 +99,16 @@ def test_files_are_ours_alone_and_stay(run: DurableRun, tmp_path: Path) -> None:
     assert steps(open_run(tmp_path)) == [1]
 
 
+def test_who_began_without_a_commit_is_noted(run: DurableRun, tmp_path: Path) -> None:
+    run.close()
+    again = open_run(tmp_path)
+    assert again.began_without_commit == LAUNCH
+    commit(again, 1)
+    again.close()
+    assert open_run(tmp_path).began_without_commit is None
+    assert DurableRun([tmp_path], "run", 1).began_without_commit is None
+
+
 def test_a_start_that_is_given_up_leaves_nothing(run: DurableRun, tmp_path: Path) -> None:
     make_arena(run)
     run.give_up()
