@@ -29,7 +29,7 @@ def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
         yield using.index
     for index in policy._traces[policy._phase].upcoming(into_next=not policy._phase):
         if index >= len(groups):
-            yield from policy._with_copies(index)
+            yield from policy._with_compute(index)
             continue
         yield from _units_of(policy, groups[index], paged.updates, index)
     yield from map(policy._unit, paged.updates)
