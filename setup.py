@@ -1,5 +1,5 @@
-"""Builds `infinity._aio` out of csrc/aio and `infinity._optim` out of csrc/optim; everything else about the package stands
-in pyproject.toml.
+"""Builds `infinity._aio` out of csrc/aio and `infinity._optim` out of csrc/optim, each with what it needs of csrc/base;
+everything else about the package stands in pyproject.toml.
 
 The extensions link neither torch nor CUDA, so one build serves every torch. liburing is used where a test program
 compiles and links against it; without it the other I/O backends are built alone.
@@ -32,7 +32,9 @@ def sources_in(folder: str) -> list[str]:
 
 # Relative to this file, as setuptools asks; all of them end up in the source distribution.
 AIO_SOURCES = sources_in("csrc/aio")
-OPTIM_SOURCES = [*sources_in("csrc/optim"), "csrc/aio/process.cpp", "csrc/aio/crc32c.cpp"]
+AIO_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "error", "process")]
+OPTIM_SOURCES = sources_in("csrc/optim")
+OPTIM_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "process", "thread_pool")]
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))
 
 # The flags and calls that the io_uring backend cannot do without: an older liburing counts as none.
@@ -101,9 +103,12 @@ def extension(name: str, sources: list[str]) -> Pybind11Extension:
     )
 
 
-if not AIO_SOURCES or len(OPTIM_SOURCES) < 2:
+if not AIO_SOURCES or not OPTIM_SOURCES:
     raise SystemExit("no sources in csrc: run this from the root of a complete checkout")
 
 ParallelCompile("INFINITY_BUILD_JOBS", needs_recompile=needs_recompile).install()
-EXTENSIONS = [extension("infinity._aio", AIO_SOURCES), extension("infinity._optim", OPTIM_SOURCES)]
+EXTENSIONS = [
+    extension("infinity._aio", [*AIO_SOURCES, *AIO_BASE]),
+    extension("infinity._optim", [*OPTIM_SOURCES, *OPTIM_BASE]),
+]
 setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildExt})

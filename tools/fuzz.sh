@@ -9,11 +9,11 @@ mkdir -p build/fuzz
 uring=()
 if echo '#include <liburing.h>' | clang++ -x c++ -fsyntax-only - 2>/dev/null; then uring=(-DINFINITY_HAVE_LIBURING -luring); fi
 sources=()
-for source in csrc/aio/*.cpp; do [[ $source == */bindings.cpp ]] || sources+=("$source"); done
+for source in csrc/{base,aio}/*.cpp; do [[ $source == */bindings.cpp ]] || sources+=("$source"); done
 for program in engine volume; do
     mkdir -p "build/fuzz/corpus-$program"
     clang++ -std=c++17 -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -DDOCTEST_CONFIG_DISABLE \
-        -Icsrc -Icsrc/aio "-DINFINITY_FUZZ=fuzz_$program" "${sources[@]}" "tests/csrc/fuzz/fuzz_$program.cpp" \
+        -Icsrc "-DINFINITY_FUZZ=fuzz_$program" "${sources[@]}" "tests/csrc/fuzz/fuzz_$program.cpp" \
         tests/csrc/fuzz/entry.cpp -pthread "${uring[@]}" -o "build/fuzz/$program"
     echo "=== fuzz_$program, $seconds s"
     "build/fuzz/$program" -max_total_time="$seconds" -max_len=512 -rss_limit_mb=2048 -print_final_stats=1 \

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "buffer.h"
-#include "transfer.h"
+#include "aio/buffer.h"
+#include "aio/transfer.h"
 
 namespace infinity::aio {
 

@@ -11,8 +11,8 @@
 #include <string>
 #include <utility>
 
-#include "faults.h"
-#include "process.h"
+#include "aio/faults.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 namespace {

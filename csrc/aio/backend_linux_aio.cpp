@@ -14,9 +14,9 @@
 #include <fstream>
 #include <optional>
 
-#include "backend.h"
-#include "bell.h"
-#include "patience.h"
+#include "aio/backend.h"
+#include "aio/bell.h"
+#include "aio/patience.h"
 
 #ifndef IOCB_CMD_POLL  // in the kernel's header since 4.19
 #define IOCB_CMD_POLL 5

@@ -10,8 +10,8 @@
 #include <system_error>
 #include <thread>
 
-#include "backend.h"
-#include "process.h"
+#include "aio/backend.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 namespace {

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <utility>
 
-#include "backend.h"
-#include "process.h"
+#include "aio/backend.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 namespace {

@@ -1,8 +1,8 @@
 // The backend on io_uring: the kernel's own path to the drive's limit. Without liburing at build time only the refusal
 // remains.
-#include "backend.h"
-#include "bell.h"
-#include "patience.h"
+#include "aio/backend.h"
+#include "aio/bell.h"
+#include "aio/patience.h"
 
 #ifdef INFINITY_HAVE_LIBURING
 

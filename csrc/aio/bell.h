@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string>
 
-#include "error.h"
+#include "base/error.h"
 
 namespace infinity::aio {
 

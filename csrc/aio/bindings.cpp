@@ -17,9 +17,9 @@
 #include <utility>
 #include <vector>
 
-#include "crc32c.h"
-#include "engine.h"
-#include "volume.h"
+#include "aio/engine.h"
+#include "aio/volume.h"
+#include "base/crc32c.h"
 
 namespace py = pybind11;
 
@@ -462,7 +462,7 @@ PYBIND11_MODULE(_aio, module) {
   py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
-    } catch (const aio::IoFailure& error) {
+    } catch (const infinity::IoFailure& error) {
       aio::raise_io_error(error);
     }
   });
@@ -475,7 +475,7 @@ PYBIND11_MODULE(_aio, module) {
   module.def("crc32c", &aio::crc32c_of, py::arg("data"), py::arg("crc") = 0);
   module.def("crc32c_ways", [] {
     py::list names;
-    for (const aio::Crc32c& way : aio::crc32c_ways()) names.append(way.name);
+    for (const infinity::Crc32c& way : infinity::crc32c_ways()) names.append(way.name);
     return names;
   });
   module.def("page_checksums", &aio::page_checksums, py::arg("data"), py::kw_only(), py::arg("way") = "");

@@ -1,5 +1,5 @@
 // Mapping, huge pages, prefaulting and locking of the slab.
-#include "buffer.h"
+#include "aio/buffer.h"
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -11,8 +11,8 @@
 #include <fstream>
 #include <stdexcept>
 
-#include "error.h"
-#include "file.h"
+#include "base/error.h"
+#include "base/page.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23

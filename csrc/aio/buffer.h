@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "process.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 

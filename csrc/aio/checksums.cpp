@@ -1,11 +1,11 @@
 // The table in chunks, and a few pages at a time between it and memory.
-#include "checksums.h"
+#include "aio/checksums.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 
-#include "file.h"
+#include "base/page.h"
 
 namespace infinity::aio {
 namespace {

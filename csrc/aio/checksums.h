@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "crc32c.h"
+#include "base/crc32c.h"
 
 namespace infinity::aio {
 

@@ -1,5 +1,5 @@
 // The queues, the ring threads, and what becomes of each completion.
-#include "engine.h"
+#include "aio/engine.h"
 
 #include <algorithm>
 #include <array>
@@ -16,8 +16,8 @@
 #include <thread>
 #include <utility>
 
-#include "checksums.h"
-#include "patience.h"
+#include "aio/checksums.h"
+#include "aio/patience.h"
 
 namespace infinity::aio {
 namespace {

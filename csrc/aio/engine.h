@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "backend.h"
-#include "buffer.h"
-#include "faults.h"
-#include "process.h"
-#include "transfer.h"
-#include "turns.h"
+#include "aio/backend.h"
+#include "aio/buffer.h"
+#include "aio/faults.h"
+#include "aio/transfer.h"
+#include "aio/turns.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 

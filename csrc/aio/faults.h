@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "backend.h"
+#include "aio/backend.h"
 
 namespace infinity::aio {
 

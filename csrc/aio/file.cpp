@@ -1,5 +1,5 @@
 // Opening, reserving and closing; the transfers themselves are the backends' matter.
-#include "file.h"
+#include "aio/file.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -11,9 +11,9 @@
 #include <cerrno>
 #include <stdexcept>
 
-#include "checksums.h"
-#include "error.h"
-#include "volume.h"
+#include "aio/checksums.h"
+#include "aio/volume.h"
+#include "base/error.h"
 
 namespace infinity::aio {
 namespace {

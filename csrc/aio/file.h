@@ -10,16 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "process.h"
+#include "base/page.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 
 class Checksums;
 class Volume;
-
-// Alignment of offset, length and memory in direct transfers (bytes) that serves everywhere; some drives take finer
-// ones.
-inline constexpr int64_t kPageBytes = 4096;
 
 // An open file descriptor: closed when the last owner (the File, or the last transfer on it) lets go.
 class Descriptor {

@@ -1,5 +1,5 @@
 // Checking a request, and a transfer's way through its states.
-#include "transfer.h"
+#include "aio/transfer.h"
 
 #include <algorithm>
 #include <cassert>

@@ -12,11 +12,11 @@
 #include <string>
 #include <vector>
 
-#include "buffer.h"
-#include "error.h"
-#include "file.h"
-#include "process.h"
-#include "volume.h"
+#include "aio/buffer.h"
+#include "aio/file.h"
+#include "aio/volume.h"
+#include "base/error.h"
+#include "base/process.h"
 
 namespace infinity::aio {
 

@@ -1,5 +1,5 @@
 // The policy behind [Note: priority].
-#include "turns.h"
+#include "aio/turns.h"
 
 #include <cassert>
 #include <stdexcept>

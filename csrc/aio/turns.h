@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "transfer.h"
+#include "aio/transfer.h"
 
 namespace infinity::aio {
 

@@ -1,5 +1,5 @@
 // The arithmetic of stripes.
-#include "volume.h"
+#include "aio/volume.h"
 
 #include <algorithm>
 #include <cerrno>

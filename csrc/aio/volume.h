@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "checksums.h"
-#include "error.h"
-#include "file.h"
+#include "aio/checksums.h"
+#include "aio/file.h"
+#include "base/error.h"
 
 namespace infinity::aio {
 

@@ -11,15 +11,15 @@
 #include <string>
 #include <utility>
 
-#include "aio/crc32c.h"
-#include "optim/thread_pool.h"
+#include "base/crc32c.h"
+#include "base/page.h"
+#include "base/thread_pool.h"
 #include "optim/kernels.h"
 
 namespace infinity::optim {
 namespace {
 
-constexpr int64_t kBlockNumel = 1 << 15;  // what a thread takes at a time: half a MiB of state or so
-constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kBlockNumel = 1 << 15;        // what a thread takes at a time: half a MiB of state or so
 constexpr int64_t kPageNumel = kPageBytes / 2;  // fills whole pages of every field
 
 std::vector<const Kernels*> kernels_here() {
@@ -126,9 +126,9 @@ class PagesOfBlocks {
   // Whether all of them are as they must be.
   bool verify(int64_t block) {
     bool whole = true;
-    each(block, [&](size_t first, size_t count, const aio::PageSum* found) {
+    each(block, [&](size_t first, size_t count, const PageSum* found) {
       for (size_t i = first; i < first + count; ++i) {
-        if (pages_.expected[i] == found[i - first] || pages_.expected[i] == aio::kUnknownPage) continue;
+        if (pages_.expected[i] == found[i - first] || pages_.expected[i] == kUnknownPage) continue;
         note_wrong(static_cast<int64_t>(i));
         whole = false;
         return;
@@ -138,9 +138,8 @@ class PagesOfBlocks {
   }
 
   void sum(int64_t block) {
-    each(block, [&](size_t first, size_t count, const aio::PageSum* found) {
-      std::copy_n(found, count, pages_.sums + first);
-    });
+    each(block,
+         [&](size_t first, size_t count, const PageSum* found) { std::copy_n(found, count, pages_.sums + first); });
   }
 
   // To be called once, when all blocks are done.
@@ -169,12 +168,12 @@ class PagesOfBlocks {
 
   template <typename Body>
   void each(int64_t block, const Body& body) {
-    std::array<aio::PageSum, static_cast<size_t>(kBlockNumel * 4 / kPageBytes)> sums;
+    std::array<PageSum, static_cast<size_t>(kBlockNumel * 4 / kPageBytes)> sums;
     int64_t index = block * kBlockNumel, numel = std::min(kBlockNumel, numel_ - index);
     for (const Place& place : places_) {
       int64_t offset = place.offset + index * place.itemsize;
       auto count = static_cast<size_t>(numel * place.itemsize / kPageBytes);
-      aio::sum_pages(pages_.begin + offset, count, sums.data());
+      sum_pages(pages_.begin + offset, count, sums.data());
       body(static_cast<size_t>(offset / kPageBytes), count, sums.data());
     }
   }

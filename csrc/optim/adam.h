@@ -62,7 +62,7 @@ struct Ties {
 struct Pages {
   const std::byte* begin;  // of the first one; fields outside are neither verified nor summed
   int64_t count;
-  const uint32_t* expected;  // one for each page; aio::kUnknownPage verifies nothing
+  const uint32_t* expected;  // one for each page; kUnknownPage verifies nothing
   uint32_t* sums;            // one for each page: set for those of the fields
   int64_t wrong;             // set to the number of the first page that was found to be wrong, or -1
 };

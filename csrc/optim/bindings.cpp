@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "aio/crc32c.h"
+#include "base/crc32c.h"
 #include "optim/adam.h"
 
 namespace py = pybind11;
@@ -87,7 +87,7 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
   std::vector<Piece> pieces = pieces_of(rows);
   Ties old = ties_of(ties);
   SumsArray sums(expected.size());
-  std::fill_n(sums.mutable_data(), expected.size(), aio::kUnknownPage);
+  std::fill_n(sums.mutable_data(), expected.size(), kUnknownPage);
   Pages summed{at<const std::byte>(pages), expected.size(), expected.data(), sums.mutable_data(), -1};
   std::vector<int32_t> found;
   {
@@ -125,9 +125,10 @@ PYBIND11_MODULE(_optim, module) {
   module.def("instruction_sets", &optim::instruction_sets);
   module.def("update", &optim::update_fields, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
-             py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("pieces"), py::arg("numel"),
-             py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"), py::arg("copy"), py::arg("remainder"),
-             py::arg("ties"), py::arg("pages"), py::arg("expected"), py::arg("threads"), py::arg("instructions"));
+             py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("pieces"),
+             py::arg("numel"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"), py::arg("copy"),
+             py::arg("remainder"), py::arg("ties"), py::arg("pages"), py::arg("expected"), py::arg("threads"),
+             py::arg("instructions"));
   module.def("join", &optim::join_fields, py::kw_only(), py::arg("copy"), py::arg("remainder"), py::arg("numel"),
              py::arg("ties"), py::arg("master"), py::arg("threads"), py::arg("instructions"));
   module.def("split", &optim::split_fields, py::kw_only(), py::arg("master"), py::arg("numel"), py::arg("copy"),

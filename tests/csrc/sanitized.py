@@ -1,4 +1,4 @@
-"""Builds the C++ tests of csrc/aio and csrc/optim for each sanitizer; the programs stay in build/, and so do the objects.
+"""Builds the C++ tests of csrc for each sanitizer; the programs stay in build/, and so do the objects.
 
 `python tests/csrc/sanitized.py` builds all of them ahead of the tests; it needs Python's standard library alone. An object is
 named after all that it is made of, so nothing is compiled twice, and nothing is taken that is out of date.
@@ -34,18 +34,13 @@ FLAGS = [
         "-fno-omit-frame-pointer",
         "-pthread",
     ),
-    *(f"-I{CSRC}", f"-I{CSRC / 'aio'}"),
+    f"-I{CSRC}",
 ]
 MAIN = HERE / "test_main.cpp"
+BASE = [*(CSRC / "base").glob("*.cpp")]
 SOURCES = {
-    "aio": [*(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")],
-    "optim": [
-        *(CSRC / "optim").glob("*.cpp"),
-        CSRC / "aio/process.cpp",
-        CSRC / "aio/crc32c.cpp",
-        *HERE.glob("optim/test_*.cpp"),
-        MAIN,
-    ],
+    "aio": [*BASE, *(CSRC / "aio").glob("*.cpp"), *HERE.glob("test_*.cpp"), *HERE.glob("fuzz/fuzz_*.cpp")],
+    "optim": [*BASE, *(CSRC / "optim").glob("*.cpp"), *HERE.glob("optim/test_*.cpp"), MAIN],
 }
 VARIANTS = {
     "asan+ubsan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],

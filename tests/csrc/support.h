@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"
+#include "aio/engine.h"
 
 namespace infinity::aio::testing {
 

@@ -10,7 +10,7 @@ import pytest
 import sanitized
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-SOURCES = [sanitized.CSRC / "aio/crc32c.cpp", sanitized.HERE / "test_crc32c.cpp", sanitized.MAIN]
+SOURCES = [sanitized.CSRC / "base/crc32c.cpp", sanitized.HERE / "test_crc32c.cpp", sanitized.MAIN]
 DOCTEST = Path("/usr/include/doctest")
 
 
@@ -23,7 +23,7 @@ def test_checksums_are_the_same_by_the_instruction_of_arm(tmp_path: Path) -> Non
         pytest.skip("the header doctest/doctest.h isn't installed (Debian: doctest-dev)")
     (tmp_path / "doctest").symlink_to(DOCTEST)  # alone: the other headers beside it are this machine's
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", "-static"]
-    places = [f"-I{sanitized.CSRC}", f"-I{sanitized.CSRC / 'aio'}", f"-isystem{tmp_path}"]
+    places = [f"-I{sanitized.CSRC}", f"-isystem{tmp_path}"]
     program = tmp_path / "program"
     command = [COMPILER, *flags, *places, *map(str, SOURCES), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)

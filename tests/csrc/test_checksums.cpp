@@ -1,5 +1,5 @@
 // What is read is what was written, or the read fails: on real files over every backend, and on a drive that lies.
-#include "checksums.h"
+#include "aio/checksums.h"
 
 #include "support.h"
 

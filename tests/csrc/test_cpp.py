@@ -1,4 +1,4 @@
-"""Runs the C++ tests of csrc/aio and csrc/optim, which sanitized.py compiles, under the sanitizers."""
+"""Runs the C++ tests of csrc, which sanitized.py compiles, under the sanitizers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 // The checksum against the vectors of RFC 3720, and every way of computing it against the slowest.
-#include "crc32c.h"
+#include "base/crc32c.h"
 
 #include <array>
 #include <cstdlib>

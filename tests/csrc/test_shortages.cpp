@@ -10,6 +10,7 @@
 
 #include "support.h"
 
+using infinity::Failure;
 using namespace infinity::aio;
 using namespace infinity::aio::testing;
 

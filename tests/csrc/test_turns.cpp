@@ -1,6 +1,6 @@
 // Which block goes next: the policy alone, with a clock of its own.
+#include "aio/turns.h"
 #include "support.h"
-#include "turns.h"
 
 namespace infinity::aio::testing {
 namespace {

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <vector>
 
+#include "aio/volume.h"
 #include "programs.h"
-#include "volume.h"
 
 namespace infinity::aio::testing {
 namespace {

@@ -8,8 +8,8 @@
 
 namespace infinity::aio::testing {
 
-// Transfers over a drive in memory that interrupts, shortens, delays, reorders and fails them by draw: whatever is asked
-// for is done right, fails as an I/O error, or is refused as std::invalid_argument.
+// Transfers over a drive in memory that interrupts, shortens, delays, reorders and fails them by draw: whatever is
+// asked for is done right, fails as an I/O error, or is refused as std::invalid_argument.
 void fuzz_engine(const uint8_t* data, size_t size);
 
 // Stripes over several drives: every byte has one place, and each drive's part of a range is what counting finds.

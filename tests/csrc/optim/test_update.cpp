@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "aio/crc32c.h"
+#include "base/crc32c.h"
+#include "base/thread_pool.h"
 #include "optim/adam.h"
-#include "optim/thread_pool.h"
 
 namespace infinity::optim {
 namespace {
@@ -82,7 +82,7 @@ struct Extent {
     std::memcpy(fields.remainder, state.remainder.data(), state.remainder.size() * 2);
     std::memcpy(fields.exp_avg, state.exp_avg.data(), state.exp_avg.size() * 4);
     std::memcpy(fields.exp_avg_sq, state.exp_avg_sq.data(), state.exp_avg_sq.size() * 4);
-    aio::sum_pages(begin, sums.size(), sums.data());
+    sum_pages(begin, sums.size(), sums.data());
   }
 
   template <typename T>
@@ -92,7 +92,7 @@ struct Extent {
 
   int64_t numel;
   std::vector<std::byte> bytes;
-  std::vector<aio::PageSum> sums;
+  std::vector<PageSum> sums;
   std::byte* begin;
   Fields fields;
 };
@@ -107,7 +107,7 @@ TEST_CASE("pages are verified and summed by the threads that update them") {
     state.split_master(means);
     Extent extent(state);
     std::vector<Piece> pieces{state.piece(5, 70'001), state.piece(70'001, kNumel - 3)};
-    std::vector<aio::PageSum> found(extent.sums.size());
+    std::vector<PageSum> found(extent.sums.size());
     Pages pages{extent.begin, static_cast<int64_t>(found.size()), extent.sums.data(), found.data(), 0};
     auto ties = update(kSettings, Grad::kFloat32, Master::kSplit, extent.fields, pieces, state.known(), means, &pages);
     CHECK(pages.wrong == -1);
@@ -171,9 +171,9 @@ TEST_CASE("several threads may update at once") {
 TEST_CASE("a job that fails throws where it was brought, and the next one runs") {
   for (int round = 0; round < 20; ++round) {
     CHECK_THROWS_AS(ThreadPool::here().run(3, 100,
-                                     [](int64_t i) {
-                                       if (i == 50) throw std::runtime_error("out of something");
-                                     }),
+                                           [](int64_t i) {
+                                             if (i == 50) throw std::runtime_error("out of something");
+                                           }),
                     std::runtime_error);
     std::vector<int> done(100);
     ThreadPool::here().run(3, 100, [&done](int64_t i) { done[static_cast<size_t>(i)] = 1; });

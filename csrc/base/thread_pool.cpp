@@ -1,14 +1,14 @@
 // Waking threads, counting them, and waiting for the last.
-#include "optim/thread_pool.h"
+#include "base/thread_pool.h"
 
 #include <algorithm>
 #include <string>
 #include <system_error>
 
-namespace infinity::optim {
+namespace infinity {
 
 // Never destroyed: its threads wait on it until the process ends. In a forked child there are no threads, and its locks
-// may have been held; see [Note: fork] in aio/process.h.
+// may have been held; see [Note: fork] in process.h.
 ThreadPool& ThreadPool::here() {
   static std::atomic<ThreadPool*> current{nullptr};
   ThreadPool* pool = current.load(std::memory_order_acquire);
@@ -50,7 +50,7 @@ void ThreadPool::start_threads(int wanted) {
     int number = static_cast<int>(threads_.size());
     try {
       threads_.push_back(
-          aio::start_io_thread("inf-update-" + std::to_string(number), [this, number] { wait_for_jobs(number); }));
+          start_io_thread("inf-update-" + std::to_string(number), [this, number] { wait_for_jobs(number); }));
     } catch (const std::system_error&) {
       return;
     }
@@ -81,4 +81,4 @@ void ThreadPool::take_part() {
   }
 }
 
-}  // namespace infinity::optim
+}  // namespace infinity

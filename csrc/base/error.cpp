@@ -1,11 +1,11 @@
 // Bytes, errno values and failures in words.
-#include "error.h"
+#include "base/error.h"
 
 #include <cerrno>
 #include <cstdio>
 #include <system_error>
 
-namespace infinity::aio {
+namespace infinity {
 namespace {
 
 // The names of the errors that storage, memory limits and sandboxes give; glibc's own table is newer than some systems.
@@ -90,4 +90,4 @@ std::string Failure::message() const {
   return text;
 }
 
-}  // namespace infinity::aio
+}  // namespace infinity

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace infinity::aio {
+namespace infinity {
 
 // Of any bytes; `crc`: of those that come before them.
 uint32_t crc32c(const std::byte* bytes, size_t length, uint32_t crc = 0);
@@ -32,4 +32,4 @@ const std::vector<Crc32c>& crc32c_ways();
 // The sums of `count` pages that lie one behind the other in memory.
 void sum_pages(const std::byte* pages, size_t count, PageSum* sums, const Crc32c& way = crc32c_ways().front());
 
-}  // namespace infinity::aio
+}  // namespace infinity

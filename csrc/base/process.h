@@ -1,4 +1,4 @@
-// What a thread and a forked child may touch. Used by every noun that owns memory, a lock or a thread.
+// What a thread and a forked child may touch. Used by all that owns memory, a lock or a thread.
 #pragma once
 
 #include <sys/types.h>
@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-namespace infinity::aio {
+namespace infinity {
 
 // [Note: fork]
 // A child made by fork() (a DataLoader worker, say) has a copy of every object but only the forking thread, and no
@@ -74,4 +74,4 @@ void take_short_turns();
 // CLOCK_MONOTONIC in seconds: the clock of Python's time.monotonic().
 double monotonic_seconds();
 
-}  // namespace infinity::aio
+}  // namespace infinity

@@ -1,5 +1,5 @@
 // Threads, clock and fork.
-#include "process.h"
+#include "base/process.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #include <system_error>
 #include <vector>
 
-namespace infinity::aio {
+namespace infinity {
 namespace {
 
 constexpr uint64_t kTurnNanoseconds = 100'000;
@@ -123,4 +123,4 @@ double monotonic_seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-}  // namespace infinity::aio
+}  // namespace infinity

@@ -1,4 +1,4 @@
-// Typed failures: what was tried, where, and what the kernel said. The lowest noun: it knows no other.
+// Typed failures: what was tried, where, and what the kernel said.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace infinity::aio {
+namespace infinity {
 
 // "4 MiB", "1.50 GiB", "100 B": exact counts without decimals, all others with two.
 std::string format_bytes(int64_t bytes);
@@ -51,4 +51,4 @@ class OutOfMemory : public std::bad_alloc {
   std::runtime_error message_;  // copies without throwing, as an exception must
 };
 
-}  // namespace infinity::aio
+}  // namespace infinity

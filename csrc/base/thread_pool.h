@@ -1,4 +1,4 @@
-// The threads that share an update's work with the thread that asked for it.
+// The threads that share a job with the thread that brought it.
 #pragma once
 
 #include <atomic>
@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "aio/process.h"
+#include "base/process.h"
 
-namespace infinity::optim {
+namespace infinity {
 
 // One job at a time; those who come meanwhile wait. Threads are started when they are first needed, and wait for the
 // next job until the process ends.
@@ -30,7 +30,7 @@ class ThreadPool {
   void wait_for_jobs(int number);
   void take_part();
 
-  aio::ForkGuard guard_;
+  ForkGuard guard_;
   std::mutex turn_;  // held throughout a job
   std::vector<std::thread> threads_;
 
@@ -47,4 +47,4 @@ class ThreadPool {
   std::atomic<int64_t> next_{0};
 };
 
-}  // namespace infinity::optim
+}  // namespace infinity

@@ -1,10 +1,10 @@
 // One loop for each kind of processor.
-#include "crc32c.h"
+#include "base/crc32c.h"
 
 #include <array>
 #include <cstring>
 
-#include "file.h"
+#include "base/page.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,7 +14,7 @@
 #define INFINITY_ARM
 #endif
 
-namespace infinity::aio {
+namespace infinity {
 namespace {
 
 constexpr auto kPage = static_cast<size_t>(kPageBytes);
@@ -247,4 +247,4 @@ void sum_pages(const std::byte* pages, size_t count, PageSum* sums, const Crc32c
   for (size_t i = 0; i < count; ++i) sums[i] = sums[i] == kUnknownPage ? 1 : sums[i];
 }
 
-}  // namespace infinity::aio
+}  // namespace infinity
