@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "aio/engine.h"
-#include "aio/volume.h"
+#include "aio/file.h"
 #include "base/crc32c.h"
 
 namespace py = pybind11;

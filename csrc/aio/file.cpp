@@ -7,21 +7,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <stdexcept>
+#include <utility>
 
 #include "aio/checksums.h"
-#include "aio/volume.h"
 #include "base/error.h"
+#include "base/page.h"
 
 namespace infinity::aio {
 namespace {
-
-uint64_t next_id() {
-  static std::atomic<uint64_t> last{0};
-  return ++last;
-}
 
 [[noreturn]] void fail(const char* operation, const std::string& path, int error_number, int64_t length = 0) {
   Failure failure;
@@ -72,33 +67,6 @@ void lock_alone(int fd, const std::string& path) {
 }
 
 }  // namespace
-
-Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment,
-                       std::unique_ptr<Checksums> checksums)
-    : fd_(fd),
-      id_(next_id()),
-      path_(std::move(path)),
-      direct_(direct),
-      drive_(drive),
-      alignment_(alignment),
-      checksums_(std::move(checksums)) {}
-
-Descriptor::~Descriptor() {
-  if (!guard_.in_child()) {
-    for (const auto& body : closers_) body();
-  }
-  close_kept_from_children(fd_, [this] { ::close(fd_); });
-}
-
-int64_t Descriptor::alignment() const noexcept {
-  if (checksums_ != nullptr) return kPageBytes;
-  return direct_ ? alignment_ : 1;
-}
-
-void Descriptor::on_close(std::function<void()> body) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  closers_.push_back(std::move(body));
-}
 
 File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive}) {}
 
@@ -183,6 +151,52 @@ std::shared_ptr<const Volume> File::volume() const {
 void File::note(std::string line) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (std::find(notes_.begin(), notes_.end(), line) == notes_.end()) notes_.push_back(std::move(line));
+}
+
+StripedFile::StripedFile(std::vector<std::shared_ptr<File>> files, const std::vector<int>& pattern,
+                         int64_t stripe_bytes)
+    : files_(std::move(files)), stripe_bytes_(stripe_bytes) {
+  std::vector<std::shared_ptr<const Descriptor>> descriptors;
+  for (const auto& file : files_) descriptors.push_back(file->descriptor());
+  volume_ = std::make_shared<const Volume>(std::move(descriptors), pattern, stripe_bytes);
+  path_ = volume_->path();
+}
+
+void StripedFile::reserve(int64_t bytes) {
+  if (bytes <= 0) throw std::invalid_argument("reserve needs a positive number of bytes, got " + std::to_string(bytes));
+  auto volume = this->volume();
+  int64_t end = (bytes + stripe_bytes_ - 1) / stripe_bytes_ * stripe_bytes_;  // whole stripes: no file ends inside one
+  for (int member = 0; member < volume->members(); ++member) {
+    int64_t share = volume->bytes_on(member, 0, end);
+    if (share > 0) files_[static_cast<size_t>(member)]->reserve(share);
+  }
+}
+
+void StripedFile::sync() {
+  for (const auto& file : files_) file->sync();
+}
+
+void StripedFile::close() {
+  std::shared_ptr<const Volume> dropped;  // released after the lock
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    dropped.swap(volume_);
+  }
+  for (const auto& file : files_) file->close();
+}
+
+std::vector<std::string> StripedFile::notes() const {
+  std::vector<std::string> all;
+  for (const auto& file : files_) {
+    for (std::string& line : file->notes()) all.push_back(std::move(line));
+  }
+  return all;
+}
+
+std::shared_ptr<const Volume> StripedFile::volume() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (volume_ == nullptr) throw std::invalid_argument(path_ + " are closed");
+  return volume_;
 }
 
 std::optional<DirectAlignment> direct_alignment(const std::string& path) {

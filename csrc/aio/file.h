@@ -1,58 +1,17 @@
-// A file opened for direct I/O. File is the handle that a caller opens and closes; Descriptor is the open file itself,
-// shared with the transfers that use it.
+// File and StripedFile: the handles that a caller opens and closes. A transfer takes the volume behind one.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "base/page.h"
+#include "aio/volume.h"
 #include "base/process.h"
 
 namespace infinity::aio {
-
-class Checksums;
-class Volume;
-
-// An open file descriptor: closed when the last owner (the File, or the last transfer on it) lets go.
-class Descriptor {
- public:
-  Descriptor(int fd, std::string path, bool direct, int drive = 0, int64_t alignment = kPageBytes,
-             std::unique_ptr<Checksums> checksums = nullptr);
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor();
-
-  int fd() const noexcept { return fd_; }
-  uint64_t id() const noexcept { return id_; }  // never used twice, unlike the descriptor's number
-  const std::string& path() const noexcept { return path_; }
-  bool direct() const noexcept { return direct_; }
-  int64_t alignment() const noexcept;            // of every transfer (bytes)
-  int drive() const noexcept { return drive_; }  // which of the engine's drives it lies on
-
-  // What its pages must hold, or null where nobody keeps that: see [Note: integrity] in checksums.h.
-  Checksums* checksums() const noexcept { return checksums_.get(); }
-
-  // `body` runs once, on the thread that drops the last reference, just before the descriptor is closed. A backend that
-  // lends the file to the kernel (a registered-file table) takes it back there.
-  void on_close(std::function<void()> body) const;
-
- private:
-  const int fd_;
-  const uint64_t id_;
-  const std::string path_;
-  const bool direct_;
-  const int drive_;
-  const int64_t alignment_;
-  const std::unique_ptr<Checksums> checksums_;
-  ForkGuard guard_;
-  mutable std::mutex mutex_;
-  mutable std::vector<std::function<void()>> closers_;
-};
 
 struct FileOptions {
   bool create = false;  // make the file, mode 0600, and fail if it exists; otherwise it must exist
@@ -103,6 +62,32 @@ class File {
   std::shared_ptr<const Descriptor> descriptor_;
   std::shared_ptr<const Volume> volume_;
   std::vector<std::string> notes_;
+};
+
+// Files on several drives as one. Calls may come from any thread.
+class StripedFile {
+ public:
+  // As for Volume. The files stay their owner's, too.
+  StripedFile(std::vector<std::shared_ptr<File>> files, const std::vector<int>& pattern, int64_t stripe_bytes);
+
+  // Makes room for at least `bytes` logical bytes: each file reserves its share.
+  void reserve(int64_t bytes);
+  void sync();
+  void close();
+
+  // The files' paths, joined by commas.
+  const std::string& path() const noexcept { return path_; }
+  std::vector<std::string> notes() const;
+
+  // Throws std::invalid_argument after close().
+  std::shared_ptr<const Volume> volume() const;
+
+ private:
+  const std::vector<std::shared_ptr<File>> files_;
+  const int64_t stripe_bytes_;
+  std::string path_;
+  mutable std::mutex mutex_;  // of volume_
+  std::shared_ptr<const Volume> volume_;
 };
 
 // What the kernel wants of a direct transfer (bytes); both 0 where the file takes none.

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "aio/buffer.h"
-#include "aio/file.h"
 #include "aio/volume.h"
 #include "base/error.h"
 #include "base/process.h"

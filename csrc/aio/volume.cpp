@@ -7,16 +7,6 @@
 #include <utility>
 
 namespace infinity::aio {
-namespace {
-
-template <typename Files>
-std::string joined_paths(const Files& files) {
-  std::string joined;
-  for (const auto& file : files) joined += (joined.empty() ? "" : ", ") + file->path();
-  return joined;
-}
-
-}  // namespace
 
 Volume::Volume(std::shared_ptr<const Descriptor> file) : files_{std::move(file)}, stripe_bytes_(0) {
   alignment_ = files_.front()->alignment();
@@ -131,56 +121,9 @@ bool Volume::checked() const {
 }
 
 std::string Volume::path() const {
-  return joined_paths(files_);
-}
-
-StripedFile::StripedFile(std::vector<std::shared_ptr<File>> files, const std::vector<int>& pattern,
-                         int64_t stripe_bytes)
-    : files_(std::move(files)), stripe_bytes_(stripe_bytes) {
-  std::vector<std::shared_ptr<const Descriptor>> descriptors;
-  for (const auto& file : files_) descriptors.push_back(file->descriptor());
-  volume_ = std::make_shared<const Volume>(std::move(descriptors), pattern, stripe_bytes);
-}
-
-void StripedFile::reserve(int64_t bytes) {
-  if (bytes <= 0) throw std::invalid_argument("reserve needs a positive number of bytes, got " + std::to_string(bytes));
-  auto volume = this->volume();
-  int64_t end = (bytes + stripe_bytes_ - 1) / stripe_bytes_ * stripe_bytes_;  // whole stripes: no file ends inside one
-  for (int member = 0; member < volume->members(); ++member) {
-    int64_t share = volume->bytes_on(member, 0, end);
-    if (share > 0) files_[static_cast<size_t>(member)]->reserve(share);
-  }
-}
-
-void StripedFile::sync() {
-  for (const auto& file : files_) file->sync();
-}
-
-void StripedFile::close() {
-  std::shared_ptr<const Volume> dropped;  // released after the lock
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    dropped.swap(volume_);
-  }
-  for (const auto& file : files_) file->close();
-}
-
-std::string StripedFile::path() const {
-  return joined_paths(files_);
-}
-
-std::vector<std::string> StripedFile::notes() const {
-  std::vector<std::string> all;
-  for (const auto& file : files_) {
-    for (std::string& line : file->notes()) all.push_back(std::move(line));
-  }
-  return all;
-}
-
-std::shared_ptr<const Volume> StripedFile::volume() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (volume_ == nullptr) throw std::invalid_argument(path() + " are closed");
-  return volume_;
+  std::string joined;
+  for (const auto& file : files_) joined += (joined.empty() ? "" : ", ") + file->path();
+  return joined;
 }
 
 }  // namespace infinity::aio

@@ -3,13 +3,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "aio/checksums.h"
-#include "aio/file.h"
+#include "aio/descriptor.h"
 #include "base/error.h"
 
 namespace infinity::aio {
@@ -75,30 +74,6 @@ class Volume {
   std::vector<int64_t> rank_;                // of each slot of the pattern: how many before it are on the same member
   std::vector<int64_t> stripes_per_cycle_;   // of each member
   std::vector<std::vector<int64_t>> skips_;  // of each member and slot: stripes to its next one, from 0
-};
-
-// Files on several drives as one: the handle that a caller opens and closes. Calls may come from any thread.
-class StripedFile {
- public:
-  // As for Volume. The files stay their owner's, too.
-  StripedFile(std::vector<std::shared_ptr<File>> files, const std::vector<int>& pattern, int64_t stripe_bytes);
-
-  // Makes room for at least `bytes` logical bytes: each file reserves its share.
-  void reserve(int64_t bytes);
-  void sync();
-  void close();
-
-  std::string path() const;
-  std::vector<std::string> notes() const;
-
-  // Throws std::invalid_argument after close().
-  std::shared_ptr<const Volume> volume() const;
-
- private:
-  const std::vector<std::shared_ptr<File>> files_;
-  const int64_t stripe_bytes_;
-  mutable std::mutex mutex_;  // of volume_
-  std::shared_ptr<const Volume> volume_;
 };
 
 }  // namespace infinity::aio

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "aio/engine.h"
+#include "aio/file.h"
 
 namespace infinity::aio::testing {
 
