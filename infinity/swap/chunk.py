@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -23,9 +24,9 @@ class ChunkState(enum.Enum):
     """Its lease holds what the arena holds; nobody uses it. May be dropped, once the device has copied what it took."""
     IN_USE = "in use"
     """Somebody reads or changes its lease. Must not be dropped."""
-    COPYING_TO_DEVICE = "copy_event"
+    COPYING_TO_DEVICE = "copying to device"
     """Given back by its user; the device is still copying out of the lease, which is free when the event fires."""
-    COPYING_FROM_DEVICE = "arriving"
+    COPYING_FROM_DEVICE = "copying from device"
     """The device is copying new bytes into its lease, which is written when the event has fired."""
     WRITING = "writing"
     """Its lease is being written to the arena; free when the write has ended."""
@@ -75,7 +76,7 @@ class Chunk:
     fills: tuple[tuple[int, torch.Tensor], ...] = field(default=(), repr=False)
     on_lost: Callable[[str], None] | None = field(default=None, repr=False)
     verified_by_user: bool = False
-    """Whether who acquires it verifies what was read, on a pass over it that it makes anyway: see `Stager.verify`."""
+    """Whether who acquires it verifies what was read, on a pass over it that it makes anyway: see `ChunkIo.verify`."""
     unverified: bool = False
     """Whether nobody has verified what was read."""
     sums: bytes | None = field(default=None, repr=False)
@@ -84,11 +85,33 @@ class Chunk:
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)
     copy_event: CopyEvent | None = field(default=None, repr=False)
+    _last_awaited: int = field(default=0, repr=False)
+    """The place in `after` of the chunk whose write was awaited when somebody asked last."""
 
     @property
     def is_unwritten(self) -> bool:
         """Whether the arena doesn't hold its last bytes yet."""
         return self.state in (ChunkState.COPYING_FROM_DEVICE, ChunkState.WRITING)
+
+    @property
+    def transfers_ended(self) -> bool:
+        """Whether no transfer of it is in flight."""
+        return all(transfer.done for transfer in self.transfers)
+
+    @property
+    def device_is_done(self) -> bool:
+        """Whether no copy between its lease and the device is in flight."""
+        return self.copy_event is None or self.copy_event.done()
+
+    def awaits_write(self) -> bool:
+        """Whether a write of `after` must end before this chunk is read. They end about in order: asks the last one first."""
+        places = range(len(self.after))
+        for place in chain(places[self._last_awaited :], places[: self._last_awaited]):
+            if self.after[place].is_unwritten:
+                self._last_awaited = place
+                return True
+        self._last_awaited = 0
+        return False
 
     def move_to(self, state: ChunkState) -> None:
         """The one door of the state."""

@@ -81,7 +81,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
                 sub.layout.split or Field.COMPUTE not in sub.layout.fields
             )  # else the copy is not read, and made after
             whole = whole and sub.layout.moments == len(MOMENTS) and not sub.held and sub.gradient is None
-            sub.chunk.verified_by_user = fused and alone and whole and self._swap.stager.checked
+            sub.chunk.verified_by_user = fused and alone and whole and self._swap.stager.io.checked
 
     def _settings(self, group: dict[str, Any]) -> AdamSettings:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
@@ -113,13 +113,13 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         ((settings, batch),) = batches.items()
         if not kernel.matches_torch(settings) or len(_alike(batch)) != 1:
             return False
-        stager, start = self._swap.stager, sub.extent.offset
-        expected = stager.expected_sums(Span(start, 0, sub.layout.nbytes))
+        io, start = self._swap.stager.io, sub.extent.offset
+        expected = io.expected_sums(Span(start, 0, sub.layout.nbytes))
         sums = PageSums(lease.view(torch.uint8, 0, sub.layout.nbytes), expected)
         _step_in_one_pass(sub, settings, batch, lease, sums)
         if sums.wrong_page is not None:
             at = sums.wrong_page * PAGE_BYTES
-            stager.verify(sub.chunk, Span(start + at, at, PAGE_BYTES))
+            io.verify(sub.chunk, Span(start + at, at, PAGE_BYTES))
             raise InfinityError(
                 f"a page of {sub.chunk.name} failed its checksum, and then didn't: the memory of this machine can't be trusted"
             )

@@ -388,7 +388,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)
         elif not self._step_and_verify(sub, batches, lease):
-            self._swap.stager.verify(sub.chunk)
+            self._swap.stager.io.verify(sub.chunk)
             self._step_pieces(sub, batches, lease)
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:

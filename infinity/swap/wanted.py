@@ -1,11 +1,14 @@
-"""Floor 8. The chunks that are worth having staged, soonest needed first, as a look-ahead over numbers chooses them."""
+"""Floor 8. The chunks that are worth having staged, as a look-ahead over numbers chooses them, and the next one to read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 
 from infinity.schedule.lookahead import LookAhead
-from infinity.swap.chunk import Chunk
+from infinity.swap.chunk import Chunk, ChunkState
 
 
 class Wanted:
@@ -23,9 +26,9 @@ class Wanted:
     @staticmethod
     def of(chunks: Sequence[Chunk], *, at_once: int | None = None) -> tuple[Wanted, LookAhead]:
         """These, one after the other, so many `at_once` (all where None); and what chooses them, to be told where it is."""
-        count = len(chunks)
-        coming = ((float(place), place) for place in range(count))
-        ahead = LookAhead(coming, ([1] * count, count if at_once is None else at_once))
+        length = len(chunks)
+        coming = ((float(place), place) for place in range(length))
+        ahead = LookAhead(coming, ([1] * length, length if at_once is None else at_once))
         ahead.fit()
         return Wanted(ahead, chunks, {chunk: place for place, chunk in enumerate(chunks)}), ahead
 
@@ -48,3 +51,56 @@ class Wanted:
     def told(self) -> None:
         """Whoever asked for changes has taken them in."""
         self._ahead.changed.clear()
+
+
+class ReadQueue:
+    """The wanted chunks that are only on NVMe, soonest needed first: see [Note: What a call costs] in stager.py."""
+
+    def __init__(self) -> None:
+        self.wanted, _ = Wanted.of([])
+        self._entries: list[tuple[int, int, Chunk]] = []
+        self._pushed = count()
+        """Where two keys are equal, of which one is out of date, chunks are not compared."""
+        self._compact_at = 64
+        self._passed: list[Chunk] = []
+        self._reached = -math.inf
+        """The key of the chunk that `next` gave last."""
+
+    def follow(self, wanted: Wanted) -> None:
+        """Other chunks are wanted from now on."""
+        self.wanted = wanted
+        self._fill(wanted)
+
+    def put(self, chunk: Chunk) -> None:
+        """The chunk may be one of these now, or needed at another moment."""
+        key = self._key(chunk)
+        if key is not None:
+            heapq.heappush(self._entries, (key, next(self._pushed), chunk))
+            if len(self._entries) > self._compact_at:
+                self._fill(dict.fromkeys(chunk for _, _, chunk in self._entries))
+
+    def start_over(self) -> None:
+        """From now on `next` goes through all of them again, those included that it passed over."""
+        passed, self._passed, self._reached = self._passed, [], -math.inf
+        for chunk in passed:
+            self.put(chunk)
+
+    def next(self) -> Chunk | None:
+        """The chunk needed soonest; it stays in the queue. A chunk that came to rest after its turn is passed over."""
+        while self._entries:
+            key, _, chunk = self._entries[0]
+            if self._key(chunk) == key and key >= self._reached:
+                self._reached = key
+                return chunk
+            if self._key(chunk) == key:
+                self._passed.append(chunk)
+            heapq.heappop(self._entries)
+        return None
+
+    def _key(self, chunk: Chunk) -> int | None:
+        return self.wanted.key(chunk) if chunk.state is ChunkState.ON_NVME else None
+
+    def _fill(self, chunks: Iterable[Chunk]) -> None:
+        entries = [(key, next(self._pushed), chunk) for chunk in chunks if (key := self._key(chunk)) is not None]
+        heapq.heapify(entries)
+        self._entries, self._compact_at = entries, 64 + 2 * len(entries)
