@@ -10,7 +10,8 @@ import contextlib
 import os
 import random
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -34,9 +35,28 @@ def main() -> None:
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("localhost", port, RANKS, is_master=rank == 0, wait_for_workers=False)
     for seed in range(first, first + seeds):
-        outcome = Trial(seed, folder / f"seed {seed}", rank, store).run()
+        outcome = in_a_thread(Trial(seed, folder / f"seed {seed}", rank, store).run)
         if rank == 0:
             os.write(1, f"outcome {outcome}\n".encode())
+
+
+def in_a_thread(run: Callable[[], str]) -> str:
+    """An exception that a trace raises as a handler begins stays in `sys.exc_info()` as long as the thread lives, which no
+    signal's does; what closes an engine asks there whether an error is being handled."""
+    outcomes, errors = [], []
+
+    def running() -> None:
+        try:
+            outcomes.append(run())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=running)
+    thread.start()
+    thread.join()
+    for error in errors:
+        raise error
+    return outcomes[0]
 
 
 class Trial:
