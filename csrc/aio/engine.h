@@ -1,84 +1,21 @@
 // Engine: takes requests from any thread and moves their bytes on its own ring threads.
 #pragma once
 
-#include <array>
 #include <chrono>
-#include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "aio/backend.h"
-#include "aio/buffer.h"
-#include "aio/faults.h"
+#include "aio/counters.h"
+#include "aio/options.h"
 #include "aio/transfer.h"
-#include "aio/turns.h"
 #include "base/process.h"
 
 namespace infinity::aio {
 
-struct EngineOptions {
-  std::string backend = "auto";            // a name of probe_backends(), or the best that works here
-  int queue_depth = 32;                    // blocks in flight per ring
-  int64_t block_bytes = int64_t{1} << 20;  // bytes per submission, a multiple of 4096
-  int rings = 1;                           // ring threads per drive, each with a backend of its own
-  std::shared_ptr<const PinnedSlab> slab;  // to be registered with the kernel; transfers may use other slabs, too
-  int drives = 1;                          // files say which of them they lie on
-  Mix mix = Mix::kInterleaved;             // how reads and writes share a drive
-  bool iopoll = false;                     // io_uring only: poll the drive for completions
-  bool sqpoll = false;                     // io_uring only: a kernel thread polls for submissions
-  std::vector<DriveLimit> limits;          // makes drives slower than they are; empty, or one per drive
-  std::optional<FaultPlan> faults;         // makes drives fail
-  double silence_seconds_max = 300.0;      // see [Note: silence]; 0 for as long as it takes
-};
+struct EngineState;
 
-// Of one drive, since the engine was made.
-struct DriveCounters {
-  int64_t read_bytes = 0;  // really moved, part by part
-  int64_t written_bytes = 0;
-  double read_seconds = 0.0;  // during which at least one read was in flight
-  double write_seconds = 0.0;
-  int64_t in_flight_blocks = 0;  // with a backend now
-  int64_t queued_bytes = 0;      // waiting for a ring now
-};
-
-struct Counters {
-  int64_t read_bytes = 0;  // of all drives
-  int64_t written_bytes = 0;
-  int64_t read_transfers = 0;  // done without a failure
-  int64_t write_transfers = 0;
-  int64_t failed_transfers = 0;
-  int64_t in_flight_blocks = 0;
-  int64_t queued_bytes = 0;
-  int64_t resubmitted_blocks = 0;             // submitted again: the rest of short ones, and interrupted ones
-  std::array<int64_t, kFaultKinds> faults{};  // on purpose, by Fault
-  std::vector<DriveCounters> drives;
-};
-
-// [Note: silence]
-// A drive, or the network behind one, can stop answering without an error: a block never comes back, and whoever waits
-// for it waits for ever. A thread of the engine looks at each ring four times per silence_seconds_max; a ring that has
-// blocks in flight and has read no completion at four looks in a row is given up as one that broke: its transfers fail,
-// and the memory and the files that the kernel may still use are kept for good. Looks are counted, not seconds, so that
-// a process which was stopped and goes on gives up nothing.
-
-// What one drive moved of a transfer that is over: from its first block there to its last.
-struct Timing {
-  double queued = 0.0;  // CLOCK_MONOTONIC seconds
-  double submitted = 0.0;
-  double done = 0.0;
-  int64_t bytes = 0;
-  int32_t drive = 0;      // -1 for a transfer that failed before it reached one
-  uint8_t operation = 0;  // of Operation
-  uint8_t priority = 0;   // of Priority
-  uint8_t failed = 0;
-};
-
-// Each drive has one queue per priority, shared by its rings and holding whole transfers, and Turns to choose among
-// them (see [Note: priority] there). The queues have no limit of their own: every transfer in them holds memory of a
-// slab, so the callers' leases bound them.
-//
 // Any thread may call any method. Throws std::invalid_argument for requests that can't be, IoFailure for what the
 // system refuses, std::runtime_error in a forked child (see [Note: fork]); there close() and the destructor do nothing.
 class Engine {
@@ -105,7 +42,7 @@ class Engine {
   // The same for at most `limit`; whether nothing is left.
   bool drain_for(std::chrono::milliseconds limit);
 
-  // From now on start() throws std::invalid_argument. The first half of close().
+  // From now on start() throws std::invalid_argument. close() begins with it.
   void refuse_new();
 
   // Refuses new transfers, drains, joins the ring threads; then throws the first failure that no wait has raised. Later
@@ -125,15 +62,15 @@ class Engine {
   const EngineOptions& options() const noexcept { return options_; }
 
  private:
-  struct State;
-  class RingThread;
-
   void choose_backend();
   void start_rings(const std::string& name, const BackendFactory& factory);
+  void start_ring(int number, const BackendFactory& factory);
+  void start_watchdog();
+  void check(const Request& request) const;
 
   EngineOptions options_;
   std::string backend_;
-  OwnedByProcess<State> state_;
+  OwnedByProcess<EngineState> state_;
 };
 
 }  // namespace infinity::aio

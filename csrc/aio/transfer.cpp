@@ -155,6 +155,13 @@ std::shared_ptr<const PinnedSlab> Transfer::slab() const {
   return slab_;
 }
 
+DriveShare& Transfer::share_of(int drive, double now) {
+  auto share = std::find_if(shares.begin(), shares.end(), [&](const DriveShare& one) { return one.drive == drive; });
+  if (share != shares.end()) return *share;
+  shares.push_back({drive, now});
+  return shares.back();
+}
+
 bool Transfer::has_failed() const {
   std::lock_guard<std::mutex> lock(monitor_->mutex);
   return failure_.has_value();

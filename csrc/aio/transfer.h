@@ -151,6 +151,9 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // Guarded by the engine's mutex: one for each drive that took a block of it.
   std::vector<DriveShare> shares;
 
+  // The share of a drive, begun now where it has none yet.
+  DriveShare& share_of(int drive, double now);
+
   // Whether finish() will find a failure. To be asked between end_block and finish.
   bool has_failed() const;
 

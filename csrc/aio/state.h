@@ -1,0 +1,100 @@
+// EngineState: what an engine's threads share, under one mutex.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "aio/backend.h"
+#include "aio/counters.h"
+#include "aio/faults.h"
+#include "aio/options.h"
+#include "aio/queues.h"
+#include "aio/transfer.h"
+#include "base/error.h"
+
+namespace infinity::aio {
+
+// A ring as other threads see it.
+struct Ring {
+  std::thread thread;
+  Backend* backend = nullptr;  // null before it is made and once it is going away
+  bool has_room = false;       // it sleeps with fewer blocks in flight than it could have
+  bool ready = false;
+  std::exception_ptr refusal;  // why its backend could not be made
+  size_t in_flight = 0;        // blocks, when it last slept
+  int64_t reaped = 0;          // completions
+  int64_t reaped_before = 0;   // at the watchdog's last look
+  int silent_looks = 0;        // in a row
+  bool given_up = false;
+};
+
+// One drive: what waits for it, and the rings that serve it.
+struct Drive {
+  explicit Drive(const TurnOptions& options) : queues(options) {}
+
+  // Wakes rings that sleep with room to spare, as many as there are blocks.
+  void wake_rings(int64_t blocks);
+
+  DriveQueues queues;
+  std::vector<std::unique_ptr<Ring>> rings;
+};
+
+struct EngineState {
+  explicit EngineState(const EngineOptions& options);
+  ~EngineState() { join(); }
+
+  void note(std::string line);
+
+  // Ends the ring threads, once nothing is in flight, and the watchdog.
+  void join();
+
+  // The same, and forgets the rings: others may be started.
+  void discard_rings();
+
+  // A transfer's last block has ended: first counts it, then wakes who waits for it. Holding the mutex; what it gives
+  // is to be dropped without.
+  [[nodiscard]] Transfer::Held finish(const std::shared_ptr<Transfer>& transfer);
+
+  // A ring has died: what is queued will never run. Transfers with blocks on other rings end when those come back.
+  void break_down(const std::string& reason);
+
+  std::optional<Failure> take_first_unseen_failure();
+  std::vector<Timing> take_timings();
+  Counters counters();
+
+  std::mutex mutex;  // of everything below but close_mutex
+  std::condition_variable idle;
+  std::condition_variable ready;
+  std::vector<std::unique_ptr<Drive>> drives;
+  int64_t active_transfers = 0;  // started and not finished
+  bool closing = false;
+  std::optional<Failure> broken;  // a ring has died: nothing can be started any more
+  std::vector<std::string> notes;
+  int64_t resubmitted_blocks = 0;
+  std::shared_ptr<FaultTally> faults = std::make_shared<FaultTally>();
+  std::mutex close_mutex;  // lets one join() at a time join the threads
+  std::thread watchdog;
+  std::condition_variable watchdog_ends;
+  bool joined = false;
+
+ private:
+  // Holding the mutex.
+  void keep_failure(const std::shared_ptr<Transfer>& transfer);
+  void keep_timing(const Timing& timing);
+
+  std::vector<std::shared_ptr<Transfer>> failures_;
+  std::vector<Timing> timings_;  // a circle once it is full
+  size_t oldest_timing_ = 0;
+  std::array<int64_t, 2> done_transfers_{0, 0};  // by operation
+  int64_t failed_transfers_ = 0;
+};
+
+}  // namespace infinity::aio
