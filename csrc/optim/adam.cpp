@@ -1,4 +1,4 @@
-// Cutting the work into spans, sharing it out, and putting the ties together again.
+// Cutting the work into spans, sharing it out, and merging the ties.
 #include "optim/adam.h"
 
 #include <algorithm>
@@ -23,16 +23,16 @@ constexpr int64_t kBlockNumel = 1 << 15;        // what a thread takes at a time
 constexpr int64_t kPageNumel = kPageBytes / 2;  // fills whole pages of every field
 
 std::vector<const Kernels*> kernels_here() {
-  std::vector<const Kernels*> found;
+  std::vector<const Kernels*> kernels;
 #if defined(__x86_64__)
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx2 && avx512) found.push_back(&kAvx512Kernels);
-  if (avx2) found.push_back(&kAvx2Kernels);
+  if (avx2 && avx512) kernels.push_back(&kAvx512Kernels);
+  if (avx2) kernels.push_back(&kAvx2Kernels);
 #endif
-  found.push_back(&kPortableKernels);
-  return found;
+  kernels.push_back(&kPortableKernels);
+  return kernels;
 }
 
 const Kernels& kernels_named(const std::string& name) {
@@ -86,7 +86,7 @@ class Spans {
       int64_t index = piece.offset + begin;
       int64_t numel = std::min(kBlockNumel - index % kBlockNumel, end - begin);
       spans_.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad_), at(fields_.exp_avg, index),
-                        at(fields_.exp_avg_sq, index), at(fields_.master, index), at(fields_.copy, index),
+                        at(fields_.exp_avg_sq, index), at(fields_.master, index), at(fields_.compute_param, index),
                         at(fields_.remainder, index), index, numel, tail});
       begin += numel;
     }
@@ -118,7 +118,7 @@ class PagesOfBlocks {
     add(fields.exp_avg);
     add(fields.exp_avg_sq);
     add(fields.master);
-    add(fields.copy);
+    add(fields.compute_param);
     add(fields.remainder);
     if (numel_ % kPageNumel != 0) throw std::invalid_argument("only whole pages can be verified and summed");
   }
@@ -126,9 +126,9 @@ class PagesOfBlocks {
   // Whether all of them are as they must be.
   bool verify(int64_t block) {
     bool whole = true;
-    each(block, [&](size_t first, size_t count, const PageSum* found) {
+    for_each_field(block, [&](size_t first, size_t count, const PageSum* sums) {
       for (size_t i = first; i < first + count; ++i) {
-        if (pages_.expected[i] == found[i - first] || pages_.expected[i] == kUnknownPage) continue;
+        if (pages_.expected[i] == sums[i - first] || pages_.expected[i] == kUnknownPage) continue;
         note_wrong(static_cast<int64_t>(i));
         whole = false;
         return;
@@ -138,8 +138,8 @@ class PagesOfBlocks {
   }
 
   void sum(int64_t block) {
-    each(block,
-         [&](size_t first, size_t count, const PageSum* found) { std::copy_n(found, count, pages_.sums + first); });
+    for_each_field(
+        block, [&](size_t first, size_t count, const PageSum* sums) { std::copy_n(sums, count, pages_.sums + first); });
   }
 
   // To be called once, when all blocks are done.
@@ -167,7 +167,7 @@ class PagesOfBlocks {
   }
 
   template <typename Body>
-  void each(int64_t block, const Body& body) {
+  void for_each_field(int64_t block, const Body& body) {
     std::array<PageSum, static_cast<size_t>(kBlockNumel * 4 / kPageBytes)> sums;
     int64_t index = block * kBlockNumel, numel = std::min(kBlockNumel, numel_ - index);
     for (const Place& place : places_) {
@@ -200,15 +200,15 @@ const int32_t* first_from(Ties ties, int64_t index) {
   return std::lower_bound(ties.begin, ties.end, index);
 }
 
-// Runs `body(share, ties)` for each share; what they find, one after another.
+// Runs `body(share, ties)` for every share, and returns the ties that each rounded up.
 template <typename Body>
 std::vector<std::vector<int32_t>> run_shares(int64_t shares, Ties ties, int threads, const Body& body) {
-  std::vector<std::vector<int32_t>> found(static_cast<size_t>(shares));
+  std::vector<std::vector<int32_t>> rounded_up(static_cast<size_t>(shares));
   ThreadPool::here().run(threads, shares, [&](int64_t share) {
-    TiesOnTheWay on_the_way{ties.begin, ties.end, &found[static_cast<size_t>(share)]};
+    TiesOnTheWay on_the_way{ties.begin, ties.end, &rounded_up[static_cast<size_t>(share)]};
     body(share, on_the_way);
   });
-  return found;
+  return rounded_up;
 }
 
 std::vector<int32_t> joined(const std::vector<std::vector<int32_t>>& parts) {
@@ -217,17 +217,17 @@ std::vector<int32_t> joined(const std::vector<std::vector<int32_t>>& parts) {
   return whole;
 }
 
-// The old ties where no piece lies, and the found ones.
-std::vector<int32_t> renewed(Ties old, const std::vector<Piece>& pieces, const std::vector<int32_t>& found) {
-  std::vector<int32_t> kept;
+// The old ties where no piece lies, and those that the update rounded up.
+std::vector<int32_t> renewed(Ties old, const std::vector<Piece>& pieces, const std::vector<int32_t>& rounded_up) {
+  std::vector<int32_t> unchanged;
   const int32_t* from = old.begin;
   for (const Piece& piece : pieces) {
-    kept.insert(kept.end(), from, first_from({from, old.end}, piece.offset));
+    unchanged.insert(unchanged.end(), from, first_from({from, old.end}, piece.offset));
     from = first_from({from, old.end}, piece.offset + piece.numel);
   }
-  kept.insert(kept.end(), from, old.end);
-  std::vector<int32_t> whole(kept.size() + found.size());
-  std::merge(kept.begin(), kept.end(), found.begin(), found.end(), whole.begin());
+  unchanged.insert(unchanged.end(), from, old.end);
+  std::vector<int32_t> whole(unchanged.size() + rounded_up.size());
+  std::merge(unchanged.begin(), unchanged.end(), rounded_up.begin(), rounded_up.end(), whole.begin());
   return whole;
 }
 
@@ -276,7 +276,7 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
   std::optional<PagesOfBlocks> guarded;
   if (pages != nullptr) guarded.emplace(*pages, fields);
   auto* kernel = kernels_named(means.instructions).update[static_cast<size_t>(grad)][static_cast<size_t>(kind)];
-  auto found = run_shares(blocks, ties, means.threads, [&](int64_t block, TiesOnTheWay& way) {
+  auto rounded_up = run_shares(blocks, ties, means.threads, [&](int64_t block, TiesOnTheWay& way) {
     if (guarded.has_value() && !guarded->verify(block)) return;
     auto number = static_cast<size_t>(block);
     way.next = first_from(ties, block * kBlockNumel);
@@ -284,27 +284,27 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
     if (guarded.has_value()) guarded->sum(block);
   });
   if (guarded.has_value()) guarded->tell();
-  return kind == Master::kSplit ? renewed(ties, pieces, joined(found)) : std::vector<int32_t>{};
+  return kind == Master::kSplit ? renewed(ties, pieces, joined(rounded_up)) : std::vector<int32_t>{};
 }
 
-void join(const uint16_t* copy, const uint16_t* remainder, int64_t numel, Ties ties, float* master,
+void join(const uint16_t* compute_param, const uint16_t* remainder, int64_t numel, Ties ties, float* master,
           const Means& means) {
   check(ties, numel);
   auto* kernel = kernels_named(means.instructions).join;
   run_shares(blocks_of(numel), ties, means.threads, [&](int64_t share, TiesOnTheWay& way) {
     int64_t index = share * kBlockNumel;
     way.next = first_from(ties, index);
-    kernel(copy + index, remainder + index, index, std::min(kBlockNumel, numel - index), way, master + index);
+    kernel(compute_param + index, remainder + index, index, std::min(kBlockNumel, numel - index), way, master + index);
   });
 }
 
-std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* copy, uint16_t* remainder,
+std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute_param, uint16_t* remainder,
                            const Means& means) {
   auto* kernel = kernels_named(means.instructions).split;
   Ties none{nullptr, nullptr};
   return joined(run_shares(blocks_of(numel), none, means.threads, [&](int64_t share, TiesOnTheWay& way) {
     int64_t index = share * kBlockNumel;
-    kernel(master + index, index, std::min(kBlockNumel, numel - index), copy + index, remainder + index, way);
+    kernel(master + index, index, std::min(kBlockNumel, numel - index), compute_param + index, remainder + index, way);
   }));
 }
 

@@ -1,5 +1,6 @@
 // One step of Adam or AdamW on a sub-group, in one pass over its memory: from the gradient through both moments and the
-// master weight to its 16-bit copy. Called from any thread; the work is shared with the threads of the pool.
+// master weight to its 16-bit compute parameter. Called from any thread; the work is shared with the threads of the
+// pool.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +12,8 @@ namespace infinity::optim {
 
 enum class Grad { kFloat32, kBfloat16, kFloat16 };
 
-// How the master weight is kept. Split is a bf16 copy and a remainder, from which it is recovered: see [Note: Ties].
+// How the master weight is kept. Split is a bf16 compute parameter and a remainder, which together give it back: see
+// [Note: Ties].
 enum class Master { kSplit, kFull, kFullWithBfloat16, kFullWithFloat16 };
 
 // The hyper-parameters, named as in torch.optim.AdamW; `step` counts from 1.
@@ -33,7 +35,7 @@ struct Fields {
   float* exp_avg;
   float* exp_avg_sq;
   float* master;
-  uint16_t* copy;
+  uint16_t* compute_param;
   uint16_t* remainder;
 };
 
@@ -54,13 +56,13 @@ struct Ties {
 };
 
 // [Note: Sums on the way]
-// The bytes of the fields rest on a drive, and each page of 4096 of them has a checksum (csrc/aio/checksums.h). To
-// verify and to sum them apart from the update is two more passes over memory, which somebody else may need: a virtual
-// drive and the cores share its bandwidth. So the update may do both where it has the bytes in a cache: it takes as
-// many elements at a time as fill whole pages of each field, verifies these pages, updates the elements, and sums the
-// pages. What holds a page that is not as it was written is not updated; what is updated by then is in memory alone.
+// The bytes of the fields lie on a drive, and each page of 4096 of them has a checksum (csrc/aio/checksums.h). To
+// verify and to sum them apart from the update is two more passes over memory, whose bandwidth a virtual drive needs,
+// too. So the update may do both where it has the bytes in a cache: it takes as many elements at a time as fill whole
+// pages of each field, verifies these pages, updates the elements, and sums the pages. What holds a page that is not as
+// it was written is not updated; what is updated by then is in memory alone.
 struct Pages {
-  const std::byte* begin;  // of the first one; fields outside are neither verified nor summed
+  const std::byte* begin;  // of the first one; other fields are neither verified nor summed
   int64_t count;
   const uint32_t* expected;  // one for each page; kUnknownPage verifies nothing
   uint32_t* sums;            // one for each page: set for those of the fields
@@ -83,10 +85,12 @@ std::vector<std::string> instruction_sets();
 std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
                             const std::vector<Piece>& pieces, Ties ties, const Means& means, Pages* pages = nullptr);
 
-// The master weights of which `split` made `copy` and `remainder`.
-void join(const uint16_t* copy, const uint16_t* remainder, int64_t numel, Ties ties, float* master, const Means& means);
+// The master weights of which `split` made `compute_param` and `remainder`.
+void join(const uint16_t* compute_param, const uint16_t* remainder, int64_t numel, Ties ties, float* master,
+          const Means& means);
 
-// Sets `copy` and `remainder`; returns the ties that were rounded up.
-std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* copy, uint16_t* remainder, const Means& means);
+// Sets `compute_param` and `remainder`; returns the ties that were rounded up.
+std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute_param, uint16_t* remainder,
+                           const Means& means);
 
 }  // namespace infinity::optim

@@ -33,11 +33,11 @@ Ties ties_of(const TiesArray& array) {
   return {array.data(), array.data() + array.size()};
 }
 
-// Hands the vector's memory over to the array.
+// An array that owns the vector's memory.
 TiesArray array_of(std::vector<int32_t> ties) {
-  auto* kept = new std::vector<int32_t>(std::move(ties));
-  py::capsule owner(kept, [](void* pointer) { delete static_cast<std::vector<int32_t>*>(pointer); });
-  return TiesArray(static_cast<py::ssize_t>(kept->size()), kept->data(), owner);
+  auto* owned = new std::vector<int32_t>(std::move(ties));
+  py::capsule owner(owned, [](void* pointer) { delete static_cast<std::vector<int32_t>*>(pointer); });
+  return TiesArray(static_cast<py::ssize_t>(owned->size()), owned->data(), owner);
 }
 
 Grad grad_of(const std::string& dtype) {
@@ -49,7 +49,7 @@ Grad grad_of(const std::string& dtype) {
 
 Master master_of(const Fields& fields, const std::string& compute_dtype) {
   if (fields.remainder != nullptr) return Master::kSplit;
-  if (fields.copy == nullptr) return Master::kFull;
+  if (fields.compute_param == nullptr) return Master::kFull;
   return compute_dtype == "float16" ? Master::kFullWithFloat16 : Master::kFullWithBfloat16;
 }
 
@@ -75,12 +75,16 @@ using SumsArray = py::array_t<uint32_t, py::array::c_style>;
 py::tuple update_fields(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                         bool maximize, double step, double grad_scale, const std::string& grad_dtype,
                         const std::string& compute_dtype, const std::vector<PieceFields>& rows, int64_t numel,
-                        Address exp_avg, Address exp_avg_sq, Address master, Address copy, Address remainder,
+                        Address exp_avg, Address exp_avg_sq, Address master, Address compute_param, Address remainder,
                         const TiesArray& ties, Address pages, const SumsArray& expected, int threads,
                         const std::string& instructions) {
   Settings settings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, step, static_cast<float>(grad_scale)};
-  Fields fields{
-      numel, at<float>(exp_avg), at<float>(exp_avg_sq), at<float>(master), at<uint16_t>(copy), at<uint16_t>(remainder)};
+  Fields fields{numel,
+                at<float>(exp_avg),
+                at<float>(exp_avg_sq),
+                at<float>(master),
+                at<uint16_t>(compute_param),
+                at<uint16_t>(remainder)};
   Grad grad = grad_of(grad_dtype);
   Master kind = master_of(fields, compute_dtype);
   Means means = means_of(threads, instructions);
@@ -89,31 +93,31 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
   SumsArray sums(expected.size());
   std::fill_n(sums.mutable_data(), expected.size(), kUnknownPage);
   Pages summed{at<const std::byte>(pages), expected.size(), expected.data(), sums.mutable_data(), -1};
-  std::vector<int32_t> found;
+  std::vector<int32_t> rounded_up;
   {
     py::gil_scoped_release release;
-    found = update(settings, grad, kind, fields, pieces, old, means, pages == 0 ? nullptr : &summed);
+    rounded_up = update(settings, grad, kind, fields, pieces, old, means, pages == 0 ? nullptr : &summed);
   }
-  return py::make_tuple(array_of(std::move(found)), sums, summed.wrong);
+  return py::make_tuple(array_of(std::move(rounded_up)), sums, summed.wrong);
 }
 
-void join_fields(Address copy, Address remainder, int64_t numel, const TiesArray& ties, Address master, int threads,
-                 const std::string& instructions) {
+void join_fields(Address compute_param, Address remainder, int64_t numel, const TiesArray& ties, Address master,
+                 int threads, const std::string& instructions) {
   Means means = means_of(threads, instructions);
   Ties old = ties_of(ties);
   py::gil_scoped_release release;
-  join(at<uint16_t>(copy), at<uint16_t>(remainder), numel, old, at<float>(master), means);
+  join(at<uint16_t>(compute_param), at<uint16_t>(remainder), numel, old, at<float>(master), means);
 }
 
-TiesArray split_fields(Address master, int64_t numel, Address copy, Address remainder, int threads,
+TiesArray split_fields(Address master, int64_t numel, Address compute_param, Address remainder, int threads,
                        const std::string& instructions) {
   Means means = means_of(threads, instructions);
-  std::vector<int32_t> found;
+  std::vector<int32_t> rounded_up;
   {
     py::gil_scoped_release release;
-    found = split(at<float>(master), numel, at<uint16_t>(copy), at<uint16_t>(remainder), means);
+    rounded_up = split(at<float>(master), numel, at<uint16_t>(compute_param), at<uint16_t>(remainder), means);
   }
-  return array_of(std::move(found));
+  return array_of(std::move(rounded_up));
 }
 
 }  // namespace

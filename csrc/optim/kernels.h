@@ -33,7 +33,7 @@ struct Span {
   float* exp_avg;
   float* exp_avg_sq;
   float* master;
-  uint16_t* copy;
+  uint16_t* compute_param;
   uint16_t* remainder;
   int64_t index;
   int64_t numel;
@@ -41,25 +41,26 @@ struct Span {
 };
 
 // [Note: Ties]
-// The remainder is the lower half of a master's bits, the copy the upper half rounded to nearest even. So the copy was
-// rounded up where the remainder is above 0x8000, and not where it is below. At 0x8000 exactly, a tie, it was rounded
-// to the even neighbour, which says nothing of where it came from: the elements whose ties were rounded up stand in a
-// list, about one in 131072 of them. With it every master comes back bit for bit, whatever rounds up to infinity
-// included. A NaN is kept as 0x7FC0 with nothing remaining, so that no NaN is ever taken for a tie.
+// The remainder is the lower half of a master's bits, the compute parameter the upper half rounded to nearest even. So
+// that was rounded up where the remainder is above 0x8000, and not where it is below. At 0x8000 exactly, a tie, it was
+// rounded to the even neighbour, which says nothing of where it came from: the elements whose ties were rounded up
+// stand in a list, about one in 131072 of them. With it every master comes back bit for bit, whatever rounds up to
+// infinity included. A NaN is kept as 0x7FC0 with nothing remaining, so that no NaN is ever taken for a tie.
 //
 // Both lists ascend, as the loops do.
 struct TiesOnTheWay {
   const int32_t* next;  // those of the elements to come, and perhaps of some already passed
   const int32_t* end;
-  std::vector<int32_t>* found;
+  std::vector<int32_t>* rounded_up;
 };
 
 struct Kernels {
   const char* name;
   void (*update[3][4])(const Scalars&, const Span&, TiesOnTheWay&);  // by Grad and Master
-  void (*join)(const uint16_t* copy, const uint16_t* remainder, int64_t index, int64_t numel, TiesOnTheWay&,
+  void (*join)(const uint16_t* compute_param, const uint16_t* remainder, int64_t index, int64_t numel, TiesOnTheWay&,
                float* master);
-  void (*split)(const float* master, int64_t index, int64_t numel, uint16_t* copy, uint16_t* remainder, TiesOnTheWay&);
+  void (*split)(const float* master, int64_t index, int64_t numel, uint16_t* compute_param, uint16_t* remainder,
+                TiesOnTheWay&);
 };
 
 extern const Kernels kAvx512Kernels;

@@ -27,7 +27,7 @@ struct State {
         exp_avg(size()),
         exp_avg_sq(size()),
         master(size()),
-        copy(size()),
+        compute_param(size()),
         remainder(size()) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
@@ -41,25 +41,27 @@ struct State {
   size_t size() const { return static_cast<size_t>(numel); }
   Ties known() const { return {ties.data(), ties.data() + ties.size()}; }
 
-  void split_master(const Means& means) { ties = split(master.data(), numel, copy.data(), remainder.data(), means); }
+  void split_master(const Means& means) {
+    ties = split(master.data(), numel, compute_param.data(), remainder.data(), means);
+  }
   void step_full(const std::vector<Piece>& pieces, const Means& means) {
     Fields fields{numel, exp_avg.data(), exp_avg_sq.data(), master.data(), nullptr, nullptr};
     update(kSettings, Grad::kFloat32, Master::kFull, fields, pieces, {nullptr, nullptr}, means);
   }
   void step_split(const std::vector<Piece>& pieces, const Means& means) {
-    Fields fields{numel, exp_avg.data(), exp_avg_sq.data(), nullptr, copy.data(), remainder.data()};
+    Fields fields{numel, exp_avg.data(), exp_avg_sq.data(), nullptr, compute_param.data(), remainder.data()};
     ties = update(kSettings, Grad::kFloat32, Master::kSplit, fields, pieces, known(), means);
   }
   std::vector<float> joined(const Means& means) const {
     std::vector<float> value(size());
-    join(copy.data(), remainder.data(), numel, known(), value.data(), means);
+    join(compute_param.data(), remainder.data(), numel, known(), value.data(), means);
     return value;
   }
   Piece piece(int64_t begin, int64_t end) const { return {grad.data() + begin, begin, end - begin, begin, numel}; }
 
   int64_t numel;
   std::vector<float> grad, exp_avg, exp_avg_sq, master;
-  std::vector<uint16_t> copy, remainder;
+  std::vector<uint16_t> compute_param, remainder;
   std::vector<int32_t> ties;
 };
 
@@ -78,7 +80,7 @@ struct Extent {
     auto address = reinterpret_cast<uintptr_t>(bytes.data());
     begin = bytes.data() + (kPage - address % kPage) % kPage;
     fields = {numel, at<float>(4), at<float>(8), nullptr, at<uint16_t>(0), at<uint16_t>(2)};
-    std::memcpy(fields.copy, state.copy.data(), state.copy.size() * 2);
+    std::memcpy(fields.compute_param, state.compute_param.data(), state.compute_param.size() * 2);
     std::memcpy(fields.remainder, state.remainder.data(), state.remainder.size() * 2);
     std::memcpy(fields.exp_avg, state.exp_avg.data(), state.exp_avg.size() * 4);
     std::memcpy(fields.exp_avg_sq, state.exp_avg_sq.data(), state.exp_avg_sq.size() * 4);
@@ -107,15 +109,15 @@ TEST_CASE("pages are verified and summed by the threads that update them") {
     state.split_master(means);
     Extent extent(state);
     std::vector<Piece> pieces{state.piece(5, 70'001), state.piece(70'001, kNumel - 3)};
-    std::vector<PageSum> found(extent.sums.size());
-    Pages pages{extent.begin, static_cast<int64_t>(found.size()), extent.sums.data(), found.data(), 0};
+    std::vector<PageSum> sums(extent.sums.size());
+    Pages pages{extent.begin, static_cast<int64_t>(sums.size()), extent.sums.data(), sums.data(), 0};
     auto ties = update(kSettings, Grad::kFloat32, Master::kSplit, extent.fields, pieces, state.known(), means, &pages);
     CHECK(pages.wrong == -1);
     state.step_split(pieces, means);
     CHECK(ties == state.ties);
     Extent expected(state);
-    CHECK(found == expected.sums);
-    CHECK(std::memcmp(extent.begin, expected.begin, found.size() * kPage) == 0);
+    CHECK(sums == expected.sums);
+    CHECK(std::memcmp(extent.begin, expected.begin, sums.size() * kPage) == 0);
 
     extent.begin[kPage * 100 + 17] ^= std::byte{4};
     extent.begin[kPage * 300] ^= std::byte{4};
