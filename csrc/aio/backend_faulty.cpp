@@ -1,4 +1,4 @@
-// A drive that fails on purpose: wraps any backend, and decides by draw what becomes of each submission.
+// A drive that fails on purpose: wraps any backend, and decides at random, by a seed, what becomes of each submission.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -81,20 +81,20 @@ class FaultyBackend final : public Backend {
   int depth() const override { return inner_->depth(); }
 
   void submit(const std::vector<Block*>& blocks) override {
-    sound_.clear();
+    forwarded_.clear();
     for (Block* block : blocks) decide(*block);
-    inside_ += sound_.size();
-    inner_->submit(sound_);
+    inner_blocks_ += forwarded_.size();
+    inner_->submit(forwarded_);
   }
 
   void send() override { inner_->send(); }
 
   void reap(std::vector<Completion>* completions) override {
     if (deliver(completions)) return;
-    if (inside_ > 0 || kept_.empty()) {
+    if (inner_blocks_ > 0 || answers_.empty()) {
       arrived_.clear();
       inner_->reap(&arrived_);
-      inside_ -= arrived_.size();
+      inner_blocks_ -= arrived_.size();
       for (const Completion& one : arrived_) keep(one.tag, outcome(one));
     } else {
       sleep_until_due();
@@ -107,7 +107,7 @@ class FaultyBackend final : public Backend {
       std::lock_guard<std::mutex> lock(mutex_);
       woken_ = true;
     }
-    news_.notify_one();
+    changed_.notify_one();
     inner_->wake();
   }
 
@@ -121,10 +121,10 @@ class FaultyBackend final : public Backend {
     bool flips_read = false;
     bool overtaken = false;
     double late_seconds = 0.0;
-    uint64_t dice = 0;
+    uint64_t random_bits = 0;
   };
 
-  struct Kept {
+  struct Answer {
     double due;
     bool overtaken;
     Completion completion;
@@ -136,23 +136,23 @@ class FaultyBackend final : public Backend {
     slot = Slot{};
     slot.block = block;
     if (static_cast<int64_t>(submissions_++) < plan_.after_blocks) {
-      sound_.push_back(&slot.block);
+      forwarded_.push_back(&slot.block);
       return;
     }
     if (happens(Fault::kLate, draws.fraction())) slot.late_seconds = draws.fraction() * plan_.delay_seconds_max;
     slot.overtaken = happens(Fault::kOvertaken, draws.fraction());
     if (slot.overtaken) slot.late_seconds += draws.fraction() * kOvertakenSecondsMax;
     double draw = draws.fraction();
-    slot.dice = draws.bits();
+    slot.random_bits = draws.bits();
     for (size_t kind = 0; kind < static_cast<size_t>(Fault::kLate); ++kind) {
       auto fault = static_cast<Fault>(kind);
       draw -= plan_.rate(fault);
       if (draw < 0) {
-        befall(slot, fault, draws);
+        inject(slot, fault, draws);
         return;
       }
     }
-    sound_.push_back(&slot.block);
+    forwarded_.push_back(&slot.block);
   }
 
   bool happens(Fault fault, double draw) {
@@ -163,7 +163,7 @@ class FaultyBackend final : public Backend {
 
   void count(Fault fault) { (*tally_)[static_cast<size_t>(fault)].fetch_add(1, std::memory_order_relaxed); }
 
-  void befall(Slot& slot, Fault fault, Draws& draws) {
+  void inject(Slot& slot, Fault fault, Draws& draws) {
     Block& block = slot.block;
     bool writes = block.operation == Operation::kWrite;
     switch (fault) {
@@ -186,7 +186,7 @@ class FaultyBackend final : public Backend {
         slot.flips_read = !writes;
         if (writes) {
           slot.bounce = copy_of(block.address, block.length);
-          flip(slot.bounce.get(), block.length, slot.dice);
+          flip(slot.bounce.get(), block.length, slot.random_bits);
           block.address = slot.bounce.get();
         }
         break;
@@ -201,7 +201,7 @@ class FaultyBackend final : public Backend {
     pass(slot);
   }
 
-  void pass(Slot& slot) { sound_.push_back(&slot.block); }
+  void pass(Slot& slot) { forwarded_.push_back(&slot.block); }
 
   // Without asking the drive.
   void answer(Slot& slot, Fault fault, int64_t result) {
@@ -209,7 +209,7 @@ class FaultyBackend final : public Backend {
     keep(slot.block.tag, result);
   }
 
-  // Leaves a part of the block, in whole pages for a direct file; false where it has no part.
+  // Leaves a part of the block, in whole pages for a direct file; false where it is too short to have one.
   static bool shorten(Block& block, Draws& draws) {
     int64_t unit = block.file->direct() ? kPageBytes : 1;
     int64_t units = block.length / unit;
@@ -218,8 +218,8 @@ class FaultyBackend final : public Backend {
     return true;
   }
 
-  static void flip(std::byte* bytes, int64_t length, uint64_t dice) {
-    auto bit = dice % (static_cast<uint64_t>(length) * 8);
+  static void flip(std::byte* bytes, int64_t length, uint64_t random_bits) {
+    auto bit = random_bits % (static_cast<uint64_t>(length) * 8);
     bytes[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
   }
 
@@ -228,18 +228,18 @@ class FaultyBackend final : public Backend {
     Slot& slot = slots_[one.tag];
     if (slot.error_number != 0) return -slot.error_number;
     if (one.result <= 0) return one.result;
-    if (slot.flips_read) flip(slot.block.address, one.result, slot.dice);
+    if (slot.flips_read) flip(slot.block.address, one.result, slot.random_bits);
     // Drives move sectors of 512 bytes: a part need not end at a page.
     if (slot.reports_part && slot.block.file->direct() && one.result > kPageBytes) {
-      return one.result - static_cast<int64_t>(slot.dice % 8) * 512;
+      return one.result - static_cast<int64_t>(slot.random_bits % 8) * 512;
     }
     return one.result;
   }
 
-  // The block is nobody's any more here; its answer is given when it is due.
+  // The block is done with here; its answer is given when it is due.
   void keep(uint32_t tag, int64_t result) {
     Slot& slot = slots_[tag];
-    kept_.push_back({monotonic_seconds() + slot.late_seconds, slot.overtaken, {tag, result}});
+    answers_.push_back({monotonic_seconds() + slot.late_seconds, slot.overtaken, {tag, result}});
     slot.block = Block{};
     slot.bounce.reset();
   }
@@ -247,20 +247,20 @@ class FaultyBackend final : public Backend {
   bool deliver(std::vector<Completion>* completions) {
     double now = monotonic_seconds();
     size_t before = completions->size();
-    auto waits = [now](const Kept& one) { return one.due > now; };
-    auto ready = std::stable_partition(kept_.begin(), kept_.end(), waits);
-    std::stable_partition(ready, kept_.end(), [](const Kept& one) { return !one.overtaken; });
-    for (auto one = ready; one != kept_.end(); ++one) completions->push_back(one->completion);
-    kept_.erase(ready, kept_.end());
+    auto waits = [now](const Answer& one) { return one.due > now; };
+    auto ready = std::stable_partition(answers_.begin(), answers_.end(), waits);
+    std::stable_partition(ready, answers_.end(), [](const Answer& one) { return !one.overtaken; });
+    for (auto one = ready; one != answers_.end(); ++one) completions->push_back(one->completion);
+    answers_.erase(ready, answers_.end());
     return completions->size() > before;
   }
 
   void sleep_until_due() {
-    auto first =
-        std::min_element(kept_.begin(), kept_.end(), [](const Kept& a, const Kept& b) { return a.due < b.due; });
+    auto first = std::min_element(answers_.begin(), answers_.end(),
+                                  [](const Answer& a, const Answer& b) { return a.due < b.due; });
     double seconds = first->due - monotonic_seconds();
     std::unique_lock<std::mutex> lock(mutex_);
-    if (seconds > 0) news_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return woken_; });
+    if (seconds > 0) changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return woken_; });
     woken_ = false;
   }
 
@@ -269,14 +269,14 @@ class FaultyBackend final : public Backend {
   const int ring_;
   const std::shared_ptr<FaultTally> tally_;
   uint64_t submissions_ = 0;
-  std::vector<Slot> slots_;    // by tag
-  std::vector<Block*> sound_;  // of this turn: what goes to the inner backend
-  size_t inside_ = 0;          // blocks that the inner backend has
-  std::vector<Kept> kept_;     // answers that are not due
+  std::vector<Slot> slots_;        // by tag
+  std::vector<Block*> forwarded_;  // of this turn: what goes to the inner backend
+  size_t inner_blocks_ = 0;        // blocks that the inner backend has
+  std::vector<Answer> answers_;    // answers that are not due
   std::vector<Completion> arrived_;
 
   std::mutex mutex_;  // of woken_
-  std::condition_variable news_;
+  std::condition_variable changed_;
   bool woken_ = false;
 };
 
@@ -287,18 +287,18 @@ const char* fault_name(Fault fault) {
 }
 
 void FaultPlan::check() const {
-  double together = 0.0;
+  double sum = 0.0;
   for (size_t kind = 0; kind < kFaultKinds; ++kind) {
     auto fault = static_cast<Fault>(kind);
     if (!(rate(fault) >= 0.0 && rate(fault) <= 1.0)) {
       throw std::invalid_argument(std::string("the rate of \"") + fault_name(fault) + "\" must be from 0 to 1, got " +
                                   std::to_string(rate(fault)));
     }
-    if (fault < Fault::kLate) together += rate(fault);
+    if (fault < Fault::kLate) sum += rate(fault);
   }
-  if (together > 1.0 + 1e-9) {
-    throw std::invalid_argument("the rates of faults of which one happens at a time sum up to " +
-                                std::to_string(together) + ", more than 1");
+  if (sum > 1.0 + 1e-9) {
+    throw std::invalid_argument("the rates of faults of which one happens at a time sum up to " + std::to_string(sum) +
+                                ", more than 1");
   }
   if (!(delay_seconds_max >= 0.0 && delay_seconds_max <= 3600.0)) {
     throw std::invalid_argument("delay_seconds_max must be from 0 to 3600, got " + std::to_string(delay_seconds_max));

@@ -150,7 +150,7 @@ class LinuxAioBackend final : public Backend {
     unsent_.insert(unsent_.begin(), &bell_control_);
   }
 
-  // Hands over what waits. What the kernel refuses by itself becomes a completion; what it has no room for now waits
+  // Submits what waits. What the kernel refuses by itself becomes a completion; what it has no room for now waits
   // for the next turn.
   void send() {
     size_t sent = 0;

@@ -448,9 +448,9 @@ py::list probe() {
 }
 
 py::object direct_alignment_of(const std::filesystem::path& path) {
-  auto found = direct_alignment(path.native());
-  if (!found) return py::none();
-  return py::make_tuple(found->memory, found->offset);
+  auto alignment = direct_alignment(path.native());
+  if (!alignment) return py::none();
+  return py::make_tuple(alignment->memory, alignment->offset);
 }
 
 }  // namespace

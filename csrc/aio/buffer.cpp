@@ -100,7 +100,7 @@ PinnedSlab::~PinnedSlab() {
   if (mapped_bytes_ > 0 && !guard_.in_child()) munmap(data_, static_cast<size_t>(mapped_bytes_));
 }
 
-// Maps more than asked for and gives back what lies outside the aligned range.
+// Maps more than asked for and gives back what isn't in the aligned range.
 void PinnedSlab::map() {
   int64_t available = available_bytes();
   if (available >= 0 && mapped_bytes_ > available) {  // prefaulting it would have the kernel kill processes

@@ -20,9 +20,9 @@ size_t pages_at_once(int64_t bytes_left) {
 
 PageSum sum_of_zeros() {
   std::array<std::byte, kPage> zeros{};
-  PageSum found;
-  sum_pages(zeros.data(), 1, &found);
-  return found;
+  PageSum sum;
+  sum_pages(zeros.data(), 1, &sum);
+  return sum;
 }
 
 }  // namespace
@@ -48,14 +48,14 @@ void Checksums::forget(int64_t offset, int64_t length) {
 std::optional<Checksums::Mismatch> Checksums::first_wrong(const std::byte* bytes, int64_t offset,
                                                           int64_t length) const {
   std::array<PageSum, kPagesAtOnce> expected;
-  std::array<PageSum, kPagesAtOnce> found;
+  std::array<PageSum, kPagesAtOnce> actual;
   for (int64_t done = 0; done < length; done += kBytesAtOnce) {
     size_t count = pages_at_once(length - done);
     get(offset + done, count, expected.data());
-    sum_pages(bytes + done, count, found.data());
+    sum_pages(bytes + done, count, actual.data());
     for (size_t i = 0; i < count; ++i) {
-      if (expected[i] == found[i] || expected[i] == kUnknownPage) continue;
-      return Mismatch{offset + done + static_cast<int64_t>(i * kPage), expected[i], found[i]};
+      if (expected[i] == actual[i] || expected[i] == kUnknownPage) continue;
+      return Mismatch{offset + done + static_cast<int64_t>(i * kPage), expected[i], actual[i]};
     }
   }
   return std::nullopt;
@@ -66,7 +66,7 @@ std::string Checksums::Mismatch::in_words() const {
   std::snprintf(text.data(), text.size(),
                 "the page at offset %" PRId64 " of the file doesn't hold what was written there (CRC-32C %08" PRIx32
                 " instead of %08" PRIx32 "): see to the health of the drive (smartctl -a, dmesg) before using it again",
-                offset, found, expected);
+                offset, actual, expected);
   return text.data();
 }
 
@@ -97,8 +97,8 @@ void Checksums::set(int64_t offset, size_t count, const PageSum* sums) {
 
 Checksums::Chunk* Checksums::find(size_t page) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = chunks_.find(page / kChunkPages);
-  return found == chunks_.end() ? nullptr : found->second.get();
+  auto chunk = chunks_.find(page / kChunkPages);
+  return chunk == chunks_.end() ? nullptr : chunk->second.get();
 }
 
 Checksums::Chunk& Checksums::make(size_t page) {

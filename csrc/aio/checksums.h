@@ -1,5 +1,4 @@
-// Checksums: what every page of a file must hold. Kept in memory beside the open file, set by its writes, asked by its
-// reads.
+// Checksums: what every page of a file must hold. In memory with the open file: its writes set them, its reads ask.
 #pragma once
 
 #include <array>
@@ -26,7 +25,7 @@ namespace infinity::aio {
 //   - unknown, and delivered as it is: never written, in a file that was there; or its last write has failed, which the
 //     writer was told.
 // A drive that loses a write, puts it elsewhere, gives back an older page or one of another place, and a file that was
-// truncated or written by somebody else, are all found this way, since the sums don't rest on the drive. What is not
+// truncated or written by somebody else, are all found this way, since the sums don't lie on the drive. What is not
 // found: bytes that were wrong in memory before the write was submitted or after the read was verified, and a change of
 // a page that leaves its CRC-32C as it was: by chance one in 2^32, and never one of up to 3 bits, of an odd number of
 // bits, or within 32 bits in a row.
@@ -48,7 +47,7 @@ class Checksums {
   struct Mismatch {
     int64_t offset = 0;  // of the page, in the file
     PageSum expected = 0;
-    PageSum found = 0;
+    PageSum actual = 0;
 
     // The reason of a failure, with the next move.
     std::string in_words() const;

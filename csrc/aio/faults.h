@@ -1,5 +1,5 @@
-// Faults on purpose: what a bad drive or a bad day of the kernel does, drawn from a seed, so that a test that found
-// something wrong finds it again.
+// Faults on purpose: what a bad drive or a bad day of the kernel does, drawn from a seed, so that a test that failed
+// can be repeated.
 #pragma once
 
 #include <array>
@@ -38,7 +38,8 @@ struct FaultPlan {
 
   double rate(Fault fault) const { return rates[static_cast<size_t>(fault)]; }
 
-  // Throws std::invalid_argument when the rates are no probabilities, or those of which one happens exceed 1 together.
+  // Throws std::invalid_argument when the rates are no probabilities, or those of which one happens add up to more
+  // than 1.
   void check() const;
 };
 

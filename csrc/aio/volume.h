@@ -40,7 +40,7 @@ class Volume {
   // How many of the logical bytes [begin, end) lie on `member`.
   int64_t bytes_on(int member, int64_t begin, int64_t end) const;
 
-  // What the pages of the logical bytes [begin, begin + length) must hold, in their order: to be kept beside a file
+  // What the pages of the logical bytes [begin, begin + length) must hold, in their order: to be stored with a file
   // that outlives this process, and given to its descriptors in the next one. Both throw std::invalid_argument where a
   // file keeps no checksums, or the numbers aren't whole pages.
   std::vector<PageSum> checksums(int64_t begin, int64_t length) const;

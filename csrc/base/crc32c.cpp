@@ -215,21 +215,21 @@ INFINITY_AVX512 void pages_by_avx512(const std::byte* pages, size_t count, uint3
 const std::vector<Crc32c>& crc32c_ways() {
   // Never destroyed: a ring may sum pages while the process ends.
   static const auto& ways = *new const auto([] {
-    std::vector<Crc32c> found;
+    std::vector<Crc32c> ways;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2")) {
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) {
-        found.push_back({"avx512", bytes_by_instruction, pages_by_avx512});
+        ways.push_back({"avx512", bytes_by_instruction, pages_by_avx512});
       }
-      found.push_back({"sse4.2", bytes_by_instruction, pages_by_instruction});
+      ways.push_back({"sse4.2", bytes_by_instruction, pages_by_instruction});
     }
 #elif defined(INFINITY_ARM)
     if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
-      found.push_back({"armv8", bytes_by_instruction, pages_by_instruction});
+      ways.push_back({"armv8", bytes_by_instruction, pages_by_instruction});
     }
 #endif
-    found.push_back({"table", bytes_by_table, pages_by_table});
-    return found;
+    ways.push_back({"table", bytes_by_table, pages_by_table});
+    return ways;
   }());
   return ways;
 }

@@ -26,14 +26,14 @@ void ThreadPool::run(int threads, int64_t count, const std::function<void(int64_
     return;
   }
   std::lock_guard<std::mutex> turn(turn_);
-  int hands = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
-  start_threads(hands);
+  int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
+  start_threads(helpers);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     body_ = &body;
     count_ = count;
     next_.store(0, std::memory_order_relaxed);
-    hands_ = working_ = std::min<int>(hands, static_cast<int>(threads_.size()));
+    helpers_ = working_ = std::min<int>(helpers, static_cast<int>(threads_.size()));
     failure_ = nullptr;
     ++job_;
   }
@@ -63,7 +63,7 @@ void ThreadPool::wait_for_jobs(int number) {
   while (true) {
     wake_.wait(lock, [this, &seen] { return job_ != seen; });
     seen = job_;
-    if (number >= hands_) continue;
+    if (number >= helpers_) continue;
     lock.unlock();
     take_part();
     lock.lock();

@@ -38,7 +38,7 @@ class ThreadPool {
   std::condition_variable wake_;
   std::condition_variable finished_;
   uint64_t job_ = 0;  // its number
-  int hands_ = 0;     // threads that take part, besides the caller
+  int helpers_ = 0;   // threads that take part, besides the caller
   int working_ = 0;   // of those, how many have not finished
   std::exception_ptr failure_;
 

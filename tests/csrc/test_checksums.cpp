@@ -115,7 +115,7 @@ TEST_CASE("the first wrong page of many is named") {
     auto wrong = table.first_wrong(slab.data(), 8192, kMiB);
     REQUIRE(wrong.has_value());
     CHECK(wrong->offset == 8192 + page * 4096);
-    CHECK(wrong->expected != wrong->found);
+    CHECK(wrong->expected != wrong->actual);
   }
 }
 

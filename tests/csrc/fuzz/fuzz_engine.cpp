@@ -48,7 +48,7 @@ class Program {
     } catch (const IoFailure&) {
       expect(false, "every failure was waited for");
     }
-    // Only now: a ring may write what it ended of another ring's transfer into the books a turn later.
+    // Only now: a ring may count what it ended of another ring's transfer a turn later.
     Counters counters = machine_.engine->counters();
     expect(counters.in_flight_blocks == 0 && counters.queued_bytes == 0, "nothing is left when all is over");
     expect(machine_.slab.use_count() == 1 && machine_.file.use_count() == 1, "what is over holds nothing");
@@ -148,12 +148,12 @@ class Program {
   bool page_holds(int64_t slab_page, int64_t page, int version) const {
     if (version > 0) return holds(*machine_.slab, slab_page * kPageBytes, kPageBytes, page * kPageBytes, version);
     const std::byte* bytes = machine_.slab->data() + slab_page * kPageBytes;
-    return std::all_of(bytes, bytes + kPageBytes, [](std::byte each) { return each == std::byte{0}; });
+    return std::all_of(bytes, bytes + kPageBytes, [](std::byte byte) { return byte == std::byte{0}; });
   }
 
   Source source_;
   FakeMachine machine_;
-  std::vector<int> content_;  // of each page: the version that was written last, 0 for none
+  std::vector<int> content_;  // of byte page: the version that was written last, 0 for none
   std::vector<UnderWay> under_way_;
   int versions_ = 0;
 };

@@ -8,7 +8,7 @@
 
 namespace infinity::aio::testing {
 
-// Transfers over a drive in memory that interrupts, shortens, delays, reorders and fails them by draw: whatever is
+// Transfers over a drive in memory that interrupts, shortens, delays, reorders and fails them at random: whatever is
 // asked for is done right, fails as an I/O error, or is refused as std::invalid_argument.
 void fuzz_engine(const uint8_t* data, size_t size);
 
