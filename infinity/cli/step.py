@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import infinity
     from infinity.cli import synthetic
     from infinity.plan.estimate import Work
-    from infinity.plan.planner import Machine
+    from infinity.plan.machine import Machine
     from infinity.plan.transformer import Transformer as Shape
     from infinity.schedule.timeline import TraceSummary
 

@@ -1,7 +1,7 @@
 """Floor 7. Memory per tier, a line per user, and bytes per step, for every way to place a model's states.
 
-Of one rank; all ranks are equal. What is counted is what infinity and FSDP2 hold: fp32 masters, or the remainders that 16-bit
-copies leave of them; fp32 moments and fp32 gradients; and copies to gather from; each sharded over all ranks.
+Of one rank; all ranks are equal. Counted is what infinity and FSDP2 hold: fp32 masters, or their remainders beside the 16-bit
+compute parameters; fp32 moments and fp32 gradients; and compute parameters to gather from; each sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Strategy:
         return self.optimizer != "none"
 
     def stored_bytes(self, scheme: Scheme) -> tuple[int, int]:
-        """Bytes on NVMe of each element: of its copy, and of the rest of its state."""
+        """Bytes on NVMe of each element: of its compute parameter, and of its other state."""
         if self.optimizer != "nvme":
             return 0, 0
         return (
@@ -77,13 +77,13 @@ class Strategy:
 
     @property
     def keeps_compute(self) -> bool:
-        """Whether state rests on NVMe and no copy does. Gradients are left to torch then, in fp32, until the step takes them to
-        host memory; and sub-groups are cut from all parameters, not from those of a group."""
+        """Whether state rests on NVMe and no compute parameter does. Gradients are torch's then, in fp32, until the step takes
+        them to host memory; and sub-groups are cut from all parameters, not from those of a group."""
         return self.optimizer == "nvme" and self.parameters != "nvme"
 
     def update_of(self, scheme: Scheme) -> Update:
-        """When groups are updated: only state on NVMe has anything to gain by passes, and what a step gets is not applied
-        before it."""
+        """When groups are updated. Only state on NVMe gains anything by updates in the passes. Gradients that the step takes to
+        host memory are not applied before it."""
         if self.optimizer != "nvme":
             return "step"
         return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
@@ -114,7 +114,7 @@ class Work:
         groups_per_block: into how many groups of its own the parts of a block are wrapped.
         clipping: whether the norm of all gradients is taken, and they are scaled by it.
         scheme: of state on NVMe.
-        gradient_bytes_max: host memory in which gradients wait for their update; what doesn't fit waits on NVMe. None for all.
+        gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe. None: all fit.
         activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
             infinity.offload_activations.
         activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
@@ -159,7 +159,7 @@ class Work:
 
     @property
     def gradient_itemsize(self) -> int:
-        """Bytes of an element of a gradient that waits for an update of copies and state on NVMe."""
+        """Bytes of an element of a gradient that waits for the update of a group on NVMe."""
         return gradient_itemsize(
             ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
         )
@@ -172,7 +172,7 @@ class Work:
         nbytes = [self.gradient_itemsize * shard for shard in shards]
         order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
         spilled = {order[i] for i in groups_that_spill([nbytes[group] for group in order], self.gradient_bytes_max)}
-        return [each if group in spilled else 0 for group, each in enumerate(nbytes)]
+        return [waiting if group in spilled else 0 for group, waiting in enumerate(nbytes)]
 
     @property
     def saved_bytes(self) -> list[int]:
@@ -202,15 +202,15 @@ class Work:
             for group, nbytes in enumerate(self.saved_bytes)
             for at in range(0, nbytes, tensor)
         ]
-        found = [0] * len(self.saved_bytes)
+        on_drive = [0] * len(self.saved_bytes)
         if self.activations == "nvme":
             moved = bytes_on_drive([nbytes for _, nbytes in cut], self.activation_buffer_bytes)
             for (group, _), nbytes in zip(cut, moved, strict=True):
-                found[group] += nbytes
-        return found
+                on_drive[group] += nbytes
+        return on_drive
 
     def moves_activations(self, *, device_is_host: bool) -> bool:
-        """Whether what is saved goes anywhere: host memory is no other place where the device computes in it."""
+        """Whether saved activations leave the device: host memory is no other place where the CPU is the device."""
         return self.activations == "nvme" or (self.activations == "cpu" and not device_is_host)
 
     @property
@@ -246,28 +246,22 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What stays in pinned memory from step to step, by group: bytes of its copies, and of the rest of its state."""
+class HostCache:
+    """What one rank keeps in pinned memory from step to step, in bytes by group: compute parameters, and the other state."""
 
-    copies: tuple[int, ...] = ()
-    rest: tuple[int, ...] = ()
-
-    @property
-    def compute_bytes(self) -> int:
-        return sum(self.copies)
-
-    @property
-    def other_state_bytes(self) -> int:
-        return sum(self.rest)
+    compute: tuple[int, ...] = ()
+    other_state: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """The host cache."""
-        return self.compute_bytes + self.other_state_bytes
+        return sum(self.compute) + sum(self.other_state)
 
 
-def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
-    """What stays in `cache_bytes` of host memory so that a step moves least: see [Note: What stays] in residency.py.
+NO_CACHE = HostCache()
+
+
+def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache:
+    """The contents of `cache_bytes` of host memory with which a step moves least: see [Note: What stays] in residency.py.
 
     The root stays gathered from forward to backward, and is counted first, as it is gathered first.
     """
@@ -275,7 +269,7 @@ def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
     root = len(shards) - 1
     order = [root, *range(root)]
     if strategy.optimizer != "nvme":
-        return Kept((0,) * len(shards), (0,) * len(shards))
+        return HostCache((0,) * len(shards), (0,) * len(shards))
     parts = [
         Part(
             shards[group],
@@ -284,20 +278,17 @@ def kept_of(work: Work, strategy: Strategy, cache_bytes: int) -> Kept:
         )
         for group in order
     ]
-    candidates = [each for part in parts for each in candidates_of(part, work.scheme)]
+    candidates = [candidate for part in parts for candidate in candidates_of(part, work.scheme)]
     chosen = choose_resident(candidates, cache_bytes)
-    copies, rest = (dict(zip(order, chosen[which::2], strict=True)) for which in (0, 1))
+    compute, other_state = (dict(zip(order, chosen[first::2], strict=True)) for first in (0, 1))
     groups = range(len(shards))
-    return Kept(tuple(copies[group] for group in groups), tuple(rest[group] for group in groups))
-
-
-NOTHING_KEPT = Kept()
+    return HostCache(tuple(compute[group] for group in groups), tuple(other_state[group] for group in groups))
 
 
 def memory_of(
-    work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool, kept: Kept = NOTHING_KEPT
+    work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool, cache: HostCache = NO_CACHE
 ) -> Memory:
-    """What one rank holds, with a pinned pool of `pinned_bytes` beside what is `kept`.
+    """What one rank holds, with a pinned pool of `pinned_bytes` besides the host cache.
 
     `device_is_host`: computing on the CPU, so that what the device holds is in host memory too.
     """
@@ -319,9 +310,9 @@ def memory_of(
             nvme[_GRADIENTS] = spilled
     if strategy.uses_nvme:
         host["pinned pool"] = pinned_bytes
-    if kept.nbytes:
-        host["host cache, pinned"] = kept.nbytes
-        nvme = {user: max(0, nbytes - _kept_of(user, kept)) for user, nbytes in nvme.items()}
+    if cache.nbytes:
+        host["host cache, pinned"] = cache.nbytes
+        nvme = {user: max(0, nbytes - _cached_of(user, cache)) for user, nbytes in nvme.items()}
     if moves and work.activations == "cpu":
         host["saved activations, pinned"] = sum(work.saved_bytes)
     elif moves:
@@ -342,15 +333,15 @@ _SAVED = "saved activations"
 
 
 def record_bytes(stored_bytes: int) -> int:
-    """What the commit records of a durable run take beside its state of `stored_bytes`: two exist at once for a moment, each
-    with the checksum (4 bytes) of every page (4 KiB) of the state. What the run keeps outside of the arena comes on top."""
+    """Bytes of the commit records of a durable run whose state has `stored_bytes`. Two exist at once for a moment, with the
+    checksum (4 bytes) of every page (4 KiB) of the state in each. What the run stores in no arena comes on top."""
     return 2 * 4 * -(-stored_bytes // PAGE_BYTES)
 
 
-def _kept_of(user: str, kept: Kept) -> int:
+def _cached_of(user: str, cache: HostCache) -> int:
     if user == _GRADIENTS:
         return 0
-    return kept.compute_bytes if user == _COMPUTE else kept.other_state_bytes
+    return sum(cache.compute if user == _COMPUTE else cache.other_state)
 
 
 def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAULT_SCHEME) -> Memory:
@@ -366,8 +357,8 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     elif strategy.optimizer == "cpu" and strategy.parameters == "none":
         device[_COMPUTE] = COMPUTE_BYTES * shard
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
-    what = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
-    user = f"optimizer state: {what} and moments" if scheme.moments else f"optimizer state: {what}"
+    masters = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
+    user = f"optimizer state: {masters} and moments" if scheme.moments else f"optimizer state: {masters}"
     home[user] = (other_state_bytes or state_bytes(scheme.moments)) * shard
     if strategy.update_of(scheme) != "backward":
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
@@ -415,7 +406,7 @@ class Pipeline:
     """What follows from the pinned budget, as in the swap manager.
 
     Attributes:
-        pinned_bytes: of the pool, beside what stays in it from step to step.
+        pinned_bytes: of the pool, without the host cache.
         sub_group_numel: elements stepped together.
         look_ahead_bytes: that groups read ahead may hold; where updates are in the passes, sub-groups too.
         sub_groups_ahead: read ahead in an optimizer step of its own.
@@ -437,8 +428,8 @@ def pipeline_of(
     per_element = sum(strategy.stored_bytes(work.scheme))
     if any(work.gradients_that_spill(strategy)):
         per_element += work.gradient_itemsize
-    together = work.shard_numel if strategy.keeps_compute else max(work.group_shards)
-    numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, together)
+    cut_from = work.shard_numel if strategy.keeps_compute else max(work.group_shards)
+    numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, cut_from)
     if pinned_bytes is not None:
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
         numel = max(1, min(numel, room // per_element))

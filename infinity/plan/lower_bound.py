@@ -113,26 +113,26 @@ class DriveSpeed:
 
     Attributes:
         read_bytes_per_s, write_bytes_per_s: of one alone.
-        together: the same of each while both go on; None for drives that take turns.
+        mixed: the same of each while both go on; None for drives that take turns.
     """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
-    together: tuple[float, float] | None = None
+    mixed: tuple[float, float] | None = None
 
     @property
     def overlaps(self) -> bool:
         """Whether doing both at once moves more than taking turns does."""
-        if self.together is None:
+        if self.mixed is None:
             return False
-        return self.together[0] / self.read_bytes_per_s + self.together[1] / self.write_bytes_per_s > 1
+        return self.mixed[0] / self.read_bytes_per_s + self.mixed[1] / self.write_bytes_per_s > 1
 
     def lower_bound_seconds(self, read_bytes: float, written_bytes: float) -> float:
         """The least time for these bytes: in turns R / BW_read + W / BW_write; where both at once is better, both for as
         long as there are both, and the rest alone."""
         seconds = 0.0
-        if self.overlaps and self.together is not None:
-            seconds = min(read_bytes / self.together[0], written_bytes / self.together[1])
-            read_bytes -= seconds * self.together[0]
-            written_bytes -= seconds * self.together[1]
+        if self.overlaps and self.mixed is not None:
+            seconds = min(read_bytes / self.mixed[0], written_bytes / self.mixed[1])
+            read_bytes -= seconds * self.mixed[0]
+            written_bytes -= seconds * self.mixed[1]
         return seconds + read_bytes / self.read_bytes_per_s + written_bytes / self.write_bytes_per_s

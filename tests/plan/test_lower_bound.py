@@ -36,7 +36,7 @@ def test_seventy_billion_parameters() -> None:
     seconds = step_lower_bound_seconds(read_bytes=read, written_bytes=written, compute_seconds=0, **rates)
     assert seconds == pytest.approx(61.0, abs=0.05)
     assert DriveSpeed(48 * B, 26 * B).lower_bound_seconds(read, written) == pytest.approx(61.0, abs=0.05)
-    assert DriveSpeed(48 * B, 26 * B, together=(48 * B, 26 * B)).lower_bound_seconds(read, written) == pytest.approx(
+    assert DriveSpeed(48 * B, 26 * B, mixed=(48 * B, 26 * B)).lower_bound_seconds(read, written) == pytest.approx(
         37.7, abs=0.05
     )
 
@@ -85,13 +85,13 @@ def test_updates_before_the_forward_hide_behind_it_alone() -> None:
 
 
 def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:
-    drive = DriveSpeed(10.0, 10.0, together=(4.0, 4.0))
+    drive = DriveSpeed(10.0, 10.0, mixed=(4.0, 4.0))
     assert not drive.overlaps
     assert drive.lower_bound_seconds(100, 100) == pytest.approx(20)
 
 
 def test_a_drive_that_gains_by_doing_both_does_the_rest_alone() -> None:
-    drive = DriveSpeed(10.0, 10.0, together=(8.0, 8.0))
+    drive = DriveSpeed(10.0, 10.0, mixed=(8.0, 8.0))
     assert drive.overlaps
     assert drive.lower_bound_seconds(80, 160) == pytest.approx(10 + 8)
     assert drive.lower_bound_seconds(0, 160) == pytest.approx(16)

@@ -16,17 +16,19 @@ from infinity.plan.estimate import (
     Strategy,
     Work,
     bytes_of_step,
-    kept_of,
+    host_cache_of,
     memory_of,
     pinned_bytes_min,
     pipeline_of,
 )
 from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.planner import Machine, busiest, fastest_that_fits, plan_step, plans_for, update_bytes
-from infinity.plan.simulator import Interval
+from infinity.plan.machine import Machine
+from infinity.plan.planner import busiest, fastest_that_fits, plan_step, plans_for
+from infinity.plan.program import update_bytes
 from infinity.plan.transformer import transformer_of
 from infinity.schedule import pinned
 from infinity.schedule.scheme import Scheme
+from infinity.schedule.timeline import Interval
 from infinity.units import MIB
 
 B = 10**9
@@ -71,7 +73,7 @@ def test_seventy_billion_parameters_move_the_bytes_of_the_published_example() ->
     assert (8 * read, 8 * written) == (1120 * B, 980 * B)
     assert NODE.drive is not None
     assert NODE.drive.lower_bound_seconds(8 * read, 8 * written) == pytest.approx(61.0, abs=0.05)
-    at_once = replace(NODE.drive, together=(48 * GB, 26 * GB))
+    at_once = replace(NODE.drive, mixed=(48 * GB, 26 * GB))
     assert at_once.lower_bound_seconds(8 * read, 8 * written) == pytest.approx(37.7, abs=0.05)
 
 
@@ -114,10 +116,10 @@ def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: fl
     )
     assert none.simulated is not None and some.simulated is not None
     stored = sum(ALL_NVME.stored_bytes(scheme)) * work.shard_numel
-    assert some.kept.nbytes <= share * 12 * work.shard_numel
-    assert some.simulated.written_bytes == pytest.approx(stored - some.kept.nbytes, rel=1e-6, abs=1e4)
+    assert some.cache.nbytes <= share * 12 * work.shard_numel
+    assert some.simulated.written_bytes == pytest.approx(stored - some.cache.nbytes, rel=1e-6, abs=1e4)
     assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6)
-    assert some.memory.nvme_bytes == pytest.approx(none.memory.nvme_bytes - some.kept.nbytes, rel=1e-6, abs=1e4)
+    assert some.memory.nvme_bytes == pytest.approx(none.memory.nvme_bytes - some.cache.nbytes, rel=1e-6, abs=1e4)
     if share >= 14 / 12 * (1 + 1e-6):
         assert some.simulated.read_bytes == 0
 
@@ -126,8 +128,8 @@ def test_what_is_left_of_host_memory_becomes_the_cache_and_its_line_is_in_the_su
     host = replace(NODE, host_bytes=600 * B)
     plan = plan_step(work_of(70 * B, ranks=8), host, ALL_NVME)
     without = plan_step(work_of(70 * B, ranks=8), host, ALL_NVME, cache_bytes=0)
-    assert plan.memory.host["host cache, pinned"] == plan.kept.nbytes > 0
-    assert plan.memory.host_bytes == without.memory.host_bytes + plan.kept.nbytes
+    assert plan.memory.host["host cache, pinned"] == plan.cache.nbytes > 0
+    assert plan.memory.host_bytes == without.memory.host_bytes + plan.cache.nbytes
     assert 0 <= 0.95 * 600 * B - 8 * plan.memory.host_bytes < 1000
     assert plan.fits
     assert plan.step_seconds < without.step_seconds
@@ -135,9 +137,9 @@ def test_what_is_left_of_host_memory_becomes_the_cache_and_its_line_is_in_the_su
 
 def test_no_more_is_kept_than_there_is() -> None:
     work = work_of(B, ranks=8)
-    kept = kept_of(work, ALL_NVME, 10**15)
-    assert kept.nbytes == 12 * sum(work.group_shards)
-    assert kept_of(work, STRATEGIES[0], 10**15).nbytes == 0
+    cache = host_cache_of(work, ALL_NVME, 10**15)
+    assert cache.nbytes == 12 * sum(work.group_shards)
+    assert host_cache_of(work, STRATEGIES[0], 10**15).nbytes == 0
 
 
 def test_updates_beside_compute_are_a_faster_step_than_after_it() -> None:
@@ -190,14 +192,14 @@ def test_gradients_that_do_not_fit_are_written_and_read_once_a_pass(
     assert free.gradient_itemsize == (2 if ranks == micro_batches == 1 else 4)
     bound = work_of(B, gradient_bytes_max=int(share * whole), **settings)
     node = replace(machine, ranks_per_node=ranks)
-    kept, tight = (plan_step(work, node, ALL_NVME, cache_bytes=0) for work in (free, bound))
+    roomy, tight = (plan_step(work, node, ALL_NVME, cache_bytes=0) for work in (free, bound))
     spilled = sum(bound.gradients_that_spill(ALL_NVME))
     assert tight.memory.host["gradients"] == pytest.approx(whole - spilled, abs=4 * ranks)
     assert whole - spilled <= share * whole
     assert tight.memory.nvme.get("gradients", 0) == spilled
-    assert [b - a for a, b in zip(kept.plain_bytes, tight.plain_bytes, strict=True)] == [spilled * micro_batches] * 2
-    assert kept.simulated is not None and tight.simulated is not None
-    more = tight.simulated.written_bytes - kept.simulated.written_bytes
+    assert [b - a for a, b in zip(roomy.plain_bytes, tight.plain_bytes, strict=True)] == [spilled * micro_batches] * 2
+    assert roomy.simulated is not None and tight.simulated is not None
+    more = tight.simulated.written_bytes - roomy.simulated.written_bytes
     assert more == pytest.approx(spilled * micro_batches, rel=1e-6, abs=1e4)
 
 
@@ -343,7 +345,7 @@ def test_a_durable_run_takes_twice_the_state_on_nvme_and_its_records() -> None:
     assert durable.memory.host_bytes == plain.memory.host_bytes
     assert durable.step_seconds == plain.step_seconds  # as many bytes, in another place
     asked = plan_step(work_of(B, durable=True), CPU, ALL_NVME)
-    assert asked.kept.nbytes == 0 and asked.fits
+    assert asked.cache.nbytes == 0 and asked.fits
     between = replace(CPU, drive_free_bytes=state + state // 2)
     assert plan_step(work_of(B), between, ALL_NVME, cache_bytes=0).fits
     assert plan_step(work_of(B, durable=True), between, ALL_NVME).reasons[0].startswith("NVMe: 22.37 GiB needed")

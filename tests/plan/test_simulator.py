@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
 from infinity.plan.lower_bound import DriveSpeed, Part, step_bytes
-from infinity.plan.simulator import (
-    Pause,
-    Program,
-    Resources,
-    Simulated,
-    Step,
-    SubGroup,
-    Use,
-    look_ahead_of,
-    simulate,
-)
+from infinity.plan.resources import Resources, Simulated
+from infinity.plan.simulator import simulate
+from infinity.plan.step import Pause, Program, Step, SubGroup, Use, look_ahead_of
 from infinity.schedule.scheme import Scheme
 
 B = 10**9
@@ -184,7 +176,7 @@ def test_a_resource_does_one_thing_at_a_time_and_the_drive_moves_what_it_says(st
         for one, other in pairwise(sorted(intervals)):
             assert other[0] >= one[1] * (1 - TOLERANCE)
     drive = resources.drive
-    if drive.together is None:
+    if drive.mixed is None:
         busy = result.busy_seconds()
         assert busy.get("read", 0.0) == pytest.approx(result.read_bytes / drive.read_bytes_per_s, rel=1e-6, abs=1e-9)
         assert busy.get("write", 0.0) == pytest.approx(
@@ -201,7 +193,7 @@ def test_a_machine_that_is_faster_in_everything_is_faster_by_as_much(
     def quicker(seconds: float) -> float:
         return seconds / factor
 
-    both = resources.drive.together
+    both = resources.drive.mixed
     faster = Resources(
         DriveSpeed(
             resources.drive.read_bytes_per_s * factor,
@@ -277,7 +269,7 @@ def test_the_three_deep_pipeline_takes_its_slowest_part() -> None:
     step = step_of(program, [], pool_bytes=4 * 14)
     in_turns = simulate(step, Resources(DriveSpeed(12.0, 14.0)))
     assert in_turns.seconds == pytest.approx(50 * 2 + 0.5, rel=0.02)
-    overlapped = simulate(step, Resources(DriveSpeed(12.0, 14.0, together=(12.0, 14.0))))
+    overlapped = simulate(step, Resources(DriveSpeed(12.0, 14.0, mixed=(12.0, 14.0))))
     assert overlapped.seconds == pytest.approx(50 * 1 + 1.5, rel=0.02)
     slow_update = replace(step, program=[Pause(), *[SubGroup(12, 14, 14, 5.0)] * 50])
     assert simulate(slow_update, Resources(DriveSpeed(12.0, 14.0))).seconds == pytest.approx(1 + 50 * 5 + 1)
@@ -289,7 +281,7 @@ def test_what_the_pool_holds_is_read_before_the_pause(reads_go_on: bool, seconds
     are read before, the writes are what takes longest; else the reads."""
     program = [*[Use(0, compute_seconds=1.0)] * 10, Pause(reads_go_on=reads_go_on), *[SubGroup(10, 10, 10, 0.5)] * 4]
     step = step_of(program, [0], look_ahead_bytes=20, pool_bytes=30, overlap_gathers=False)
-    result = simulate(step, Resources(DriveSpeed(10.0, 10.0, together=(10.0, 10.0))))
+    result = simulate(step, Resources(DriveSpeed(10.0, 10.0, mixed=(10.0, 10.0))))
     before = [interval for interval in result.timeline if interval.resource == "read" and interval.end <= 10]
     assert len(before) == 2 * reads_go_on
     assert result.read_bytes == 40
@@ -375,7 +367,7 @@ def test_seventy_billion_parameters() -> None:
     assert in_turns.read_bytes == pytest.approx(read, rel=0.015)
     assert in_turns.written_bytes == written
     assert in_turns.seconds == pytest.approx(61.0, rel=0.01)
-    overlapped = DriveSpeed(48 * B, 26 * B, together=(48 * B, 26 * B))
+    overlapped = DriveSpeed(48 * B, 26 * B, mixed=(48 * B, 26 * B))
     assert simulate(step, Resources(overlapped)).seconds == pytest.approx(37.7 + 280 / 48, rel=0.02)
     assert overlapped.lower_bound_seconds(read, written) == pytest.approx(37.7, abs=0.05)
 

@@ -30,7 +30,8 @@ from infinity.units import parse_count
 if TYPE_CHECKING:
     from infinity.plan.estimate import Work
     from infinity.plan.lower_bound import DriveSpeed
-    from infinity.plan.planner import Machine, Plan
+    from infinity.plan.machine import Machine
+    from infinity.plan.planner import Plan
     from infinity.plan.transformer import Transformer
 
 OPTIMIZERS = {"AdamW": 2, "SGD": 1, "plain-SGD": 0}
@@ -304,7 +305,7 @@ def _check(asked: argparse.Namespace) -> None:
 def _base(asked: argparse.Namespace) -> Machine:
     """The preset, or a machine of nothing but the figures given. Raises ConfigError."""
     from infinity.cli.plan.machines import PRESETS
-    from infinity.plan.planner import Machine
+    from infinity.plan.machine import Machine
 
     if asked.preset is not None:
         if asked.preset not in PRESETS:
@@ -356,7 +357,7 @@ def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
     if drive is None:
         raise ConfigError("--mixed goes with --read and --write: give all three")
     half = None if asked.mixed is None else asked.mixed * 1e9 / 2
-    return drive if half is None else dataclasses.replace(drive, together=(half, half))
+    return drive if half is None else dataclasses.replace(drive, mixed=(half, half))
 
 
 _FIGURES = (

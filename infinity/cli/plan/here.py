@@ -25,7 +25,8 @@ from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import load_profile
 from infinity.host_memory import available_bytes
 from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.planner import ADAM_BYTES, CLIP_BYTES, NORM_BYTES, Machine
+from infinity.plan.machine import Machine
+from infinity.plan.program import ADAM_BYTES, CLIP_BYTES, NORM_BYTES
 from infinity.plan.transformer import BLOCK_FACTOR, Transformer, heads_for
 from infinity.store.run_folder import free_bytes
 from infinity.units import MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.planner import Machine
+from infinity.plan.machine import Machine
 
 GB = 1e9
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from infinity.plan.estimate import Work
-from infinity.plan.planner import Machine, plans_for
+from infinity.plan.machine import Machine
+from infinity.plan.planner import plans_for
 from infinity.plan.transformer import transformer_of
 
 _SIZES = tuple(step * 10**power for power in range(7, 13) for step in (1, 2, 5))

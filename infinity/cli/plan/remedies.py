@@ -13,7 +13,8 @@ from itertools import combinations
 
 from infinity.plan.estimate import Work
 from infinity.plan.lower_bound import DriveSpeed
-from infinity.plan.planner import Machine, drive_room, some_strategy_fits
+from infinity.plan.machine import Machine
+from infinity.plan.planner import some_strategy_fits
 
 SEQ_MIN = 128
 """Shorter samples are no advice."""
@@ -135,7 +136,7 @@ def _of_machine(case: Case) -> Iterator[_Ladder]:
     if machine.drive is None:
         some = DriveSpeed(1.0, 1.0)
         yield [_Step("--read GB/s --write GB/s", lambda case: case.with_machine(drive=some, drive_bytes=0))]
-    elif not math.isinf(room := drive_room(machine)):
+    elif not math.isinf(room := machine.drive_room_bytes):
         yield [_drive_of(nbytes) for nbytes in _sizes(room, DRIVE_DOUBLINGS)]
     network = " --network GB/s" if math.isinf(machine.network_bytes_per_s) else ""
     counts = _doubled(machine.nodes, machine.nodes << NODE_DOUBLINGS)

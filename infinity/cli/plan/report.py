@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from infinity.plan.estimate import Memory
-from infinity.plan.planner import Machine, Plan
+from infinity.plan.machine import Machine
+from infinity.plan.planner import Plan
 from infinity.units import format_bytes, format_count
 
 JSON_FORMAT = 1
@@ -215,11 +216,11 @@ def _finite(value: float) -> float | None:
 def _drive_as_json(machine: Machine) -> dict[str, Any]:
     if machine.drive is None:
         return {"read_bytes_per_s": None, "write_bytes_per_s": None, "mixed_bytes_per_s": None}
-    both = machine.drive.together
+    mixed = machine.drive.mixed
     return {
         "read_bytes_per_s": machine.drive.read_bytes_per_s,
         "write_bytes_per_s": machine.drive.write_bytes_per_s,
-        "mixed_bytes_per_s": None if both is None else sum(both),
+        "mixed_bytes_per_s": None if mixed is None else sum(mixed),
     }
 
 
@@ -234,7 +235,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "reasons": list(plan.reasons),
         "memory_bytes_per_rank": _memory_as_json(plan.memory),
         "pinned_bytes": plan.pipeline.pinned_bytes,
-        "cache_bytes": plan.kept.nbytes,
+        "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,
         "plain_read_bytes_per_rank": plan.plain_bytes[0],
         "plain_written_bytes_per_rank": plan.plain_bytes[1],
@@ -283,8 +284,8 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
     if strategy.uses_nvme:
         zero["sub_group_size"] = plan.pipeline.sub_group_numel
         own = {
-            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.kept.nbytes + work.activation_buffer_bytes,
-            "host_cache_bytes": plan.kept.nbytes,
+            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.cache.nbytes + work.activation_buffer_bytes,
+            "host_cache_bytes": plan.cache.nbytes,
         }
         if work.gradient_bytes_max is not None:
             own["gradient_bytes_max"] = work.gradient_bytes_max

@@ -1,0 +1,237 @@
+"""Floor 7. The step that one rank does for some work on some machine, written down for the simulator."""
+
+from __future__ import annotations
+
+import math
+
+from infinity.plan.estimate import NO_CACHE, HostCache, Pipeline, Strategy, Work
+from infinity.plan.machine import Machine
+from infinity.plan.step import Pause, Program, Step, SubGroup, Use, look_ahead_of
+from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
+from infinity.schedule.gradients import GRADIENT_BYTES
+from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
+
+PARAMETER_BYTES = 12
+"""Memory traffic of a fused update per element: parameter and gradient read, the parameter written. A split master is the
+compute parameter and its remainder."""
+
+MOMENT_TRAFFIC_BYTES = 8
+"""The same for each moment: read and written."""
+
+ADAM_BYTES = PARAMETER_BYTES + ADAM_MOMENTS * MOMENT_TRAFFIC_BYTES
+"""The same for AdamW."""
+
+CAST_BYTES = 6
+"""The same for a compute parameter that torch makes: fp32 read, 16 bits written. The kernel for state on NVMe writes it in the
+pass of the update."""
+
+NORM_BYTES = 4
+"""The same for the norm of the gradients."""
+
+CLIP_BYTES = 8
+"""The same for clipping: read and written again. Gradients of state on NVMe are scaled while it is updated."""
+
+SIMULATED_SUB_GROUPS_MAX = 4096
+"""Beyond it, neighbours are simulated as one."""
+
+
+def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache = NO_CACHE) -> Step:
+    """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end."""
+    program = _ProgramOfRank(work, machine, strategy, pipeline, cache)
+    items = program.items()
+    buffer_bytes = work.activation_buffer_bytes if strategy.uses_nvme else 0
+    return Step(
+        program=items,
+        group_bytes=program.group_bytes,
+        ends=look_ahead_of(
+            items,
+            program.group_bytes,
+            look_ahead_bytes=pipeline.look_ahead_bytes + buffer_bytes // IN_HAND_SHARES,
+            sub_groups_ahead=pipeline.sub_groups_ahead,
+        ),
+        pool_bytes=pipeline.pinned_bytes + buffer_bytes,
+        overlap_gathers=not machine.device_is_host,
+    )
+
+
+class _ProgramOfRank:
+    """Writes down what the training thread of one rank does in a step. What is listed by group has the root last."""
+
+    def __init__(self, work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache) -> None:
+        self._work, self._machine, self._strategy = work, machine, strategy
+        self._numels, self._shards = work.group_numels, work.group_shards
+        self._root = len(self._numels) - 1
+        compute, other = strategy.stored_bytes(work.scheme)
+        empty = (0,) * len(self._shards)
+        self._compute_bytes = [
+            compute * numel - cached for numel, cached in zip(self._shards, cache.compute or empty, strict=True)
+        ]
+        """By group: compute parameters on NVMe."""
+        self._other_state_bytes = [
+            other * numel - cached for numel, cached in zip(self._shards, cache.other_state or empty, strict=True)
+        ]
+        self.group_bytes = [
+            compute * numel if on_nvme else 0 for numel, on_nvme in zip(self._shards, self._compute_bytes, strict=True)
+        ]
+        """The lease of each group: all its compute parameters, unless all of them are cached."""
+        self._spilled = work.gradients_that_spill(strategy)
+        """By group: gradients that wait on NVMe."""
+        moves = work.moves_activations(device_is_host=machine.device_is_host)
+        self._saved = work.saved_bytes if moves else [0] * len(self._shards)
+        """By group: bytes of activations that a pass moves from the device and back."""
+        self._saved_on_drive = work.saved_on_drive if strategy.uses_nvme else [0] * len(self._shards)
+        """The part of those that it moves to the drive and back."""
+        self._lease_bytes = pipeline.sub_group_numel * (compute + other + work.gradient_itemsize * any(self._spilled))
+        count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
+        self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
+        self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
+        self._update = strategy.update_of(work.scheme)
+        self._program: list[Use | SubGroup | Pause] = []
+
+    def items(self) -> Program:
+        """All of the step."""
+        for micro_batch in range(self._work.micro_batches):
+            self._forward(updated=self._update == "forward" and micro_batch == 0)
+            self._backward(updated=self._update == "backward", first=micro_batch == 0)
+        if self._update != "backward":
+            clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
+            seconds = (NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s
+            self._program.append(Pause(seconds, reads_go_on=not any(self._spilled)))
+        if self._update == "step":
+            self._step()
+        return self._program
+
+    def _forward(self, *, updated: bool) -> None:
+        """Where the device computes by itself, what a use saved is written once the next use is in flight."""
+        behind = not self._machine.device_is_host
+        used: list[tuple[int, int]] = []
+        for group in (self._root, *range(self._root)):
+            if updated:
+                self._update_group(group, into=group if self.group_bytes[group] else None)
+            self._use(group, backward=False, made=updated)
+            used.append((group, len(self._program) - 1))
+            if len(used) > behind:
+                self._save(*used[-1 - behind])
+        if behind:
+            self._save(*used[-1])
+
+    def _save(self, group: int, place: int) -> None:
+        """The saved activations of a use that go to the drive."""
+        self._program += [part._replace(write_bytes=part.lease_bytes, after=place) for part in self._passing(group)]
+
+    def _restore(self, group: int) -> None:
+        """Those that the backward of a group needs, read again."""
+        self._program += [part._replace(read_bytes=part.lease_bytes) for part in self._passing(group)]
+
+    def _passing(self, group: int) -> list[SubGroup]:
+        """Saved activations of a group that pass through the buffer, in as many parts as that takes."""
+        nbytes = self._saved_on_drive[group]
+        count = math.ceil(nbytes / max(1, self._work.activation_buffer_bytes // BUFFER_SHARES))
+        return [SubGroup(lease_bytes=round(nbytes / max(1, count)), name=f"activations of group {group}")] * count
+
+    def _backward(self, *, updated: bool, first: bool) -> None:
+        """What follows on the gradients of a group: its update; or they spill, where those of micro-batches before this one are
+        read again and added, unless it is the `first`. Where the device computes by itself, the next use is in flight then."""
+        behind = not self._machine.device_is_host
+        used: list[tuple[int, int]] = []
+
+        def finish(group: int, place: int) -> None:
+            if updated:
+                self._update_group(group, after=place)
+            elif self._spilled[group]:
+                self._spill(group, place, again=not first)
+
+        for group in (*reversed(range(self._root)), self._root):
+            self._restore(group)
+            self._use(group, backward=True)
+            used.append((group, len(self._program) - 1))
+            if len(used) > behind:
+                finish(*used[-1 - behind])
+        if behind:
+            finish(*used[-1])
+
+    def _spill(self, group: int, place: int, *, again: bool) -> None:
+        """The gradients that a use gave, written where they wait for the update."""
+        nbytes = self._spilled[group]
+        count = max(1, math.ceil(self._shards[group] / self._sub_group_numel))
+        sub_group = SubGroup(
+            read_bytes=round(nbytes / count) if again else 0,
+            write_bytes=round(nbytes / count),
+            lease_bytes=round(nbytes / count),
+            update_seconds=(nbytes + GRADIENT_BYTES * self._shards[group]) / count / self._update_bytes_per_s,
+            after=place,
+        )
+        self._program += [sub_group] * count
+
+    def _use(self, group: int, *, backward: bool, made: bool = False) -> None:
+        """One use of a group, in forward or backward; `made`: its update has just made its compute parameters."""
+        work, machine, strategy = self._work, self._machine, self._strategy
+        tokens = work.samples * work.model.seq
+        flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
+        from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
+        # From host memory FSDP2 copies the master, and casts it on the device.
+        itemsize = MASTER_BYTES if strategy.parameters == "cpu" else COMPUTE_BYTES
+        numel, shard = self._numels[group], self._shards[group]
+        gathered = self._stays_gathered(group, backward=backward)
+        self._program.append(
+            Use(
+                group,
+                read_bytes=0 if gathered or made else self._compute_bytes[group],
+                compute_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
+                gather_seconds=0.0 if gathered else machine.gather_seconds(COMPUTE_BYTES * numel),
+                compute_seconds=flops_per_numel * numel / machine.flops_per_s + machine.group_seconds,
+                reduce_seconds=machine.gather_seconds(GRADIENT_BYTES * numel) if backward else 0.0,
+                gradient_bytes=GRADIENT_BYTES * shard if backward and strategy.on_host else 0,
+                saved_bytes=0 if backward else self._saved[group],
+                restored_bytes=self._saved[group] if backward else 0,
+                live_bytes=COMPUTE_BYTES * numel,
+            )
+        )
+
+    def _stays_gathered(self, group: int, *, backward: bool) -> bool:
+        return backward and (group == self._root or self._strategy.stage < 3)
+
+    def _update_group(self, group: int, *, into: int | None = None, after: int | None = None) -> None:
+        """The sub-groups of one group. In the backward its gather has read the compute parameters, if it was gathered there."""
+        gathered = after is not None and not self._stays_gathered(group, backward=True)
+        compute, other = self._compute_bytes[group], self._other_state_bytes[group]
+        read = other + self._spilled[group]
+        if self._work.scheme.compute_is_state() and not gathered:
+            read += compute
+        self._add_sub_groups(self._shards[group], read, compute + other, into=into, after=after)
+
+    def _step(self) -> None:
+        """All sub-groups; those that are cached are spread evenly between the others."""
+        compute, other = sum(self._compute_bytes), sum(self._other_state_bytes)
+        read = other + (compute if self._work.scheme.compute_is_state() else 0) + sum(self._spilled)
+        self._add_sub_groups(self._work.shard_numel, read, other + compute)
+
+    def _add_sub_groups(
+        self, numel: int, read_bytes: int, written_bytes: int, *, into: int | None = None, after: int | None = None
+    ) -> None:
+        """`numel` elements in sub-groups. Where those of a step are very many, neighbours move as one, in the lease of one."""
+        count = max(1, math.ceil(numel / self._sub_group_numel))
+        strategy = self._strategy
+        traffic = update_bytes(strategy, self._work.scheme) * numel / count
+        to_device = strategy.optimizer == "cpu" and strategy.parameters == "none" and not self._machine.device_is_host
+        sub_group = SubGroup(
+            read_bytes=round(read_bytes / count),
+            write_bytes=round(written_bytes / count),
+            lease_bytes=self._lease_bytes if read_bytes or written_bytes else 0,
+            update_seconds=traffic / self._update_bytes_per_s,
+            compute_bytes=round(COMPUTE_BYTES * numel / count) if to_device else 0,
+            into=into,
+            after=after,
+        )
+        self._program += [sub_group] * count
+
+
+def update_bytes(strategy: Strategy, scheme: Scheme) -> int:
+    """Memory traffic of an update per element, the norm and clipping aside."""
+    fused = PARAMETER_BYTES + scheme.moments * MOMENT_TRAFFIC_BYTES
+    if not strategy.on_host:
+        return fused
+    if strategy.optimizer != "nvme":
+        return fused + CAST_BYTES
+    split = scheme.master_weights == "split" and strategy.parameters == "nvme"
+    return fused if split else fused + COMPUTE_BYTES

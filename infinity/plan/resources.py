@@ -1,0 +1,221 @@
+"""Floor 7. What a simulated step runs on: a clock of events, the pinned pool, the link, the drive; all of them only numbers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.schedule.timeline import Interval
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one rank: its share of the drives, and the link from host to device and back (bytes per second)."""
+
+    drive: DriveSpeed
+    to_device_bytes_per_s: float = math.inf
+    to_host_bytes_per_s: float = math.inf
+
+
+@dataclass
+class Simulated:
+    """The outcome of a step.
+
+    Attributes:
+        seconds: from its begin until its last byte is written.
+        gradient_seconds: from its begin until all gradients are in host memory.
+        stall_seconds: in which neither the training thread nor compute went on, for want of bytes from the drive.
+        read_bytes, written_bytes: from and to the drive.
+        to_device_bytes, to_host_bytes: over the link.
+        pool_bytes_peak: leased at one time.
+        live_bytes_peak: gathered at one time.
+        timeline: intervals of read, write, to_device, to_host, network, compute and update.
+    """
+
+    seconds: float = 0.0
+    gradient_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    to_device_bytes: int = 0
+    to_host_bytes: int = 0
+    pool_bytes_peak: int = 0
+    live_bytes_peak: int = 0
+    timeline: list[Interval] = field(default_factory=list)
+
+    def busy_seconds(self) -> dict[str, float]:
+        """By resource, how long it worked."""
+        busy: dict[str, float] = {}
+        for resource, _, start, end in self.timeline:
+            busy[resource] = busy.get(resource, 0.0) + end - start
+        return busy
+
+
+class Clock:
+    """Events in the order of their times; of equal times, the one made first."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, Callable[[float, int], None], int]] = []
+        self._made = 0
+
+    def at(self, time: float, call: Callable[[float, int], None], argument: int) -> None:
+        """Call `call(time, argument)` when `time` has come."""
+        self._made += 1
+        heapq.heappush(self._waiting, (time, self._made, call, argument))
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._waiting:
+            time, _, call, argument = heapq.heappop(self._waiting)
+            call(time, argument)
+
+
+class Pool:
+    """Leased bytes."""
+
+    def __init__(self, nbytes: int, result: Simulated) -> None:
+        self.free = self._nbytes = nbytes
+        self._result = result
+
+    def try_lease(self, nbytes: int) -> bool:
+        if nbytes > self.free:
+            return False
+        self.free -= nbytes
+        used = self._nbytes - self.free
+        if used > self._result.pool_bytes_peak:
+            self._result.pool_bytes_peak = used
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        self.free += nbytes
+
+
+class Link:
+    """Copies between host and device, each direction in its order."""
+
+    def __init__(self, resources: Resources, result: Simulated) -> None:
+        self._rates = resources.to_device_bytes_per_s, resources.to_host_bytes_per_s
+        self._free = [0.0, 0.0]
+        self._result = result
+
+    def to_device(self, time: float, nbytes: int, name: str) -> float:
+        """Copy from `time` on, or after the copy before it. Returns when it ends."""
+        self._result.to_device_bytes += nbytes
+        return self._copy(0, time, nbytes, "to_device", name)
+
+    def to_host(self, time: float, nbytes: int, name: str) -> float:
+        self._result.to_host_bytes += nbytes
+        return self._copy(1, time, nbytes, "to_host", name)
+
+    def _copy(self, way: int, time: float, nbytes: int, resource: str, name: str) -> float:
+        if not nbytes or self._rates[way] == math.inf:
+            return time
+        start = max(time, self._free[way])
+        end = self._free[way] = start + nbytes / self._rates[way]
+        self._result.timeline.append(Interval(resource, name, start, end))
+        return end
+
+
+_READ, _WRITE = 0, 1
+_DIRECTIONS = ("read", "write")
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """One read or write of the drive: the bytes that are left of it, and the call at its end."""
+
+    left: float
+    name: str
+    call: Callable[[float, int], None]
+    number: int
+
+
+class Drive:
+    """Reads and writes, at most one of each in flight; both at once or in turns."""
+
+    def __init__(self, speed: DriveSpeed, clock: Clock, result: Simulated) -> None:
+        self._alone = speed.read_bytes_per_s, speed.write_bytes_per_s
+        self._mixed = speed.mixed
+        self._clock = clock
+        self._result = result
+        self._queues: tuple[deque[_Transfer], deque[_Transfer]] = deque(), deque()
+        self._rates = [0.0, 0.0]
+        """Bytes per second of each direction since `_since`."""
+        self._ends = [math.inf, math.inf]
+        """When the transfers in flight end, if nothing changes."""
+        self._since = 0.0
+        self._turn = _READ
+        self._version = 0
+        self.demanded = False
+        """Whether somebody waits for the reads that are queued: they go first."""
+
+    def read(self, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int) -> None:
+        """Queue a read; `call(time, number)` at its end."""
+        self._result.read_bytes += nbytes
+        self._queue(time, _READ, _Transfer(float(nbytes), name, call, number))
+
+    def write(self, time: float, nbytes: int, name: str, call: Callable[[float, int], None], number: int) -> None:
+        """Queue a write; `call(time, number)` at its end."""
+        self._result.written_bytes += nbytes
+        self._queue(time, _WRITE, _Transfer(float(nbytes), name, call, number))
+
+    def demand(self, time: float, wanted: bool) -> None:
+        """Somebody waits for a read now, or nobody does."""
+        if wanted != self.demanded:
+            self.demanded = wanted
+            if self._mixed is None and self._queues[_WRITE]:
+                self._go_on(time)
+
+    def _queue(self, time: float, way: int, transfer: _Transfer) -> None:
+        self._queues[way].append(transfer)
+        if len(self._queues[way]) == 1:
+            self._go_on(time)
+
+    def _go_on(self, time: float) -> None:
+        """Account for what was moved up to now, and decide what is moved from now on."""
+        self._account(time)
+        reads, writes = self._queues
+        read_rate = write_rate = 0.0
+        if reads and writes and self._mixed is not None:
+            read_rate, write_rate = self._mixed
+        elif reads and (self.demanded or self._turn == _READ or not writes):
+            read_rate, self._turn = self._alone[_READ], _READ
+        elif writes:
+            write_rate, self._turn = self._alone[_WRITE], _WRITE
+        self._since = time
+        self._rates = [read_rate, write_rate]
+        self._ends = [
+            time + reads[0].left / read_rate if read_rate else math.inf,
+            time + writes[0].left / write_rate if write_rate else math.inf,
+        ]
+        self._version += 1
+        if reads or writes:
+            self._clock.at(min(self._ends), self._moved, self._version)
+
+    def _account(self, time: float) -> None:
+        for way in (_READ, _WRITE):
+            if self._rates[way] and time > self._since:
+                transfer = self._queues[way][0]
+                transfer.left -= (time - self._since) * self._rates[way]
+                self._result.timeline.append(Interval(_DIRECTIONS[way], transfer.name, self._since, time))
+
+    def _moved(self, time: float, version: int) -> None:
+        """The end of a transfer, as foreseen with `version` of the rates: void where they have changed since."""
+        if version != self._version:
+            return
+        ended = []
+        self._account(time)
+        self._since = time
+        for way in (_READ, _WRITE):
+            queue = self._queues[way]
+            if self._ends[way] <= time:
+                ended.append(queue.popleft())
+                self._rates[way] = 0.0
+                self._turn = _WRITE if way == _READ else _READ
+        self._go_on(time)
+        for transfer in ended:
+            transfer.call(time, transfer.number)
