@@ -1,20 +1,20 @@
 """Floor 14. How much memory the states of a model need, by the functions that DeepSpeed has for it.
 
-Parameters, gradients and optimizer state as infinity holds them, on the GPUs, in the host and on NVMe; activations come on
-top (`infinity-bench plan` counts them too). Pure arithmetic that prints a table.
+Parameters, gradients and optimizer state as infinity holds them, on the GPUs, in the host and on NVMe. Activations come on top;
+`infinity-bench plan` counts them too. Pure arithmetic that prints a table.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from torch import nn
+
+from infinity.fsdp2.wrap import modules_to_wrap
 from infinity.plan.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, STRATEGIES, Memory, Strategy, states_of
 from infinity.schedule.pinned import SUB_GROUP_NUMEL_DEFAULT, comfortable_bytes, gather_bytes
 from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.units import GIB, format_count
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = [
     "estimate_zero2_model_states_mem_needs_all_cold",
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 ADDITIONAL_BUFFER_FACTOR = 1.5
-"""Host memory is multiplied by it, as there: for what is in flight, and for the allocator."""
+"""Host memory is multiplied by it, as DeepSpeed does: for buffers in flight, and for the allocator."""
 
 
 class Needs(NamedTuple):
@@ -88,7 +88,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         total_params: of the whole model.
         largest_layer_params: of the largest group, which is what is gathered at one time: a block, as models are wrapped.
         num_gpus_per_node, num_nodes: the ranks that it is sharded over.
-        additional_buffer_factor: on host memory.
+        additional_buffer_factor: by which host memory is multiplied.
 
     Raises ValueError for counts below 1.
     """
@@ -123,7 +123,10 @@ def needs_of(
 
 def count(model: nn.Module) -> tuple[int, int]:
     """Parameters of `model`, shared ones once, and of its largest group as `infinity.initialize` wraps it."""
-    from infinity.fsdp2.wrap import modules_to_wrap
+    groups = [set(module.parameters()) for module in modules_to_wrap(model, None)]
+    parameters = set(model.parameters())
+    root = parameters.difference(*groups)
+    return _numel(parameters), max(_numel(group) for group in [root, *groups])
 
     groups = [{id(param): param.numel() for param in module.parameters()} for module in modules_to_wrap(model, None)]
     numel_by_id = {id(param): param.numel() for param in model.parameters()}
