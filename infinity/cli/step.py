@@ -145,7 +145,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
         traced = _trace(engine, asked) if asked.trace is not None else None
         rates = measure_drive(asked.nvme_path, nbytes=128 * MIB, rounds=3)
         compute = statistics.median(step["seconds"] - step["stall_seconds"] for step in steps)
-        floor = engine.step_lower_bound_seconds(
+        lower_bound = engine.step_lower_bound_seconds(
             compute_seconds=compute,
             read_bytes_per_s=rates.read_bytes_per_s,
             write_bytes_per_s=rates.write_bytes_per_s,
@@ -164,7 +164,8 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
         "steps": steps,
         "seconds": statistics.median(step["seconds"] for step in steps),
         "compute_seconds": compute,
-        "lower_bound_seconds": floor,
+        "lower_bound_seconds": lower_bound,
+        "floor_seconds": lower_bound,  # its name before; goes with the next release
         "predicted_seconds": predict(
             machine, work, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
         ),

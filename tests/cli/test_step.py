@@ -1,4 +1,4 @@
-"""What `infinity-bench step` promises: real steps, their bytes counted, a floor beside them, and nothing left on the drive."""
+"""What `infinity-bench step` promises: real steps, their bytes counted, their lower bound, and nothing left on the drive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
     assert KEYS <= result.keys()
     assert len(result["steps"]) == 2
     assert result["steps"][0].keys() == {"seconds", "read_bytes", "written_bytes", "stall_seconds"}
-    assert 0 < result["lower_bound_seconds"] and result["compute_seconds"] <= result["seconds"]
+    assert (
+        0 < result["lower_bound_seconds"] == result["floor_seconds"] and result["compute_seconds"] <= result["seconds"]
+    )
     assert result["predicted_seconds"] > 0
     assert 11.9 < result["written_bytes_per_param"] < 16  # small parameters keep their copies in memory
     assert result["peak_rss_bytes"] > result["pinned_bytes"]

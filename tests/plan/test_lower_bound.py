@@ -1,4 +1,4 @@
-"""What the floor promises: the sums of the design, to the byte."""
+"""What the lower bound promises: the sums of the design, to the byte."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_a_pool_too_small_for_the_groups_is_a_reason_and_no_crash() -> None:
 
 
 @given(numel=st.integers(10**7, 10**11), samples=st.integers(1, 8), micro_batches=st.integers(1, 3))
-def test_no_plan_beats_its_floor(numel: int, samples: int, micro_batches: int) -> None:
+def test_no_plan_beats_its_lower_bound(numel: int, samples: int, micro_batches: int) -> None:
     work = work_of(numel, ranks=8, samples=samples, micro_batches=micro_batches)
     for plan in plans_for(work, NODE):
         assert plan.step_seconds >= plan.lower_bound_seconds * (1 - 1e-6)

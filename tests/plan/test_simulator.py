@@ -64,12 +64,12 @@ def uses_of(step: Step) -> list[Use]:
 
 
 rates = st.floats(1.0, 1000.0)
-together = st.one_of(st.none(), st.tuples(st.floats(0.1, 1.0), st.floats(0.1, 1.0)))
+mixed_shares = st.one_of(st.none(), st.tuples(st.floats(0.1, 1.0), st.floats(0.1, 1.0)))
 
 
 @st.composite
 def drives(draw: st.DrawFn) -> DriveSpeed:
-    read, write, both = draw(rates), draw(rates), draw(together)
+    read, write, both = draw(rates), draw(rates), draw(mixed_shares)
     return DriveSpeed(read, write, None if both is None else (both[0] * read, both[1] * write))
 
 
@@ -135,9 +135,9 @@ def thread_of(step: Step) -> float:
 
 
 @given(step=steps(), resources=resources())
-def test_no_step_is_faster_than_its_floors(step: Step, resources: Resources) -> None:
+def test_no_step_is_faster_than_its_lower_bounds(step: Step, resources: Resources) -> None:
     result = simulate(step, resources)
-    floors = [
+    lower_bounds = [
         sum(use.compute_seconds for use in uses_of(step)),
         thread_of(step),
         resources.drive.lower_bound_seconds(result.read_bytes, result.written_bytes),
@@ -145,7 +145,7 @@ def test_no_step_is_faster_than_its_floors(step: Step, resources: Resources) -> 
         result.to_device_bytes / resources.to_device_bytes_per_s,
         result.to_host_bytes / resources.to_host_bytes_per_s,
     ]
-    assert result.seconds >= max(floors) * (1 - TOLERANCE)
+    assert result.seconds >= max(lower_bounds) * (1 - TOLERANCE)
 
 
 @given(step=steps(), resources=resources())

@@ -87,7 +87,7 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
     for tier, title in _TIERS:
         if tier in tiers:
             table.add_column(f"{title} / rank", justify="right", no_wrap=True)
-    for name in ("read / step", "written", "floor", "step", "tokens/s", "DWPD"):
+    for name in ("read / step", "written", "lower bound", "step", "tokens/s", "DWPD"):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in plans:
         table.add_row(
@@ -237,6 +237,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,
+        "floor_seconds": plan.lower_bound_seconds,  # its name before; goes with the next release
         "plain_read_bytes_per_rank": plan.plain_bytes[0],
         "plain_written_bytes_per_rank": plan.plain_bytes[1],
     }
