@@ -78,9 +78,11 @@ class Tree:
     def _imports(self, name: str) -> Iterator[Import]:
         package = name if self.files[name].name == "__init__.py" else name.rpartition(".")[0]
         yield from imports_of(self.syntax[name], package)
-        # Lazily loaded names are often a table of modules, written as text.
-        for node in ast.walk(self.syntax[name]):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        # Lazily loaded names are often a table of modules, written as text; parts of f-strings are none.
+        nodes = list(ast.walk(self.syntax[name]))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                 target = package + node.value if node.value.startswith(".") else node.value
                 if target in self.files and target != "infinity":
                     yield Import(target, node.lineno)

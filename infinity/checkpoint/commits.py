@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from infinity.checkpoint.checks import check_resumable
 from infinity.checkpoint.training_state import decode, encode
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
@@ -50,7 +51,6 @@ _UNPAGED_KEYS = frozenset(
         "buffers",
     }
 )
-_INCOMPLETE = "use another checkpoint, or its weights alone"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Commits:
         with raise_on_all_ranks():
             found = unpaged_state()
             stored = encode(found)
-            _check_complete(found, step)
+            _check_keys(found, step)
             check_unpaged_state(found, training, self._stepped)
         self._pending = _Pending(step, training, found, stored)
 
@@ -361,12 +361,7 @@ def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, st
             "what is stored is of a training with other parameter groups or buffers: go on with the model and config "
             "of that run"
         )
-    if training.counts_steps and (uncounted := sorted({*stepped} - unpaged_state["steps"].keys())):
-        others = f" (and {len(uncounted) - 1} others)" if len(uncounted) > 1 else ""
-        raise CheckpointError(
-            f"what is stored of {uncounted[0]}{others} has moments and no number of steps, so training can't go on from it "
-            f"as it was: {_INCOMPLETE}"
-        )
+    check_resumable(stepped, unpaged_state["steps"], counts_steps=training.counts_steps)
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
@@ -392,10 +387,10 @@ def unpaged_state_of(record: Record) -> dict[str, Any]:
         found = decode(record.unpaged_state)
     except ValueError as error:
         raise CheckpointError(f"the record of step {record.commit.step} is damaged ({error})") from None
-    _check_complete(found, record.commit.step)
+    _check_keys(found, record.commit.step)
     return found
 
 
-def _check_complete(unpaged_state: Mapping[str, Any], step: int) -> None:
+def _check_keys(unpaged_state: Mapping[str, Any], step: int) -> None:
     if lacking := ", ".join(sorted(_UNPAGED_KEYS - unpaged_state.keys())):
         raise CheckpointError(f"the record of step {step} lacks {lacking}")

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from infinity.checkpoint.arena_reader import StoredArena, is_arena_checkpoint
-from infinity.checkpoint.dcp_reader import Reader
-from infinity.checkpoint.folder import check_space
+from infinity.checkpoint.dcp_storage import Reader
+from infinity.checkpoint.draft import check_space
 from infinity.checkpoint.manifest import Manifest, damage, find_checkpoint, load_manifest
+from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.errors import CheckpointError
 from infinity.store.files import file_in_the_way, sync
 from infinity.store.layout import Field
@@ -118,7 +118,7 @@ def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> Sto
 
 
 class _ArenaModel(StoredModel):
-    """Out of arenas: see infinity/checkpoint/arena_reader.py. A file is verified when the first of its bytes are needed."""
+    """Out of arenas: see infinity/checkpoint/stored_arena.py. A file is verified when the first of its bytes are needed."""
 
     def __init__(self, path: Path) -> None:
         self._stored = StoredArena(path)

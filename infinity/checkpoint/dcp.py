@@ -21,18 +21,9 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from infinity.checkpoint.dcp_reader import Planner, Reader, Writer, cause_of
-from infinity.checkpoint.folder import (
-    check_complete,
-    check_same_model,
-    check_space,
-    damaged,
-    draft_of,
-    in_our_words,
-    manifest_of,
-    refusing,
-    verify,
-)
+from infinity.checkpoint.checks import check_resumable, check_same_model, damaged, refusing, verify
+from infinity.checkpoint.dcp_storage import Planner, Reader, Writer, cause_of
+from infinity.checkpoint.draft import check_space, draft_of, failing_as, manifest_of
 from infinity.checkpoint.manifest import others
 from infinity.checkpoint.model_files import ModelFiles
 from infinity.checkpoint.training_state import RANDOM_STATES, decode, encode
@@ -67,7 +58,7 @@ def save(
     with raise_on_all_ranks():
         blob = encode(training_state)
         with refusing(draft.what):
-            _check_complete(state, optimizer)
+            _check_resumable(state, optimizer)
         if writer:
             draft.make()
     try:
@@ -80,7 +71,7 @@ def save(
         with raise_on_all_ranks():
             if failure is not None:
                 raise failure
-            with in_our_words(draft.what):
+            with failing_as(draft.what):
                 write_durably(draft.folder / own, blob)
         written = {**files.written, own: StoredFile(len(blob), sha256(blob).hexdigest())}
         everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
@@ -147,7 +138,7 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
     what = f"writing the model to {root}"
     failure: Exception | None = None
     try:
-        with raise_on_all_ranks(), in_our_words(what):
+        with raise_on_all_ranks(), failing_as(what):
             if dist.get_rank() == 0:
                 parts = ModelFiles(root)
                 nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
@@ -158,7 +149,7 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
                     parts.add(name, tensor)
                 except (OSError, SafetensorError) as error:
                     failure = error
-        with raise_on_all_ranks(), in_our_words(what):
+        with raise_on_all_ranks(), failing_as(what):
             if failure is not None:
                 raise failure
             if parts is not None:
@@ -194,12 +185,13 @@ def _read(state: dict[str, Any], path: Path) -> CheckpointError | None:
     return None
 
 
-def _check_complete(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise CheckpointError unless all that the optimizer keeps is in the state, which is to be saved."""
-    kept = {name: own.keys() for name, own in state["optimizer"]["state"].items() if own}
-    stepped = {name for group in state["optimizer"]["param_groups"] for name in group["params"]}
-    check_complete(kept.keys(), {name for name, own in kept.items() if "step" in own}, stepped & state["model"].keys())
-    lacking = sum(bool(own) for own in optimizer.state.values()) - len(kept)
+def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise CheckpointError unless `state`, which is to be saved, holds all state of the optimizer."""
+    keys_of = {name: values.keys() for name, values in state["optimizer"]["state"].items() if values}
+    steps = {name for name, keys in keys_of.items() if "step" in keys}
+    stepped = {name for group in state["optimizer"]["param_groups"] for name in group["params"]} & state["model"].keys()
+    check_resumable(keys_of.keys(), steps, counts_steps=bool(steps), stepped=stepped)
+    lacking = sum(bool(values) for values in optimizer.state.values()) - len(keys_of)
     if lacking:
         raise CheckpointError(f"{lacking} parameters of the optimizer aren't seen in the model: go on from another")
 

@@ -23,10 +23,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from infinity.checkpoint.arena_reader import StoredArena, is_arena_checkpoint
-from infinity.checkpoint.dcp_reader import Writer, cause_of
-from infinity.checkpoint.folder import check_space
+from infinity.checkpoint.dcp_storage import Writer, cause_of
+from infinity.checkpoint.draft import check_space
 from infinity.checkpoint.manifest import FILE_NAME, find_checkpoint
+from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.checkpoint.training_state import encode
 from infinity.errors import CheckpointError
 from infinity.store.files import StoredFile, sync, write_durably
@@ -77,7 +77,7 @@ def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress
     state, values = _state_of(stored)
     total = sum(each.nbytes for each in values.values())
     partial = final.parent / f".infinity-export-{secrets.token_hex(8)}"
-    with _in_our_words(final):
+    with _failing_as(final):
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
             raise CheckpointError(f"{final} is there already: remove it, or name another folder")
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress
     try:
         writer = Writer(partial)
         _write(state, _Planner(stored, values, progress(total)), writer, final)
-        with _in_our_words(final):
+        with _failing_as(final):
             _complete(stored, partial, writer.written)
             partial.rename(final)
             sync(final.parent)
@@ -213,7 +213,7 @@ def _complete(stored: StoredArena, partial: Path, files: dict[str, StoredFile]) 
 
 
 @contextlib.contextmanager
-def _in_our_words(final: Path) -> Iterator[None]:
+def _failing_as(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from infinity.checkpoint.folder import clear_abandoned
+from infinity.checkpoint.draft import clear_abandoned
 from infinity.checkpoint.work_folder import WorkFolder
 from infinity.store.files import open_regular, read_small, sync
 from infinity.units import GIB, MIB

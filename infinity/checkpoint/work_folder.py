@@ -7,7 +7,7 @@ and is locked (flock) until that save has ended. A later save removes such a fol
 save left it: the name, the owner, the words in `about.json`, and the lock, which nobody holds. Not all file systems show a
 lock to other machines; so what was made on another one must also have been left alone for a day. Where no lock can be had,
 nothing is removed. Of what bears a name already, only that goes which a manifest of ours names
-(infinity/checkpoint/folder.py).
+(infinity/checkpoint/draft.py).
 """
 
 from __future__ import annotations

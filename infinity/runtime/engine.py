@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.activations.saved_tensors import Activations
-from infinity.checkpoint import arena_writer as checkpoint_arena
+from infinity.checkpoint import arena as checkpoint_arena
 from infinity.checkpoint import dcp as checkpoint
-from infinity.checkpoint.arena_reader import is_arena_checkpoint
 from infinity.checkpoint.commits import Commits, Training, check_unpaged_state
-from infinity.checkpoint.folder import find
+from infinity.checkpoint.draft import find
+from infinity.checkpoint.stored_arena import is_arena_checkpoint
 from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, in_words
 from infinity.fsdp2.live import LiveParameters

@@ -23,8 +23,8 @@ import durable_training
 from durable_training import CASES, Case, Outcome, config, differences, step, weights
 
 import infinity
-from infinity.checkpoint import arena_writer as checkpoint_arena
-from infinity.checkpoint import folder as checkpoint_folder
+from infinity.checkpoint import arena as checkpoint_arena
+from infinity.checkpoint import draft as checkpoint_draft
 from infinity.store import arena_copy as copying
 
 SAVED, END = 2, 4
@@ -136,9 +136,9 @@ def left(nvme: Path, folder: Path) -> None:
 INSTANTS = {
     "piece": (copying, "_put"),
     "record": (checkpoint_arena, "write_durably"),
-    "manifest": (checkpoint_folder, "write_durably"),
-    "name": (checkpoint_folder, "sync"),
-    "latest": (checkpoint_folder, "_rename_latest"),
+    "manifest": (checkpoint_draft, "write_durably"),
+    "name": (checkpoint_draft, "sync"),
+    "latest": (checkpoint_draft, "_rename_latest"),
 }
 """Before what a save is killed."""
 
@@ -155,7 +155,7 @@ def killed(nvme: Path, folder: Path) -> None:
 
     step(engine)
     module, name = INSTANTS[sys.argv[4]]
-    if module is not checkpoint_folder:
+    if module is not checkpoint_draft:
         setattr(module, name, kill)
     engine.save_checkpoint(folder, tag="next")
     setattr(module, name, kill)

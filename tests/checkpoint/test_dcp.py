@@ -29,9 +29,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity.checkpoint import dcp as checkpoint
-from infinity.checkpoint import folder as checkpoint_folder
+from infinity.checkpoint import draft as checkpoint_draft
 from infinity.checkpoint import model_files, work_folder
-from infinity.checkpoint.folder import Draft, draft_of, find
+from infinity.checkpoint.draft import Draft, draft_of, find
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.model_files import ModelFiles
 from infinity.fsdp2 import first_values, materialize
@@ -339,13 +339,13 @@ def test_no_room_for_a_checkpoint_is_told_before_it_is_written(
 ) -> None:
     with engine_for(nvme_path) as engine:
         engine.save_checkpoint(tmp_path, tag="good")
-        monkeypatch.setattr(checkpoint_folder, "free_bytes", lambda path: 4000)
+        monkeypatch.setattr(checkpoint_draft, "free_bytes", lambda path: 4000)
         with pytest.raises(infinity.CheckpointError, match=r"takes .* KiB, and .* has 3.91 KiB free: free .* more"):
             engine.save_checkpoint(tmp_path, tag="next")
         with pytest.raises(infinity.CheckpointError, match=r"the model takes .* KiB, and .* more or save elsewhere"):
             engine.save_16bit_model(tmp_path / "model")
         monkeypatch.setattr(
-            checkpoint_folder, "free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters())
+            checkpoint_draft, "free_bytes", lambda path: 3 * sum(p.numel() * 4 for p in engine.parameters())
         )
         with pytest.raises(infinity.CheckpointError, match="more or save elsewhere"):
             engine.save_checkpoint(tmp_path, tag="next")  # a buffer and the step counts need room too
@@ -467,7 +467,7 @@ def test_a_save_that_is_killed_at_its_end_leaves_a_whole_checkpoint(
     saved(tmp_path, "best")
     before = contents(tmp_path / "best")
     ready = some_files(draft_of(tmp_path, "best"))
-    kill_at(checkpoint_folder, instant, monkeypatch, ready)
+    kill_at(checkpoint_draft, instant, monkeypatch, ready)
     assert find(tmp_path, "best") == tmp_path / "best"
     assert contents(tmp_path / "best") == before
     saved(tmp_path, "other")

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity.checkpoint import export as exporting
-from infinity.checkpoint.dcp_reader import CarefulFiles
+from infinity.checkpoint.dcp_storage import CarefulFiles
 from infinity.cli.ckpt import main
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -189,7 +189,7 @@ def test_what_cannot_be_is_an_error_in_a_line(
     assert "failed (File exists): name another folder" in told(str(saved), str(saved / "latest" / "out"))
     assert "is not a folder" in told(str(tmp_path / "nothing"), str(tmp_path / "out"))
     with monkeypatch.context() as patched:
-        patched.setattr("infinity.checkpoint.folder.free_bytes", lambda path: 4000)
+        patched.setattr("infinity.checkpoint.draft.free_bytes", lambda path: 4000)
         assert "has 3.91 KiB free" in told(str(saved), str(tmp_path / "out"))
     for module in (exporting, CarefulFiles):
         with monkeypatch.context() as patched:

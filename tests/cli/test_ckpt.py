@@ -218,7 +218,7 @@ def test_every_command_names_the_arena_that_is_missing(
 def test_a_drive_without_room_is_left_as_it_was(
     saved: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("infinity.checkpoint.folder.free_bytes", lambda root: 1000)
+    monkeypatch.setattr("infinity.checkpoint.draft.free_bytes", lambda root: 1000)
     assert main(["consolidate", str(saved[0]), str(tmp_path / "out")]) == 1
     assert re.search(r"has 1000 B free: free .* more or save elsewhere", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from children import Nursery
 
 import infinity
-from infinity.checkpoint import arena_writer as checkpoint_arena
+from infinity.checkpoint import arena as checkpoint_arena
 from infinity.checkpoint import dcp as checkpoint
 from infinity.store import RunFolder
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from infinity.checkpoint.dcp_reader import Planner, Reader
+from infinity.checkpoint.dcp_storage import Planner, Reader
 from infinity.errors import CheckpointError
 
 

@@ -31,10 +31,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import infinity
-from infinity.checkpoint import arena_reader as stored_arena
-from infinity.checkpoint import arena_writer as checkpoint_arena
-from infinity.checkpoint import folder as checkpoint_folder
-from infinity.checkpoint.folder import Draft
+from infinity.checkpoint import arena as checkpoint_arena
+from infinity.checkpoint import draft as checkpoint_draft
+from infinity.checkpoint import stored_arena
+from infinity.checkpoint.draft import Draft
 from infinity.checkpoint.manifest import load_manifest
 from infinity.checkpoint.snapshot import Snapshot
 from infinity.checkpoint.work_folder import PREFIX
@@ -241,7 +241,7 @@ def test_a_failed_copy_is_told_and_leaves_the_last_checkpoint(
         assert sorted(each.name for each in tmp_path.iterdir()) == ["good", "latest"]
         engine.finish_checkpoint()
         engine.save_checkpoint(tmp_path, tag="next")
-        monkeypatch.setattr(checkpoint_folder, "free_bytes", lambda path: 4000)
+        monkeypatch.setattr(checkpoint_draft, "free_bytes", lambda path: 4000)
         with pytest.raises(infinity.CheckpointError, match=r"a checkpoint takes .* and .* has 3.91 KiB free"):
             engine.save_checkpoint(tmp_path, tag="more")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["good", "latest", "next"]

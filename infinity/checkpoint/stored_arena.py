@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from infinity.checkpoint.checks import check_resumable
 from infinity.checkpoint.commits import ties_of, unpaged_state_of
-from infinity.checkpoint.folder import check_complete
 from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, Manifest, damage, load_manifest, others
 from infinity.checkpoint.snapshot import Snapshot, rows_of
 from infinity.checkpoint.training_state import RANDOM_STATES
@@ -254,13 +254,12 @@ class StoredArena:
 
 
 def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless training can go on from what a record holds: see `check_complete`."""
-    stepped = zip(record.place.parameters, record.commit.stepped, strict=True)
-    moments = {each.name for each, bit in stepped if bit == "1"}
-    names = unpaged_state.get("group_names")  # which earlier versions did not note
-    check_complete(
-        moments, unpaged_state["steps"], moments if names is None else {name for own in names for name in own}
-    )
+    """Raise CheckpointError unless training can go on from what a record holds: see `check_resumable`."""
+    has_moments = zip(record.place.parameters, record.commit.stepped, strict=True)
+    moments = {parameter.name for parameter, bit in has_moments if bit == "1"}
+    steps, groups = unpaged_state["steps"], unpaged_state.get("group_names")  # earlier versions noted no groups
+    stepped = None if groups is None else {name for group in groups for name in group}
+    check_resumable(moments, steps, counts_steps=bool(steps), stepped=stepped)
 
 
 def prove(path: Path, ranks: Iterable[int]) -> None:

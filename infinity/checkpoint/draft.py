@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -26,12 +26,9 @@ from infinity.checkpoint.manifest import (
     LATEST,
     Manifest,
     StateFormat,
-    damage,
     find_checkpoint,
-    is_checkpoint,
     load_manifest,
     missing,
-    others,
     read_latest,
     remove_named,
 )
@@ -67,7 +64,7 @@ class Draft:
     def make(self) -> None:
         """Make the folder, after what killed saves left is cleared. Raises CheckpointError, also where something else bears a
         name that will be needed."""
-        with in_our_words(f"writing a checkpoint to {self.root}"):
+        with failing_as(f"writing a checkpoint to {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             clear_abandoned(self.root)
             _check_name(self.root / self.tag)
@@ -81,7 +78,7 @@ class Draft:
             raise CheckpointError(
                 f"{self.what} failed (of what the ranks wrote, {name} is {why}): save to a folder that all ranks share"
             )
-        with in_our_words(self.what):
+        with failing_as(self.what):
             write_durably(self.folder / FILE_NAME, manifest.to_json())
 
     @contextlib.contextmanager
@@ -99,7 +96,7 @@ class Draft:
     def complete(self, keep: int) -> None:
         """It is written, and what loading takes (`proving`): give it its name, and remove the oldest beyond `keep`."""
         assert self._work is not None
-        with in_our_words(self.what):
+        with failing_as(self.what):
             self._publish(self._work)
         _clear(self.root, self._work)
         _rotate(self.root, self.tag, keep)
@@ -161,77 +158,6 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
         return find_checkpoint(root, tag or read_latest(root))
 
 
-def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
-    """Hold the files that this rank parses to the manifest, and its share of the others. Raises CheckpointError."""
-    manifest = load_manifest(path)
-    if manifest is None:
-        if dist.get_rank() == 0:
-            log.warning("%s has no %s: its files can't be verified", path, FILE_NAME)
-        return
-    names = set(parsed)
-    if unknown := names - manifest.files.keys():
-        raise CheckpointError(
-            f"{path} is damaged (its manifest doesn't know {', '.join(sorted(unknown))}): {others(path.parent, but=path.name)}"
-        )
-    if everything:
-        names.update(sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
-    for name, why in damage(path, manifest, sorted(names)):
-        raise CheckpointError(f"{path / name} is damaged ({why}): {others(path.parent, but=path.name)}")
-
-
-def damaged(path: Path, why: object) -> CheckpointError:
-    """The error that says so. `path`: a checkpoint, or a file of one."""
-    checkpoint = path if is_checkpoint(path) else path.parent
-    reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch goes on with advice that doesn't fit here
-    other = others(checkpoint.parent, but=checkpoint.name)
-    return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {other}")
-
-
-def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless the checkpoint in `path` has the tensors that are here, by name and shape."""
-    missing = sorted(set(ours) - set(stored))
-    extra = sorted(set(stored) - set(ours))
-    reshaped = [
-        f"{k} is {stored[k]} there and {ours[k]} here" for k in sorted(set(ours) & set(stored)) if ours[k] != stored[k]
-    ]
-    if missing or extra or reshaped:
-        parts = []
-        for what, names in (("missing there", missing), ("unknown here", extra), ("of another shape", reshaped)):
-            if names:
-                parts.append(f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
-        raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
-
-
-def check_complete(moments: Collection[str], steps: Collection[str], stepped: Collection[str]) -> None:
-    """Raise CheckpointError unless training can go on from a checkpoint with these parameters' moments and numbers of steps, by
-    name. Asked before the first byte is written, and before anything is loaded.
-
-    stepped: the parameters that the optimizer steps, as far as they are in the checkpoint. Some optimizers count no steps.
-    """
-    for names, lacks in (
-        ({*moments} - {*stepped}, "no place in the optimizer"),
-        ({*moments} - {*steps}, "no number of steps"),
-    ):
-        if names and (steps or lacks != "no number of steps"):
-            more = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
-            raise CheckpointError(
-                f"{min(names)}{more} has moments and {lacks}, so training can't go on from it as it was: use another "
-                "checkpoint, or its weights alone"
-            )
-
-
-@contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Around `check_complete` of what is to be saved, which nothing has been written of: its CheckpointError says so."""
-    try:
-        yield
-    except CheckpointError as error:
-        reason = str(error).rpartition(": ")[0]
-        raise CheckpointError(
-            f"{what} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
-        ) from None
-
-
 def _recover(root: Path) -> None:
     """Give checkpoints their names back that were set aside by a save which was killed before the new one had that name."""
     for work in abandoned(root):
@@ -242,7 +168,7 @@ def _put_back(root: Path, work: WorkFolder) -> None:
     final = root / work.about.target
     for replaced in reversed(work.replaced):
         if not os.path.lexists(final):
-            with in_our_words(f"recovering {final} from {replaced}"):
+            with failing_as(f"recovering {final} from {replaced}"):
                 replaced.rename(final)
 
 
@@ -335,7 +261,7 @@ def check_space(root: Path, nbytes: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def in_our_words(what: str) -> Iterator[None]:
+def failing_as(what: str) -> Iterator[None]:
     """Around writing: what the system refuses becomes a CheckpointError that says what it was for."""
     try:
         yield

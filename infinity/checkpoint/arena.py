@@ -35,20 +35,12 @@ from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.checkpoint.arena_reader import RankState, StoredArena, arena_name, check_record, prove, record_name
+from infinity.checkpoint.checks import check_same_model, refusing, verify
 from infinity.checkpoint.commits import packed_ties
-from infinity.checkpoint.folder import (
-    Draft,
-    check_same_model,
-    check_space,
-    draft_of,
-    in_our_words,
-    manifest_of,
-    refusing,
-    verify,
-)
+from infinity.checkpoint.draft import Draft, check_space, draft_of, failing_as, manifest_of
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.snapshot import Snapshot, rows_of
+from infinity.checkpoint.stored_arena import RankState, StoredArena, arena_name, check_record, prove, record_name
 from infinity.checkpoint.training_state import encode
 from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
@@ -113,7 +105,7 @@ class Saving:
             return
         self._end()
         try:
-            with raise_on_all_ranks(), in_our_words(self.what):
+            with raise_on_all_ranks(), failing_as(self.what):
                 files = self._files()
             everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(everything, files)
@@ -225,7 +217,7 @@ def start(
     state, or the folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
     """
     rank, draft = dist.get_rank(), draft_of(directory, tag)
-    with raise_on_all_ranks(), in_our_words(draft.what):
+    with raise_on_all_ranks(), failing_as(draft.what):
         blob = encode(unpaged_state)
         snapshot = Snapshot(swap.place)
         swap.settle()
@@ -236,7 +228,7 @@ def start(
             draft.make()
     copying: Copying | None = None
     try:
-        with raise_on_all_ranks(), in_our_words(draft.what):
+        with raise_on_all_ranks(), failing_as(draft.what):
             if rank == 0:
                 check_space(
                     draft.root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"

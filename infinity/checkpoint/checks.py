@@ -1,0 +1,97 @@
+"""Floor 10. What is checked of a checkpoint or a commit before it is written or loaded. Each check raises CheckpointError."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from infinity.checkpoint.manifest import FILE_NAME, damage, is_checkpoint, load_manifest, others
+from infinity.errors import CheckpointError
+
+log = logging.getLogger("infinity")
+
+
+def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
+    """Compare the files that this rank parses with the manifest; with `everything`, its share of the others too.
+
+    Raises CheckpointError naming a file that differs.
+    """
+    manifest = load_manifest(path)
+    if manifest is None:
+        if dist.get_rank() == 0:
+            log.warning("%s has no %s: its files can't be verified", path, FILE_NAME)
+        return
+    names = set(parsed)
+    if unknown := names - manifest.files.keys():
+        raise CheckpointError(
+            f"{path} is damaged (its manifest doesn't know {', '.join(sorted(unknown))}): {others(path.parent, but=path.name)}"
+        )
+    if everything:
+        names.update(sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+    for name, why in damage(path, manifest, sorted(names)):
+        raise CheckpointError(f"{path / name} is damaged ({why}): {others(path.parent, but=path.name)}")
+
+
+def damaged(path: Path, why: object) -> CheckpointError:
+    """The error for a damaged checkpoint. `path`: a checkpoint, or a file of one."""
+    checkpoint = path if is_checkpoint(path) else path.parent
+    reason = str(why).strip().split("\n")[0].split(". ")[0]  # torch goes on with advice that doesn't fit here
+    other = others(checkpoint.parent, but=checkpoint.name)
+    return CheckpointError(f"{path} is damaged ({reason or type(why).__name__}): {other}")
+
+
+def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless the checkpoint `path` has just the tensors of this model, by name and shape."""
+    missing = sorted(set(ours) - set(stored))
+    extra = sorted(set(stored) - set(ours))
+    reshaped = [
+        f"{k} is {stored[k]} there and {ours[k]} here" for k in sorted(set(ours) & set(stored)) if ours[k] != stored[k]
+    ]
+    if missing or extra or reshaped:
+        parts = []
+        for what, names in (("missing there", missing), ("unknown here", extra), ("of another shape", reshaped)):
+            if names:
+                parts.append(f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+        raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
+
+
+def check_resumable(
+    moments: Collection[str], steps: Collection[str], *, counts_steps: bool, stepped: Collection[str] | None = None
+) -> None:
+    """Raise CheckpointError, naming a parameter, unless training can go on from a state as it was.
+
+    Asked of a checkpoint or a commit before its first byte is written, and before anything of it is loaded.
+
+    Args:
+        moments: names of the parameters that have moments.
+        steps: names of the parameters whose number of steps is known.
+        counts_steps: whether the optimizer counts steps; some do not.
+        stepped: names of the parameters that the optimizer steps, where that is known.
+    """
+    lacking = [
+        ("no place in the optimizer", set() if stepped is None else {*moments} - {*stepped}),
+        ("no number of steps", {*moments} - {*steps} if counts_steps else set()),
+    ]
+    for what, names in lacking:
+        if names:
+            others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{min(names)}{others} has moments and {what}, so training can't go on from it as it was: use another "
+                "checkpoint, or its weights alone"
+            )
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Around the `check_resumable` of a save: its CheckpointError says that nothing was written."""
+    try:
+        yield
+    except CheckpointError as error:
+        reason = str(error).rpartition(": ")[0]
+        raise CheckpointError(
+            f"{what} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
+        ) from None
