@@ -219,7 +219,7 @@ def start(
     rank, draft = dist.get_rank(), draft_of(directory, tag)
     with raise_on_all_ranks(), failing_as(draft.what):
         blob = encode(unpaged_state)
-        snapshot = Snapshot(swap.place)
+        snapshot = Snapshot(swap.arena_layout)
         swap.settle()
         made = _record_of(swap, snapshot, draft.identity, unpaged_state["global_steps"], blob)
         with refusing(draft.what):
@@ -231,12 +231,14 @@ def start(
         with raise_on_all_ranks(), failing_as(draft.what):
             if rank == 0:
                 check_space(
-                    draft.root, snapshot.nbytes * swap.place.shards + len(blob) * dist.get_world_size(), "a checkpoint"
+                    draft.root,
+                    snapshot.nbytes * swap.arena_layout.shards + len(blob) * dist.get_world_size(),
+                    "a checkpoint",
                 )
             content = made.to_bytes()
             record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
             write_training_state = partial(_write_training_state, draft, rank, content, {record_name(rank): record})
-            if rank < swap.place.shards:
+            if rank < swap.arena_layout.shards:
                 copying = swap.start_copying(draft.folder / arena_name(rank), write_training_state)
             else:  # another rank has just the same
                 write_training_state(None)
@@ -278,7 +280,7 @@ def load(
             _check_fits(stored, unpaged_state, model, optimizer)
         begin()
         with raise_on_all_ranks():
-            same = stored.alike(swap.place) if swap is not None else None
+            same = stored.alike(swap.arena_layout) if swap is not None else None
             if swap is not None and same is not None:
                 _copy_back(same, swap)
             else:
@@ -334,8 +336,8 @@ def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, 
         stepped=bits([shard.stepped for shard in shards]),
         ties=tuple(counts),
     )
-    place = replace(swap.place, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
-    return Record(commit, place, ties, unpaged_state)
+    layout = replace(swap.arena_layout, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
+    return Record(commit, layout, ties, unpaged_state)
 
 
 def _check_fits(

@@ -185,7 +185,7 @@ class Commits:
             stepped=bits([shard.stepped for shard in paged.shards]),
             ties=counts,
         )
-        record = Record(commit, self._swap.place, ties, pending.stored, paged.page_sums())
+        record = Record(commit, self._swap.arena_layout, ties, pending.stored, paged.page_sums())
         try:
             self._run.write(record)
         except OSError as error:
@@ -259,7 +259,7 @@ class _Found:
 def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None, str]:
     """(number of the newest commit that all ranks have, None where no rank has any; rank 0's name for this launch)."""
     own = _Found(
-        {record.commit.identity: record.commit.step for record in run.found.values()},
+        {record.commit.identity: record.commit.step for record in run.records.values()},
         run.damaged,
         run.others,
         run.began_without_commit,

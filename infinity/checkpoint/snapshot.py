@@ -13,24 +13,24 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from infinity.store.commit import Place, StoredSubGroup
+from infinity.store.commit import ArenaLayout, StoredSubGroup
 from infinity.store.layout import SPACE_ALIGN, Field, Part, Piece, Shard, SubGroup, pieces_of, place_shards
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Snapshot:
-    """The arena file of a rank whose state lay as `place` says. Raises ValueError where nothing can have lain so.
+    """The arena file of a rank whose state lay as `layout` says. Raises ValueError where nothing can have lain so.
 
     sub_groups: in the order of the file, with all their fields. offsets: where each begins (bytes). nbytes: of the file.
     """
 
-    def __init__(self, place: Place) -> None:
-        _check_parameters(place)
-        self.place = place
-        self.sub_groups = _sub_groups_of(place)
+    def __init__(self, layout: ArenaLayout) -> None:
+        _check_parameters(layout)
+        self.layout = layout
+        self.sub_groups = _sub_groups_of(layout)
         *self.offsets, self.nbytes = accumulate((sub.nbytes for sub in self.sub_groups), initial=0)
-        self._by_parameter: list[list[tuple[SubGroup, Piece]]] = [[] for _ in place.parameters]
+        self._by_parameter: list[list[tuple[SubGroup, Piece]]] = [[] for _ in layout.parameters]
         for sub in self.sub_groups:
             for piece in sub.pieces:
                 self._by_parameter[piece.shard].append((sub, piece))
@@ -56,32 +56,32 @@ def rows_of(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
     return first * row_numel, last * row_numel
 
 
-def _check_parameters(place: Place) -> None:
-    if place.compute_dtype not in _ITEMSIZES:
-        raise ValueError(f"parameters can't have been gathered in {place.compute_dtype}")
-    if not place.rank < place.ranks or place.ranks % place.shards:
-        raise ValueError(f"rank {place.rank} of {place.ranks}, sharded over {place.shards}, can't be")
-    if len({each.name for each in place.parameters}) != len(place.parameters):
+def _check_parameters(layout: ArenaLayout) -> None:
+    if layout.compute_dtype not in _ITEMSIZES:
+        raise ValueError(f"parameters can't have been gathered in {layout.compute_dtype}")
+    if not layout.rank < layout.ranks or layout.ranks % layout.shards:
+        raise ValueError(f"rank {layout.rank} of {layout.ranks}, sharded over {layout.shards}, can't be")
+    if len({each.name for each in layout.parameters}) != len(layout.parameters):
         raise ValueError("a parameter is in it twice")
-    if len(set(place.moments)) != len(place.moments):
+    if len(set(layout.moments)) != len(layout.moments):
         raise ValueError("a moment is in it twice")
-    for each in place.parameters:
-        if not each.shape or each.numel != rows_of((-(-each.shape[0] // place.shards), *each.shape[1:]), 0, 1)[1]:
+    for each in layout.parameters:
+        if not each.shape or each.numel != rows_of((-(-each.shape[0] // layout.shards), *each.shape[1:]), 0, 1)[1]:
             raise ValueError(f"{each.name} of shape {each.shape} can't have {each.numel} elements on a rank")
-        if each.group >= len(place.parameters):
+        if each.group >= len(layout.parameters):
             raise ValueError(f"{each.name} can't be in group {each.group}")
 
 
-def _sub_groups_of(place: Place) -> list[SubGroup]:
+def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
     """Those of the record, which must make up the flat spaces that its parameters need."""
-    groups = max((each.group for each in place.parameters), default=-1) + 1
-    shards = [Shard(each.name, each.group, each.numel, each.trained, each.resident) for each in place.parameters]
+    groups = max((each.group for each in layout.parameters), default=-1) + 1
+    shards = [Shard(each.name, each.group, each.numel, each.trained, each.resident) for each in layout.parameters]
     where, parts = place_shards(shards, groups)
-    given = iter(enumerate(place.sub_groups))
+    given = iter(enumerate(layout.sub_groups))
     found: list[SubGroup] = []
     for space, of_space in enumerate(parts):
         for trained, part in zip((True, False), of_space, strict=True):
-            found += _cut_as_given(given, place, part, space, trained, space < groups, shards, where)
+            found += _cut_as_given(given, layout, part, space, trained, space < groups, shards, where)
     if next(given, None) is not None:
         raise ValueError("it has more sub-groups than its parameters need")
     return found
@@ -89,7 +89,7 @@ def _sub_groups_of(place: Place) -> list[SubGroup]:
 
 def _cut_as_given(
     given: Iterator[tuple[int, StoredSubGroup]],
-    place: Place,
+    layout: ArenaLayout,
     part: Part,
     space: int,
     trained: bool,
@@ -104,13 +104,13 @@ def _cut_as_given(
             raise ValueError(f"its sub-groups don't make up space {space}")
         if not 0 < cut.numel <= part.end - at or cut.numel % SPACE_ALIGN:
             raise ValueError(f"sub-group {index} can't have {cut.numel} elements")
-        itemsize = _ITEMSIZES[place.compute_dtype]
+        itemsize = _ITEMSIZES[layout.compute_dtype]
         if cut.compute_itemsize not in ((0, itemsize) if gathered else (0,)):
             raise ValueError(f"sub-group {index} can't have copies of {cut.compute_itemsize} bytes")
-        if cut.split and not (trained and cut.compute_itemsize and place.compute_dtype == "bfloat16"):
+        if cut.split and not (trained and cut.compute_itemsize and layout.compute_dtype == "bfloat16"):
             raise ValueError(f"sub-group {index} can't have split masters")
         pieces = pieces_of(part, shards, where, at, cut.numel)
         yield SubGroup(
-            index, space, at, cut.numel, trained, cut.compute_itemsize, pieces, cut.split, moments=len(place.moments)
+            index, space, at, cut.numel, trained, cut.compute_itemsize, pieces, cut.split, moments=len(layout.moments)
         )
         at += cut.numel

@@ -22,7 +22,7 @@ from infinity.checkpoint.snapshot import Snapshot, rows_of
 from infinity.checkpoint.training_state import RANDOM_STATES
 from infinity.errors import CheckpointError
 from infinity.optim.kernel import join
-from infinity.store.commit import RECORD_BYTES_MAX, Place, Record, StoredParameter, differences, parse_record
+from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, StoredParameter, differences, parse_record
 from infinity.store.files import open_regular, read_small
 from infinity.store.layout import Field, SubGroup
 
@@ -51,7 +51,7 @@ class RankState:
         self._path = path / record_name(rank)
         try:
             self.record: Record = parse_record(read_small(self._path, RECORD_BYTES_MAX))
-            self.snapshot = Snapshot(self.record.place)
+            self.snapshot = Snapshot(self.record.layout)
             self.ties = ties_of(self.record, [sub.numel for sub in self.snapshot.sub_groups])
         except (OSError, ValueError) as error:
             raise self.damaged(error) from None
@@ -59,13 +59,13 @@ class RankState:
             self._file: BinaryIO = open_regular(path / arena_name(rank))
         except OSError as error:
             raise self.damaged(error, arena_name(rank)) from None
-        if self.record.place.rank != rank:
-            raise self.damaged(f"it is rank {self.record.place.rank}'s")
+        if self.record.layout.rank != rank:
+            raise self.damaged(f"it is rank {self.record.layout.rank}'s")
 
     @property
-    def place(self) -> Place:
-        """How it lay there."""
-        return self.record.place
+    def layout(self) -> ArenaLayout:
+        """How the state lay in the arena."""
+        return self.record.layout
 
     def damaged(self, why: object, name: str = "") -> CheckpointError:
         """The error that says so, of the record or of the file `name` beside it."""
@@ -92,7 +92,7 @@ class RankState:
     def dtype(self, which: Field) -> torch.dtype:
         """Of a field's elements."""
         if which is Field.COMPUTE:
-            return _DTYPES[self.place.compute_dtype]
+            return _DTYPES[self.layout.compute_dtype]
         return torch.int16 if which is Field.REMAINDER else torch.float32
 
     def read(self, parameter: int, which: Field, start: int, numel: int) -> torch.Tensor:
@@ -140,19 +140,19 @@ class StoredArena:
         self._ranks: dict[int, RankState] = {}
         self._verified: set[str] = set()
         first = self.rank(0)
-        self.shards = first.place.shards
+        self.shards = first.layout.shards
         """Over how many ranks each parameter is sharded; what there are more hold the same again, and have stored no arena."""
-        self._numbers = {each.name: number for number, each in enumerate(first.place.parameters)}
+        self._numbers = {each.name: number for number, each in enumerate(first.layout.parameters)}
 
     @property
     def parameters(self) -> tuple[StoredParameter, ...]:
         """The model's, as rank 0 had them."""
-        return self.rank(0).place.parameters
+        return self.rank(0).layout.parameters
 
     @property
     def moments(self) -> tuple[str, ...]:
         """What the optimizer kept of each element, by its names."""
-        return self.rank(0).place.moments
+        return self.rank(0).layout.moments
 
     def rank(self, rank: int) -> RankState:
         """What a rank has stored. Raises CheckpointError."""
@@ -187,12 +187,12 @@ class StoredArena:
             raise self.rank(0).damaged("what lies outside of the arena is something else")
         return unpaged_state
 
-    def alike(self, here: Place) -> RankState | None:
+    def alike(self, here: ArenaLayout) -> RankState | None:
         """What the rank stored whose state lies just as `here`; None where none did, so that it must be put together."""
         if here.ranks != self.manifest.ranks or here.shards != self.shards:
             return None
         state = self.rank(here.rank % self.shards)
-        return None if any(differences(state.place, replace(here, rank=state.place.rank))) else state
+        return None if any(differences(state.layout, replace(here, rank=state.layout.rank))) else state
 
     def read(self, name: str, which: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the master or a moment (1-D, fp32) of the whole parameter `name`."""
@@ -205,7 +205,7 @@ class StoredArena:
     def read_verified(self, name: str, which: Field, start: int, numel: int) -> torch.Tensor:
         """As `read`, with the files that the elements are in held to the manifest before. Raises CheckpointError."""
         for state, _, _ in self._rows(self._numbers[name], start, numel):
-            self.verify(arena_name(state.place.rank))
+            self.verify(arena_name(state.layout.rank))
         return self.read(name, which, start, numel)
 
     def verify(self, name: str) -> None:
@@ -230,14 +230,14 @@ class StoredArena:
 
     def _check_belongs(self, state: RankState) -> None:
         """Raise CheckpointError where it isn't of this save, or of another model than rank 0's."""
-        place, first = state.place, self._ranks[0] if self._ranks else state
-        alike = [(p.name, p.shape, p.trained) for p in place.parameters] == [
-            (p.name, p.shape, p.trained) for p in first.place.parameters
+        layout, first = state.layout, self._ranks[0] if self._ranks else state
+        alike = [(p.name, p.shape, p.trained) for p in layout.parameters] == [
+            (p.name, p.shape, p.trained) for p in first.layout.parameters
         ]
         same_save = state.record.commit.identity == first.record.commit.identity
-        if not (alike and same_save and place.ranks == self.manifest.ranks and place.shards == first.place.shards):
+        if not (alike and same_save and layout.ranks == self.manifest.ranks and layout.shards == first.layout.shards):
             raise state.damaged("it belongs to another checkpoint")
-        stored = self.manifest.files.get(arena_name(place.rank))
+        stored = self.manifest.files.get(arena_name(layout.rank))
         if stored is None or stored.nbytes != state.snapshot.nbytes:
             raise state.damaged("the arena file beside it has another length")
 
@@ -255,7 +255,7 @@ class StoredArena:
 
 def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
     """Raise CheckpointError unless training can go on from what a record holds: see `check_resumable`."""
-    has_moments = zip(record.place.parameters, record.commit.stepped, strict=True)
+    has_moments = zip(record.layout.parameters, record.commit.stepped, strict=True)
     moments = {parameter.name for parameter, bit in has_moments if bit == "1"}
     steps, groups = unpaged_state["steps"], unpaged_state.get("group_names")  # earlier versions noted no groups
     stepped = None if groups is None else {name for group in groups for name in group}

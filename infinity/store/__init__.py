@@ -1,7 +1,7 @@
 """Floor 4. Where bytes rest: the run folder and its arena, and the layout of a model in it."""
 
 from infinity.store.arena import Arena, Extent, check_free
-from infinity.store.commit import Place
+from infinity.store.commit import ArenaLayout
 from infinity.store.durable import DurableRun
 from infinity.store.layout import Cached, Field, Layout, Piece, Shard, SubGroup, plan_layout
 from infinity.store.run_folder import Folder, RunFolder
@@ -9,6 +9,7 @@ from infinity.store.scratch import Scratch
 
 __all__ = [
     "Arena",
+    "ArenaLayout",
     "Cached",
     "DurableRun",
     "Extent",
@@ -16,7 +17,6 @@ __all__ = [
     "Folder",
     "Layout",
     "Piece",
-    "Place",
     "RunFolder",
     "Scratch",
     "Shard",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from infinity.aio import File, IoEngine, StripedFile
 from infinity.errors import IntegrityError, IoError, StoreError
-from infinity.store.commit import Place
+from infinity.store.commit import ArenaLayout
 from infinity.store.placement import file_bytes, pieces_on_drives, stripe_pattern
 from infinity.store.run_folder import Folder
 from infinity.units import MIB, PAGE_BYTES, align_up, format_bytes
@@ -30,15 +30,15 @@ class Extent:
 class Arena:
     """Preallocated files, mode 0600, one in each folder, that are addressed as one. Bytes never written read as zero.
 
-    In a run folder the files have no name once they are open: see [Note: Leaving nothing behind].
+    In a run folder the files lose their names once they are open: see [Note: Leaving nothing behind].
 
     Args:
-        folders: one per drive, in the order of the engine's drives; or the only one.
-        engine: serves as many drives.
+        folders: one per drive, in the order of the engine's drives; or a single one.
+        engine: must serve as many drives.
         name: of the files.
-        bandwidths: of the drives (any one unit); extents are striped over them in proportion. All the same where None.
-        kept: how the bytes lie that are in the files already.
-        checksums: sum every page that is written, and fail reads that find another with IntegrityError.
+        bandwidths: of the drives, in any one unit; extents are striped in proportion. None: all drives are equal.
+        existing: the layout of the bytes that the files hold already, in a run that goes on.
+        checksums: keep a CRC-32C of every page written; a read that finds other bytes fails with IntegrityError.
     """
 
     def __init__(
@@ -48,45 +48,45 @@ class Arena:
         *,
         name: str,
         bandwidths: Sequence[float] | None = None,
-        kept: Place | None = None,
+        existing: ArenaLayout | None = None,
         checksums: bool = True,
     ) -> None:
-        given = [folders] if isinstance(folders, Folder) else list(folders)
-        pattern = kept.pattern if kept is not None else stripe_pattern(bandwidths or [1.0] * len(given))
+        all_folders = [folders] if isinstance(folders, Folder) else list(folders)
+        pattern = existing.pattern if existing is not None else stripe_pattern(bandwidths or [1.0] * len(all_folders))
         self.pattern = tuple(pattern)
         """The drive of each stripe, by its number among `folders`."""
-        self._kept_bytes = kept.arena_bytes if kept is not None else 0
+        self._existing_bytes = existing.arena_bytes if existing is not None else 0
         used = sorted(set(pattern))
-        self.left_out = tuple(str(folder.root) for i, folder in enumerate(given) if i not in used)
-        """Paths so slow beside the others that every byte on them would cost time."""
-        self._folders = [given[drive] for drive in used]
+        self.left_out = tuple(str(folder.root) for i, folder in enumerate(all_folders) if i not in used)
+        """Paths of drives so slow, compared with the others, that every byte on them would cost time."""
+        self._folders = [all_folders[drive] for drive in used]
         self._pattern = tuple(used.index(drive) for drive in pattern)
-        self.stripe_bytes = kept.stripe_bytes if kept is not None else min(engine.block_bytes, STRIPE_BYTES_MAX)
-        self._files = [given[drive].open_arena(engine, name, drive, checksums=checksums) for drive in used]
+        self.stripe_bytes = existing.stripe_bytes if existing is not None else min(engine.block_bytes, STRIPE_BYTES_MAX)
+        self._files = [all_folders[drive].open_arena(engine, name, drive, checksums=checksums) for drive in used]
         self.file: File | StripedFile = self._files[0]
         if len(self._files) > 1:
             self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self.stripe_bytes)
         self.nbytes = 0
         self._extents: list[Extent] = []
         self._generations: list[int] = []
-        """Of each extent: how often something in it was written."""
+        """How often each extent was written to."""
 
     @property
     def shares(self) -> list[tuple[str, float]]:
-        """(path, fraction of the bytes) of every drive that holds some."""
+        """(path, share of the bytes) of every drive in use."""
         parts = len(self._pattern)
         return [(str(folder.root), self._pattern.count(i) / parts) for i, folder in enumerate(self._folders)]
 
     @property
     def notes(self) -> list[str]:
-        """What the file systems refused, and which drives are left out, in words."""
+        """Messages: what the file systems refused, and which drives are left out."""
         slow = [f"{path} is so slow beside the other drives that nothing is kept there" for path in self.left_out]
         return [*self.file.notes, *slow, *(note for folder in self._folders for note in folder.notes)]
 
-    def reserve(self, sizes: list[int], what: str) -> list[Extent]:
-        """Reserve an extent of each size (bytes, rounded up to 4 KiB) at the end of the arena, all or none of them.
+    def reserve(self, sizes: list[int], purpose: str) -> list[Extent]:
+        """Reserve an extent of each size (bytes, rounded up to 4 KiB) at the end of the arena: all of them, or none.
 
-        Raises StoreError, in GiB and naming `what`, when a file system lacks the space; nothing is then reserved.
+        Raises StoreError, naming `purpose` and the bytes missing, when a file system lacks the space.
         """
         extents = []
         end = self.nbytes
@@ -95,60 +95,60 @@ class Arena:
             end += extents[-1].nbytes
         if end == self.nbytes:
             return extents
-        self._check_growth(end, what)
+        self._check_growth(end, purpose)
         try:
             self._reserve(end)
         except IoError as error:
             if error.errno == errno.ENOSPC:
-                self._check_growth(end, what)
+                self._check_growth(end, purpose)
             roots = ", ".join(str(folder.root) for folder in self._folders)
             raise StoreError(
                 error.errno or 0,
-                f"{what}: {format_bytes(end - self.nbytes)} could not be reserved on {roots} "
+                f"{purpose}: {format_bytes(end - self.nbytes)} could not be reserved on {roots} "
                 f"({error}): free space or choose another nvme_path",
             ) from None
         self.nbytes = end
-        held = [extent for extent in extents if extent.nbytes]
-        self._extents += held
-        self._generations += [0] * len(held)
+        nonempty = [extent for extent in extents if extent.nbytes]
+        self._extents += nonempty
+        self._generations += [0] * len(nonempty)
         return extents
 
     def count_write(self, offset: int, nbytes: int) -> None:
-        """Bytes [offset, offset + nbytes) are about to be written: each extent that they lie in has a new generation."""
+        """Note that bytes [offset, offset + nbytes) are about to be written: their extents get a new generation."""
         for number in range(self._number_at(offset), self._number_at(offset + nbytes - 1) + 1):
             self._generations[number] += 1
 
     def generation_at(self, offset: int) -> tuple[Extent, int]:
-        """The extent that byte `offset` lies in, and which generation it has: see `IntegrityError`."""
+        """The extent that holds byte `offset`, and its generation: see `IntegrityError`."""
         number = self._number_at(offset)
         return self._extents[number], self._generations[number]
 
-    def explain(self, error: IntegrityError, what: str, *, at: int | None = None) -> None:
-        """Say in the error of a read of the arena that it was of `what`, and in which extent and generation.
+    def explain(self, error: IntegrityError, name: str, *, at: int | None = None) -> None:
+        """Add to the error of a read whose bytes they were (`name`), and their extent and generation.
 
-        `at`: where in the arena, if that is known; the error says where in a file.
+        `at`: the offset in the arena, where known; the error itself has the offset in a file.
         """
         extent, generation = self.generation_at(error.offset if at is None else at)
-        error.in_extent(what, extent.offset, extent.nbytes, generation)
+        error.in_extent(name, extent.offset, extent.nbytes, generation)
 
     def _number_at(self, offset: int) -> int:
         return bisect.bisect_right(self._extents, offset, key=lambda extent: extent.offset) - 1
 
-    def _check_growth(self, end: int, what: str) -> None:
-        begin = max(self.nbytes, self._kept_bytes)
+    def _check_growth(self, end: int, purpose: str) -> None:
+        begin = max(self.nbytes, self._existing_bytes)
         if end > begin:
-            _check_shares(self._folders, self._pattern, self.stripe_bytes, begin, end, what)
+            _check_shares(self._folders, self._pattern, self.stripe_bytes, begin, end, purpose)
 
     def _reserve(self, nbytes: int) -> None:
         self.file.reserve(nbytes)
 
     @property
     def descriptors(self) -> list[int]:
-        """Of its files, in the order that `pieces` counts them."""
+        """File descriptors, in the order in which `pieces` counts the files."""
         return [file.fileno() for file in self._files]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(number of the file, offset in it, bytes) of what makes up bytes [offset, offset + nbytes), in order."""
+        """(file number, offset in it, bytes) of the pieces of bytes [offset, offset + nbytes), in order."""
         if len(self._files) == 1:
             return iter([(0, offset, nbytes)])
         return pieces_on_drives(self._pattern, self.stripe_bytes, offset, nbytes)
@@ -158,16 +158,15 @@ class Arena:
         self.file.sync()
 
     def reopen(self) -> ArenaReader:
-        """The same bytes through descriptors of their own, for any one thread, while this is open. Raises IoError."""
+        """A reader with descriptors of its own, for one other thread, while this is open. Raises IoError."""
         return ArenaReader(self._files, self._pattern, self.stripe_bytes)
 
     def checksums(self, offset: int, nbytes: int) -> bytes:
-        """What the pages of these bytes must hold: see `File.checksums`. Nothing where none are kept."""
+        """The checksums of the pages of these bytes, as `File.checksums`; empty where none are kept."""
         return self.file.checksums(offset, nbytes) if self.file.checked else b""
 
     def set_checksums(self, offset: int, sums: bytes) -> None:
-        """Say that the pages from `offset` on hold this, which is about to be written there, or zeros where nobody knows: as
-        `File.set_checksums`."""
+        """Set the checksums of the pages from `offset` on, to be written there; zeros are unknown. See `File.set_checksums`."""
         self.file.set_checksums(offset, sums)
 
     def close(self) -> None:
@@ -176,9 +175,9 @@ class Arena:
 
 
 class ArenaReader:
-    """Reads an arena beside its engine. Any thread, one at a time. Raises IoError where the files can't be opened anew.
+    """Reads an arena without its engine. Any thread, one at a time. Raises IoError where the files can't be reopened.
 
-    Such files have no name: their descriptors are opened once more through /proc.
+    The files may have no name: their descriptors are opened once more through /proc.
     """
 
     def __init__(self, files: Sequence[File], pattern: Sequence[int], stripe_bytes: int) -> None:
@@ -194,7 +193,7 @@ class ArenaReader:
 
     @property
     def only_file(self) -> File | None:
-        """The file that all bytes lie in, in order; None where they are striped over several."""
+        """The single file of the arena; None where it is striped over several."""
         return self._files[0] if len(self._files) == 1 else None
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -209,13 +208,13 @@ class ArenaReader:
             done += nbytes
 
     def close(self) -> None:
-        """Let go of the files. Idempotent."""
+        """Close the files. Idempotent."""
         for file in self._files:
             file.close()
 
 
 def read_into(file: File, buffer: memoryview, offset: int) -> None:
-    """Fill `buffer` from byte `offset` of the file on, without an engine. Raises OSError, also where the file ends before."""
+    """Fill `buffer` from byte `offset` of the file on, without an engine. Raises OSError, also at an early end of file."""
     done = 0
     while done < buffer.nbytes:
         count = os.preadv(file.fileno(), [buffer[done:]], offset + done)
@@ -224,20 +223,20 @@ def read_into(file: File, buffer: memoryview, offset: int) -> None:
         done += count
 
 
-def check_free(folders: Sequence[Folder], bandwidths: Sequence[float] | None, nbytes: int, what: str) -> None:
+def check_free(folders: Sequence[Folder], bandwidths: Sequence[float] | None, nbytes: int, purpose: str) -> None:
     """Raise StoreError where a drive lacks the space for its share of an arena of `nbytes` bytes over `folders`."""
     pattern = stripe_pattern(bandwidths or [1.0] * len(folders))
-    _check_shares(folders, pattern, STRIPE_BYTES_MAX, 0, nbytes, what)
+    _check_shares(folders, pattern, STRIPE_BYTES_MAX, 0, nbytes, purpose)
 
 
 def _check_shares(
-    folders: Sequence[Folder], pattern: Sequence[int], stripe_bytes: int, begin: int, end: int, what: str
+    folders: Sequence[Folder], pattern: Sequence[int], stripe_bytes: int, begin: int, end: int, purpose: str
 ) -> None:
     """Raise StoreError where a drive lacks the space for its share of an arena that grows from `begin` to `end` bytes."""
     if len(folders) == 1:
-        folders[0].check_free(end - begin, what)
+        folders[0].check_free(end - begin, purpose)
         return
     now = file_bytes(pattern, stripe_bytes, begin)
     then = file_bytes(pattern, stripe_bytes, end)
     for folder, before, after in zip(folders, now, then, strict=False):  # a drive past the last one used has no share
-        folder.check_free(after - before, what)
+        folder.check_free(after - before, purpose)

@@ -1,20 +1,19 @@
-"""Floor 4. One rank's state on its way out of the arena into a file, beside the training that goes on.
+"""Floor 4. Copies one rank's state out of the arena into a file while training goes on.
 
-A thread of its own copies, two small buffers at a time; the training thread starts it, asks it for gates, and joins it. It
-goes on where the program ends meanwhile, until the last of Python's exit functions has run.
+A thread of its own copies, through two small buffers; the training thread starts it, waits at its gates, and joins it. If the
+program ends meanwhile, the thread goes on until the last of Python's exit functions has run.
 
 [Note: A copy of what goes on changing]
-What is copied is the state at one instant. So before anything changes the bytes of a sub-group, in the arena or in host memory,
-it waits at the sub-group's gate, which opens when these are copied (`wait_for`). The order is that of the file, which is the
-order in which a forward pass comes to them; one that somebody waits for is copied next. (What is copied out of turn is read
-once more for the hash, which goes from beginning to end.) Where copying fails every gate opens: there is nothing to keep.
+The copy is the state at one instant. So whoever would change the bytes of a sub-group, in the arena or in host memory, waits
+at its gate (`wait_for`) until they are copied. Sub-groups are copied in the order of the file, which is that of a forward
+pass; one that somebody waits for is copied next. (The hash goes from beginning to end, so bytes copied out of turn are read
+once more.) Where copying fails, all gates open: there is nothing to protect.
 
-The copy is held to the checksums that the arena keeps of its pages, as any read of them is: what has changed on the drive since
-it was written must not come into a checkpoint, whose own hash would then say that it is right.
+Bytes that are read from the arena are verified against its checksums, as in any other read. Else bytes that have changed on the
+drive would get into a checkpoint, whose hash would declare them right.
 
-Where the file system can share blocks between files (XFS, btrfs), the copy of what rests in one arena file takes no time at
-all: the ranges are cloned, and it is the first write to them afterwards that takes new space. A hard link would be no copy:
-the file that it names goes on changing.
+Where the file system can share blocks between files (XFS, btrfs) and the arena is one file, its ranges are cloned, which takes
+no time: only a later write to them takes new space. A hard link would not do: the file behind it goes on changing.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _FICLONERANGE = 0x4020940D
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes that lie one behind the other in the file: from `offset` of the arena on, or in `memory`."""
+    """A range of bytes to copy: `nbytes` of the arena from `offset` on, or those in `memory`."""
 
     nbytes: int
     offset: int = 0
@@ -59,20 +58,20 @@ class Source:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the pages of a source must hold, as `Arena.checksums` gives it: empty where nothing is known, or it is in memory.
-    `what` has that source, in this extent and generation."""
+    """Checksums of the pages of a source, as `Arena.checksums`; empty where unknown, or where the source is memory. `name`,
+    `extent` and `generation` tell in errors whose bytes they are."""
 
-    what: str
+    name: str
     sums: bytes = b""
     extent: Extent | None = None
     generation: int = -1
 
 
 class Copying:
-    """Copies `sections`, one for each sub-group, into the new file `path`; then runs `finish` with it on the same thread.
+    """Copies `sections`, one per sub-group, into the new file `path`; then calls `finish` with it on the same thread.
 
-    cloned: whether the arena's bytes are shared with it instead of copied. seconds: what it took, once it has ended.
-    Raises OSError where nothing can be started.
+    cloned: whether the file shares the arena's blocks. seconds: duration, once it has ended.
+    Raises OSError where it can't be started.
     """
 
     def __init__(
@@ -106,19 +105,19 @@ class Copying:
             self._file = File(str(path))
             undo.callback(self._file.close)
             self.cloned = self._clone()
-            self._pump = undo.enter_context(_Pump())  # now: a program that ends starts no thread
+            self._pump = undo.enter_context(_Pump())  # not later: a program that is ending starts no thread
             self._closing = undo.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
-        """Whether `join` returns or raises at once."""
+        """Whether the thread is done, so that `join` returns or raises at once."""
         return self._ended
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed, if it has."""
+        """Why copying failed; None where it has not."""
         return self._error
 
     def is_copied(self, section: int) -> bool:
@@ -133,14 +132,14 @@ class Copying:
                 self._changed.wait()
 
     def join(self) -> StoredFile:
-        """Wait for the end; the file that was written, and is on the drive. Raises what failed: OSError, mostly."""
+        """Wait for the end; returns the file, which is on the drive. Raises the error of the thread, mostly OSError."""
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._written
 
     def cancel(self) -> None:
-        """Stop, and wait for that. What was written stays where it is."""
+        """Stop copying, and wait for the thread. The partial file stays."""
         self._cancelled = True
         self._thread.join()
 
@@ -156,7 +155,7 @@ class Copying:
                 self._copy_all(self._pump)
                 self._file.sync()
                 self._finish(self._written)
-        except BaseException as error:  # raised again by whoever joins
+        except BaseException as error:  # raised again in `join`
             self._error = error
         finally:
             self.seconds = time.monotonic() - self._began
@@ -184,27 +183,27 @@ class Copying:
             self._hash_copied(pump, index, begins[index])
         self._nbytes = begins[-1]
 
-    def _copy(self, pump: _Pump, index: int, begin: int, hashed: Callable[[memoryview], None]) -> None:
-        """Copy what isn't cloned of a section, which begins at `begin` of the file, and open its gate."""
+    def _copy(self, pump: _Pump, index: int, begin: int, update_hash: Callable[[memoryview], None]) -> None:
+        """Copy the sources of a section that were not cloned to `begin` of the file and on, and open its gate."""
         for source, expected in zip(self._sections[index], self._expected[index], strict=True):
             if not (self.cloned and source.memory is None):
-                self._copy_source(pump, source, expected, begin, hashed)
+                self._copy_source(pump, source, expected, begin, update_hash)
             begin += source.nbytes
         with self._changed:
             self._copied.add(index)
             self._changed.notify_all()
 
     def _hash_copied(self, pump: _Pump, index: int, begin: int) -> None:
-        """Hash a section whose bytes are in the file, and hold what was cloned to its checksums: nobody has read it yet."""
+        """Hash a section whose bytes are in the file; verify the checksums of cloned bytes, which nobody has read yet."""
         for source, expected in zip(self._sections[index], self._expected[index], strict=True):
             pump.run(begin, begin + source.nbytes, partial(self._read_back, begin, expected), self._digest.update)
             begin += source.nbytes
 
     def _copy_source(
-        self, pump: _Pump, source: Source, expected: _Expected, begin: int, hashed: Callable[[memoryview], None]
+        self, pump: _Pump, source: Source, expected: _Expected, begin: int, update_hash: Callable[[memoryview], None]
     ) -> None:
         def fetch(buffer: memoryview, at: int) -> None:
-            self._check_wanted()
+            self._check_cancelled()
             first = at - begin
             if source.memory is not None:
                 buffer[:] = source.memory[first : first + buffer.nbytes]
@@ -212,29 +211,29 @@ class Copying:
                 self._arena.read_into(buffer, source.offset + first)
                 _verify(buffer, expected, first, self._arena_path, source.offset)
 
-        pump.run(begin, begin + source.nbytes, fetch, hashed, into=self._file)
+        pump.run(begin, begin + source.nbytes, fetch, update_hash, into=self._file)
 
     def _read_back(self, begin: int, expected: _Expected, buffer: memoryview, at: int) -> None:
-        self._check_wanted()
+        self._check_cancelled()
         read_into(self._file, buffer, at)
         _verify(buffer, expected, at - begin, str(self._path), begin)
 
-    def _check_wanted(self) -> None:
+    def _check_cancelled(self) -> None:
         if self._cancelled:
             raise InterruptedError(errno.EINTR, "it was given up")
 
     def _clone(self) -> bool:
-        """Share the arena's ranges with the file. Whether the file system could; the gates of what is done are open then."""
+        """Clone the arena's ranges into the file; whether the file system could. Opens the gates of sections that are done."""
         source = self._arena.only_file
         if source is None:
             return False
         begin, done = 0, set()
         for index, section in enumerate(self._sections):
-            for each in section:
-                if each.memory is None and each.nbytes and not _clone_range(source, each, self._file, begin):
+            for part in section:
+                if part.memory is None and part.nbytes and not _clone_range(source, part, self._file, begin):
                     return False
-                begin += each.nbytes
-            if all(each.memory is None for each in section):
+                begin += part.nbytes
+            if all(part.memory is None for part in section):
                 done.add(index)
         self._copied = done
         return True
@@ -244,22 +243,20 @@ def _clone_range(arena: File, source: Source, file: File, begin: int) -> bool:
     request = struct.pack("qQQQ", arena.fileno(), source.offset, source.nbytes, begin)
     try:
         fcntl.ioctl(file.fileno(), _FICLONERANGE, request)
-    except (
-        OSError
-    ):  # another drive, or a file system that can't: then the bytes are copied, and tell what is really wrong
+    except OSError:  # another drive, or a file system that can't clone: copying will tell of any other trouble
         return False
     return True
 
 
-def _expected_of(arena: Arena, source: Source, what: str) -> _Expected:
+def _expected_of(arena: Arena, source: Source, name: str) -> _Expected:
     if source.memory is not None or not source.nbytes:
-        return _Expected(what)
-    return _Expected(what, arena.checksums(source.offset, source.nbytes), *arena.generation_at(source.offset))
+        return _Expected(name)
+    return _Expected(name, arena.checksums(source.offset, source.nbytes), *arena.generation_at(source.offset))
 
 
 def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offset: int) -> None:
-    """Raise IntegrityError unless the pages in `buffer` hold what they must, which are a source's from its byte `first` on;
-    they were read from `path`, where the source begins at `offset`."""
+    """Raise IntegrityError unless the pages in `buffer` match the checksums of a source, from its byte `first` on. They were
+    read from `path`, where the source begins at `offset`."""
     sums = expected.sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
     if not sums or page_checksums(buffer) == sums:
         return
@@ -278,17 +275,17 @@ def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offs
                 PAGE_BYTES,
             )
             assert expected.extent is not None
-            error.in_extent(expected.what, expected.extent.offset, expected.extent.nbytes, expected.generation)
+            error.in_extent(expected.name, expected.extent.offset, expected.extent.nbytes, expected.generation)
             raise error
 
 
 class _Pump:
-    """Moves bytes through a few buffers: the next piece is fetched while the one before is hashed and written."""
+    """Moves bytes through a few buffers: the next piece is fetched while the last one is hashed and written."""
 
     def __init__(self) -> None:
         self._maps = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(_BUFFERS)]  # aligned to pages, for direct transfers
         self._busy: list[Future[None] | None] = [None] * _BUFFERS
-        # Not a pool of concurrent.futures, which takes nothing more on once the program ends.
+        # Not a pool of concurrent.futures, which accepts no work once the program is ending.
         self._waiting: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="copying", daemon=True)
         self._writer.start()
@@ -298,11 +295,11 @@ class _Pump:
         begin: int,
         end: int,
         fetch: Callable[[memoryview, int], None],
-        hashed: Callable[[memoryview], None],
+        update_hash: Callable[[memoryview], None],
         *,
         into: File | None = None,
     ) -> None:
-        """Fetch bytes [begin, end) piece by piece, hand each to `hashed`, and write it to the same place of `into`, if given.
+        """Fetch bytes [begin, end) piece by piece; pass each to `update_hash` and write it to `into`, if given, at its offset.
 
         Returns when all of it is done. Raises OSError.
         """
@@ -313,7 +310,7 @@ class _Pump:
             fetch(piece, at)
             busy: Future[None] = Future()
             self._busy[slot] = busy
-            self._waiting.put((busy, partial(_put, piece, at, hashed, into)))
+            self._waiting.put((busy, partial(_put, piece, at, update_hash, into)))
         for slot in range(_BUFFERS):
             self._await(slot)
 
@@ -334,14 +331,14 @@ class _Pump:
             done, write = waiting
             try:
                 write()
-            except BaseException as error:  # raised again by whoever waits for it
+            except BaseException as error:  # raised again in `_await`
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
 
-def _put(piece: memoryview, at: int, hashed: Callable[[memoryview], None], into: File | None) -> None:
-    hashed(piece)
+def _put(piece: memoryview, at: int, update_hash: Callable[[memoryview], None], into: File | None) -> None:
+    update_hash(piece)
     done = 0
     while into is not None and done < piece.nbytes:
         done += os.pwritev(into.fileno(), [piece[done:]], at + done)

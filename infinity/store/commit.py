@@ -1,9 +1,9 @@
-"""Floor 4. The record of a commit: which bytes of the arena are one rank's state after a step, and what lies outside of it.
+"""Floor 4. The commit record: which bytes of the arena are one rank's state after a step, and the state that is not there.
 
-No torch here, and no I/O: bytes in, a checked record out. It is read as what it is, a file that anybody may have written.
+No torch here, and no I/O: bytes in, a checked record out. Anybody may have written the file, so every field is checked.
 
-    infinity-commit 3 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line, the hash is over all that follows it
-    header (JSON) | place (JSON) | ties (int32) | outside (what the runtime encoded) | sums (CRC-32C of the pages)
+    infinity-commit 3 SHA-256 LENGTH LENGTH LENGTH LENGTH LENGTH        one line; the hash covers all that follows it
+    commit (JSON) | arena layout (JSON) | ties (int32) | unpaged state (the runtime's bytes) | sums (CRC-32C of the pages)
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from infinity.units import GIB
 
 VERSION = 3
 _READ = (1, 2, VERSION)
-"""Formats that are read. In the first one the runtime's own bytes were larger; the first two have older names of fields."""
+"""Formats that are read. In the first, the unpaged state was larger; the first two have older names of fields."""
 _OLDER_NAMES = {
     b'"copy_dtype":': b'"compute_dtype":',
     b'"copy_itemsize":': b'"compute_itemsize":',
     b'"halves":': b'"slots":',
 }
-"""As they stand in JSON, where a quotation mark inside of a text has a backslash before it."""
+"""As they are in JSON, where a quotation mark inside a string has a backslash before it."""
 
 SUM_BYTES = 4
-"""Of the checksum of a page."""
+"""Bytes of the checksum of a page."""
 RECORD_BYTES_MAX = 16 * GIB
-"""Of what is read as a record: the sums are a thousandth of a rank's state, which may be 16 TiB then."""
+"""Largest record that is read. The sums are a thousandth of a rank's state, so that may have 16 TiB."""
 
 _FIRST_LINE = re.compile(rb"infinity-commit (\d{1,9}) ([0-9a-f]{64})" + 5 * rb" (\d{1,15})" + rb"\n")
 _LINE_BYTES_MAX = 192
@@ -48,7 +48,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of the model: its name and whole shape, its group, and where its shard's elements are."""
+    """A parameter of the model. shape: of the whole parameter. numel: elements of this rank's shard. resident: see `Shard`."""
 
     name: str
     shape: tuple[_Count, ...]
@@ -60,7 +60,7 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class StoredSubGroup:
-    """A sub-group as the layout cut it."""
+    """A sub-group as the layout cut it: see `SubGroup`."""
 
     space: _Count
     start: _Count
@@ -71,15 +71,15 @@ class StoredSubGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """How the state of one rank lies in its arena: what must be alike where it is read again.
+class ArenaLayout:
+    """How the state of one rank lies in its arena. It must be the same where the arena is read again.
 
     Attributes:
-        rank, ranks: whose it is, of how many; `shards`: over how many of them each parameter is sharded.
-        compute_dtype: in which parameters are gathered.
+        rank, ranks: this rank's number, and how many there are. shards: over how many of them each parameter is sharded.
+        compute_dtype: dtype in which parameters are gathered.
         pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
-        moments: what the optimizer keeps of each element, by its own names, in the order of the fields. Records that don't say
-            are older, and Adam's.
+        moments: the optimizer's names for its numbers per element, in the order of the fields. Older records, which are
+            Adam's, have none.
     """
 
     rank: _Count
@@ -95,7 +95,7 @@ class Place:
 
     @cached_property
     def as_json(self) -> bytes:
-        """What stands in every record of the run."""
+        """The section of this layout in every record of the run."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
 
@@ -104,13 +104,13 @@ class Commit:
     """The head of a record.
 
     Attributes:
-        sequence: counts the commits of a run, over all its launches.
-        launch: which launch made it, alike on all ranks.
-        arena: which arena files it speaks of.
-        step: optimizer steps that had been taken.
-        slots: by sub-group, the slot of its pair that holds its state.
-        filled, stepped: by parameter, whether it was given values, and moments.
-        ties: by sub-group, how many of the numbers in the record's ties are its own.
+        sequence: number of the commit, counted over all launches of the run.
+        launch: of which launch it is; the same on all ranks.
+        arena: identity of the arena files it is about.
+        step: optimizer steps taken.
+        slots: per sub-group, which of its two slots holds its state.
+        filled, stepped: per parameter, whether it has values, and moments.
+        ties: per sub-group, its count of the record's ties.
     """
 
     sequence: Annotated[int, Field(ge=1, le=2**62)]
@@ -124,69 +124,68 @@ class Commit:
 
     @property
     def identity(self) -> tuple[int, str]:
-        """The same on all ranks that made this commit, and of no other."""
+        """The same on all ranks that made this commit, and different for every other commit."""
         return self.sequence, self.launch
 
 
 @dataclass(frozen=True)
 class Record:
-    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `unpaged_state`: the runtime's own bytes.
-    `sums`: what each page of the state must hold, sub-group by sub-group, as `File.checksums` gives it; empty
-    where none are kept."""
+    """A whole record. `ties`: int32, little-endian, sub-group by sub-group. `unpaged_state`: as the runtime encoded it.
+    `sums`: checksums of the pages of the state, sub-group by sub-group, as `File.checksums`; empty where none are kept."""
 
     commit: Commit
-    place: Place
+    layout: ArenaLayout
     ties: bytes
     unpaged_state: bytes
     sums: bytes = b""
 
     def to_bytes(self) -> bytes:
-        """What stands in the file."""
+        """The content of the file."""
         head = json.dumps(asdict(self.commit), separators=(",", ":")).encode()
-        sections = (head, self.place.as_json, self.ties, self.unpaged_state, self.sums)
-        lengths = " ".join(str(len(each)) for each in sections)
+        sections = (head, self.layout.as_json, self.ties, self.unpaged_state, self.sums)
+        lengths = " ".join(str(len(section)) for section in sections)
         return f"infinity-commit {VERSION} {_hash(sections)} {lengths}\n".encode() + b"".join(sections)
 
 
-def parse_record(content: bytes, place: Place | None = None) -> Record:
-    """The record that `content` is, whose place may be `place`. Raises ValueError saying what is wrong."""
-    found = _FIRST_LINE.match(content[:_LINE_BYTES_MAX])
-    if found is None:
+def parse_record(content: bytes, layout: ArenaLayout | None = None) -> Record:
+    """Parse `content`. A record with the given `layout`, if any, shares that object. Raises ValueError saying what is wrong."""
+    line = _FIRST_LINE.match(content[:_LINE_BYTES_MAX])
+    if line is None:
         raise ValueError("it does not begin as a commit record does")
-    if int(found[1]) not in _READ:
+    if int(line[1]) not in _READ:
         formats = " and ".join(map(str, _READ))
-        raise ValueError(f"it has format {int(found[1])}, and this version of infinity reads formats {formats}")
-    lengths = [int(length) for length in found.groups()[2:]]
-    if len(content) != found.end() + sum(lengths):
-        raise ValueError(f"it has {len(content)} bytes instead of {found.end() + sum(lengths)}")
+        raise ValueError(f"it has format {int(line[1])}, and this version of infinity reads formats {formats}")
+    lengths = [int(length) for length in line.groups()[2:]]
+    if len(content) != line.end() + sum(lengths):
+        raise ValueError(f"it has {len(content)} bytes instead of {line.end() + sum(lengths)}")
     sections = []
-    at = found.end()
+    at = line.end()
     for length in lengths:
         sections.append(content[at : at + length])
         at += length
-    if _hash(sections) != found[2].decode():
+    if _hash(sections) != line[2].decode():
         raise ValueError("its bytes are not those that were written (SHA-256)")
-    head, described, ties, unpaged_state, sums = sections
-    if int(found[1]) < VERSION:
-        head, described = _renamed(head), _renamed(described)
-    if place is None or described != place.as_json:
-        place = _parse(Place, described)
-    record = Record(_parse(Commit, head), place, ties, unpaged_state, sums)
+    head, layout_json, ties, unpaged_state, sums = sections
+    if int(line[1]) < VERSION:
+        head, layout_json = _renamed(head), _renamed(layout_json)
+    if layout is None or layout_json != layout.as_json:
+        layout = _parse(ArenaLayout, layout_json)
+    record = Record(_parse(Commit, head), layout, ties, unpaged_state, sums)
     _check_counts(record)
     return record
 
 
-def _renamed(described: bytes) -> bytes:
+def _renamed(section: bytes) -> bytes:
     for older, name in _OLDER_NAMES.items():
-        described = described.replace(older, name)
-    return described
+        section = section.replace(older, name)
+    return section
 
 
 def _hash(sections: Sequence[bytes]) -> str:
     digest = hashlib.sha256()
-    for each in sections:
-        digest.update(len(each).to_bytes(8, "little"))
-        digest.update(each)
+    for section in sections:
+        digest.update(len(section).to_bytes(8, "little"))
+        digest.update(section)
     return digest.hexdigest()
 
 
@@ -199,14 +198,14 @@ def _parse(kind: type[_T], content: bytes) -> _T:
 
 
 def _check_counts(record: Record) -> None:
-    commit, place = record.commit, record.place
-    if not len(commit.slots) == len(commit.ties) == len(place.sub_groups):
-        raise ValueError(f"it speaks of {len(commit.slots)} sub-groups where there are {len(place.sub_groups)}")
-    if not len(commit.filled) == len(commit.stepped) == len(place.parameters):
-        raise ValueError(f"it speaks of {len(commit.filled)} parameters where there are {len(place.parameters)}")
+    commit, layout = record.commit, record.layout
+    if not len(commit.slots) == len(commit.ties) == len(layout.sub_groups):
+        raise ValueError(f"it has slots for {len(commit.slots)} sub-groups where there are {len(layout.sub_groups)}")
+    if not len(commit.filled) == len(commit.stepped) == len(layout.parameters):
+        raise ValueError(f"it has flags for {len(commit.filled)} parameters where there are {len(layout.parameters)}")
     if 4 * sum(commit.ties) != len(record.ties):
-        raise ValueError(f"it holds {len(record.ties)} bytes of ties for {sum(commit.ties)} of them")
-    if not place.pattern:
+        raise ValueError(f"it holds {len(record.ties)} bytes of ties, and counts {sum(commit.ties)} of 4 bytes")
+    if not layout.pattern:
         raise ValueError("it names no drive")
 
 
@@ -222,9 +221,9 @@ def describe(
     stripe_bytes: int = 1,
     arena_bytes: int = 0,
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
-) -> Place:
-    """The place that a model laid out so has; `shapes`: of its whole parameters, in the order of the layout's shards."""
-    return Place(
+) -> ArenaLayout:
+    """The arena layout of a model with `layout`. `shapes`: of the whole parameters, in the order of the layout's shards."""
+    return ArenaLayout(
         rank=rank,
         ranks=ranks,
         shards=shards,
@@ -233,19 +232,19 @@ def describe(
         stripe_bytes=stripe_bytes,
         arena_bytes=arena_bytes,
         parameters=tuple(
-            StoredParameter(each.name, tuple(shape), each.group, each.numel, each.trained, each.resident)
-            for each, shape in zip(layout.shards, shapes, strict=True)
+            StoredParameter(shard.name, tuple(shape), shard.group, shard.numel, shard.trained, shard.resident)
+            for shard, shape in zip(layout.shards, shapes, strict=True)
         ),
         sub_groups=tuple(
-            StoredSubGroup(each.space, each.start, each.numel, each.trained, each.compute_itemsize, each.split)
-            for each in layout.sub_groups
+            StoredSubGroup(sub.space, sub.start, sub.numel, sub.trained, sub.compute_itemsize, sub.split)
+            for sub in layout.sub_groups
         ),
         moments=tuple(moments),
     )
 
 
-def differences(there: Place, here: Place) -> Iterator[str]:
-    """In words, why what was committed `there` can't be read `here`; the drives aside, which follow the record."""
+def differences(there: ArenaLayout, here: ArenaLayout) -> Iterator[str]:
+    """Messages: why state committed with layout `there` can't be read with layout `here`. Drives may differ."""
     if there.ranks != here.ranks:
         yield f"it was made by {_ranks(there.ranks)}, and there are {here.ranks} now: a checkpoint can be loaded by any number"
         return
@@ -258,16 +257,19 @@ def differences(there: Place, here: Place) -> Iterator[str]:
     if there.compute_dtype != here.compute_dtype:
         yield f"parameters were gathered in {there.compute_dtype}, and are in {here.compute_dtype} now"
     if there.moments != here.moments:
-        kept, keeps = kept_in_words(there.moments), kept_in_words(here.moments)
-        yield f"its optimizer kept {kept}, and keeps {keeps} now: use the one of that run"
-    theirs = {each.name: each for each in there.parameters}
-    ours = {each.name: each for each in here.parameters}
-    for what, names in (("it has no", ours.keys() - theirs.keys()), ("the model has no", theirs.keys() - ours.keys())):
+        before, now = kept_in_words(there.moments), kept_in_words(here.moments)
+        yield f"its optimizer kept {before}, and keeps {now} now: use the one of that run"
+    theirs = {parameter.name: parameter for parameter in there.parameters}
+    ours = {parameter.name: parameter for parameter in here.parameters}
+    for complaint, names in (
+        ("it has no", ours.keys() - theirs.keys()),
+        ("the model has no", theirs.keys() - ours.keys()),
+    ):
         if names:
-            yield f"{what} {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
-    changed = [(theirs[name], each) for name, each in ours.items() if theirs.get(name, each) != each]
-    for before, now in changed[:3]:
-        yield f"{now.name} {_change(before, now)}"
+            yield f"{complaint} {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
+    changed = [(theirs[name], param) for name, param in ours.items() if theirs.get(name, param) != param]
+    for old, new in changed[:3]:
+        yield f"{new.name} {_change(old, new)}"
     if not changed and there.parameters != here.parameters and theirs.keys() == ours.keys():
         yield "its parameters come in another order"
     elif there.parameters == here.parameters and there.sub_groups != here.sub_groups:
@@ -278,7 +280,7 @@ def differences(there: Place, here: Place) -> Iterator[str]:
 
 
 def kept_in_words(moments: Iterable[str]) -> str:
-    """What an optimizer keeps of each element."""
+    """The numbers that an optimizer keeps per element, for messages."""
     return " and ".join(moments) or "nothing"
 
 
@@ -299,5 +301,5 @@ def _change(before: StoredParameter, now: StoredParameter) -> str:
 
 
 def bits(values: Sequence[Any]) -> str:
-    """Truth values as a record holds them."""
-    return "".join("1" if each else "0" for each in values)
+    """Truth values as the text of a record."""
+    return "".join("1" if value else "0" for value in values)

@@ -3,35 +3,34 @@
 Owned by one process per rank, which holds the lock. Training thread only.
 
 [Note: What a record promises]
-Each sub-group has two places in the arena, its slots. A record names the slot of each that holds the state after its step,
-and what is written later goes to the other half. Three rules make every record that exists on a drive true on that rank:
+Each sub-group has two extents in the arena, its A/B slots. A record names the slot with the state after its step; later
+updates write the other slot. Three rules make every record on a drive true for its rank:
 
-  1. It gets its name when all it speaks of is on the drive: the arena is synced before it is written, it is synced before it is
-     renamed, and the folder is synced after.
-  2. Before anything is written to a half that a record names, that record's name is gone, and the folder is synced. With the
-     commit of step k+1 the slots of step k are free for step k+2, so the record of k goes right after it, ...
-  3. ... but not before all ranks have theirs of k+1 (a barrier).
+  1. A record gets its name only when all it refers to is on the drive: first the arena is synced, then the record, which is
+     renamed then, then the folder.
+  2. A slot that a record names is written only after that record was removed and the folder synced. Once step k+1 is
+     committed, step k+2 may write the slots of step k, so the record of k is removed right after that commit, ...
+  3. ... but not before all ranks have their record of k+1 (a barrier).
 
 The first record of a run has none before it. Where some ranks have it and the others have none, though the same launch began
 their files, it was never made by all: nothing is committed.
 
-A rank that can't hear whether the others have theirs, because one died, keeps both records and writes nothing more.
+A rank that can't learn whether the others have theirs, because one died, keeps both records and writes nothing more.
 
-So a rank has one record, or two between a commit and that barrier, whatever instant it is killed in, and by 1 and 2 both are
-whole. By 3, if any rank lacks the record of k+1, all still have that of k: there is always one that all ranks have, and the
-newest of those is where all go on. Records after it are removed before anything is written. A record that a drive has damaged
-is not used; where the one before it still exists on all ranks, rule 2 says that its bytes are there, else there is nothing to
-go on from.
+So whenever a rank is killed, it has one record, or two between a commit and that barrier; by rules 1 and 2 both are whole. By
+rule 3 all ranks still have the record of k if any lacks that of k+1. So there is always a commit that all ranks have; the run
+goes on from the newest of these, and later records are removed before anything is written. A damaged record is not used.
+Where the one before it still exists on all ranks, its bytes are there by rule 2; else there is nothing to go on from.
 
 [Note: Whose commits a folder holds]
-A rank looks for its own records in the first of its folders. Where none finds any, commits may be there all the same: of other
-ranks, as where nodes changed places, or on the other drives, as where the first is not mounted; to start anew would begin a
-second history beside the first, or over its bytes. So with its first record a rank notes on each of its other drives that they
-hold a share of commits, and who starts looks for such notes and for others' records (`others`).
+A rank looks for its records in the first of its folders. Where no rank finds any, there may still be commits: of other ranks,
+if nodes changed places, or on the other drives, if the first is not mounted. A new start would begin a second history, or
+overwrite the first. So with its first record a rank notes on each of its other drives that they hold a part of commits; a new
+start looks for such notes, and for records of other ranks (`others`).
 
 [Note: Nobody else's writes]
-The lock of a rank (flock) ends with its process. What the kernel has taken in of a killed process's writes may take longer, so
-the arena file itself is locked too, by the open file that such writes hold on to.
+The lock of a rank (flock) ends with its process. Writes of a killed process that the kernel has accepted may end later. So the
+arena file is locked too, through the open file that such writes keep alive.
 """
 
 from __future__ import annotations
@@ -61,25 +60,25 @@ from infinity.units import MIB, format_bytes
 PREFIX = "infinity-durable-"
 _SLOTS = 2
 _ENDING_SECONDS_MAX = 30.0
-"""How long a lock is waited for whose process is dead: the kernel is not done with it yet."""
+"""How long to wait for the lock of a dead process, until the kernel is done with it."""
 
 
 class DurableFolder(Folder):
-    """`root/infinity-durable-NAME/`, made where it isn't there, and one rank's files in it, locked for this process.
+    """`root/infinity-durable-NAME/`, created if needed, and one rank's files in it, locked for this process.
 
-    Raises StoreError where the folder can't be made or is not ours alone, and where a live process has this rank's files.
+    Raises StoreError where the folder can't be created or is not private, and where a live process uses this rank's files.
     """
 
     def __init__(self, root: str | os.PathLike[str], name: str, rank: int) -> None:
         super().__init__(root)
         make_writable(self.root)
         self.path = self.root / f"{PREFIX}{name}"
-        self._own = f"rank{rank}"
+        self._rank_name = f"rank{rank}"
         self.fresh = True
-        """Whether the arena is to be made anew."""
+        """Whether to create the arena anew."""
         try:
             _make_own(self.path)
-            self._lock = _lock(self.path / f"{self._own}.lock")
+            self._lock = _lock(self.path / f"{self._rank_name}.lock")
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
@@ -101,36 +100,36 @@ class DurableFolder(Folder):
                     raise
                 time.sleep(0.1)  # see [Note: Nobody else's writes]
 
-    def own(self, what: str) -> Path:
-        """The path of this rank's file `what`."""
-        return self.path / f"{self._own}.{what}"
+    def file(self, suffix: str) -> Path:
+        """The path of this rank's file with that suffix."""
+        return self.path / f"{self._rank_name}.{suffix}"
 
     def noted(self) -> dict[str, Any]:
-        """What is noted of this rank's files; nothing where that can't be read."""
-        return _noted(self.own("json"))
+        """The note about this rank's files; empty where it can't be read."""
+        return _noted(self.file("json"))
 
     def note(self, about: dict[str, Any]) -> None:
-        """Note this of the rank's files, in the place of what was noted before. Raises OSError."""
-        partial = self.path / f".{self.own('json').name}.partial"
+        """Replace the note about this rank's files. Raises OSError."""
+        partial = self.path / f".{self.file('json').name}.partial"
         partial.unlink(missing_ok=True)
         write_durably(partial, (json.dumps(about) + "\n").encode())
-        partial.rename(self.own("json"))
+        partial.rename(self.file("json"))
         sync(self.path)
 
     def others(self) -> set[str]:
-        """The ranks, by the names that their files begin with, this one aside, of which there are records."""
-        return {path.name.split(".")[0] for path in self.path.glob("rank*.commit-*")} - {self._own}
+        """Other ranks with records here, as their files name them ("rank1")."""
+        return {path.name.split(".")[0] for path in self.path.glob("rank*.commit-*")} - {self._rank_name}
 
     def shared(self) -> set[str]:
-        """The ranks that have noted that commits of theirs have a share here."""
+        """Ranks that have noted that a part of their commits is here, as their files name them."""
         names = {path.name.split(".")[0] for path in self.path.glob("rank*.json")}
         return {name for name in names if _noted(self.path / f"{name}.json").get(_COMMITTED)}
 
     def remove_own(self) -> None:
-        """Remove this rank's files, the lock aside."""
-        for each in [*self.path.glob(f"{self._own}.*"), *self.path.glob(f".{self._own}.*")]:
-            if each.name != f"{self._own}.lock":
-                remove_file(each)
+        """Remove this rank's files, but not its lock."""
+        for path in [*self.path.glob(f"{self._rank_name}.*"), *self.path.glob(f".{self._rank_name}.*")]:
+            if path.name != f"{self._rank_name}.lock":
+                remove_file(path)
         sync(self.path)
 
     def close(self) -> None:
@@ -140,17 +139,17 @@ class DurableFolder(Folder):
         self.close()
 
     def give_up(self, made: str | None) -> None:
-        """Close, and remove what a start that failed has made: this rank's files where they are still of the arena `made`
-        (None: it made none), the lock where it guards nothing then, the folder where nothing is left in it. Leaves what
-        another process has locked or made meanwhile."""
+        """Close, and remove what a failed start has created: this rank's files if they still belong to the arena `made` (None:
+        it created none), the lock if no file is left, the folder if it is empty. Leaves what another process has locked or
+        created meanwhile."""
         self.close()
         with contextlib.suppress(OSError):
-            lock = _lock(self.path / f"{self._own}.lock", wait=False)
+            lock = _lock(self.path / f"{self._rank_name}.lock", wait=False)
             try:
                 if made is not None and self.noted().get("arena") == made:
                     self.remove_own()
-                if not [each for each in self.path.glob(f"{self._own}.*") if each.suffix != ".lock"]:
-                    self.own("lock").unlink()
+                if not [path for path in self.path.glob(f"{self._rank_name}.*") if path.suffix != ".lock"]:
+                    self.file("lock").unlink()
                     self.path.rmdir()
                     sync(self.root)
             finally:
@@ -160,8 +159,8 @@ class DurableFolder(Folder):
 class DurableRun:
     """The durable files of one rank of a run, one folder per drive. The records are in the first.
 
-    found: by sequence number, the records that are whole. damaged: in words, what else has a record's name.
-    others: in words, what is there of commits beside them: see [Note: Whose commits a folder holds].
+    records: the whole records, by sequence number. damaged: messages about files that have a record's name and are none.
+    others: messages about commits of other ranks or drives: see [Note: Whose commits a folder holds].
     resumed: the record that this process goes on from; None where it starts anew.
     """
 
@@ -171,14 +170,14 @@ class DurableRun:
         self.resumed: Record | None = None
         self.launch = ""
         self.sequence = 0
-        """Of the record that exists; 0 before the first."""
+        """Number of the record that exists; 0 before the first."""
         self._shares_noted = False
         self._arena = secrets.token_hex(8)
         try:
             for path in paths:
                 self.folders.append(DurableFolder(path, name, rank))
             self._check_drives()
-            self.found, self.damaged = self._scan()
+            self.records, self.damaged = self._scan()
             self.others = self._look_around()
         except BaseException:
             self.give_up()
@@ -186,7 +185,7 @@ class DurableRun:
 
     @property
     def where(self) -> str:
-        """The folders, in words."""
+        """The folders, for messages."""
         return " and ".join(str(folder.path) for folder in self.folders)
 
     @property
@@ -196,7 +195,7 @@ class DurableRun:
         return launch if isinstance(launch, str) and not self.found and not self.damaged else None
 
     def start_anew(self, launch: str) -> None:
-        """Forget what is there; nothing was committed. `launch`: this launch's own, the same on all ranks."""
+        """Remove this rank's files, which no commit refers to. `launch`: identity of this launch, the same on all ranks."""
         self.launch = launch
         for number, folder in enumerate(self.folders):
             folder.remove_own()
@@ -208,9 +207,9 @@ class DurableRun:
     def go_on(self, sequence: int, launch: str) -> Record:
         """Go on from the record with this number, which all ranks have.
 
-        Raises CheckpointError where the arena it speaks of isn't there whole.
+        Raises CheckpointError where the record's arena is not there as a whole.
         """
-        record = self.found[sequence]
+        record = self.records[sequence]
         self._check_arena(record)
         self.resumed, self.launch = record, launch
         self._arena = record.commit.arena
@@ -220,13 +219,13 @@ class DurableRun:
         return record
 
     def write(self, record: Record) -> None:
-        """Put the record of a commit, of which everything is on the drive, there too. Raises OSError."""
+        """Write the record of a commit whose state is on the drive already. Raises OSError."""
         folder = self.folders[0]
         final = self._slot(record.commit.sequence)
         partial = folder.path / f".{final.name}.partial"
         remove_file(partial)
         content = record.to_bytes()
-        if len(content) > RECORD_BYTES_MAX:  # nobody would read it
+        if len(content) > RECORD_BYTES_MAX:  # it could not be read
             raise OSError(errno.EFBIG, f"its record has more than {format_bytes(RECORD_BYTES_MAX)}")
         write_durably(partial, content)
         partial.rename(final)
@@ -237,10 +236,10 @@ class DurableRun:
             self._shares_noted = True
 
     def read_back(self, written: Record) -> None:
-        """Raise CheckpointError unless what is on the drive is read as the record that was written there."""
+        """Raise CheckpointError unless the record on the drive is the one that was written."""
         path = self._slot(written.commit.sequence)
         try:
-            if parse_record(read_small(path, RECORD_BYTES_MAX), written.place) != written:
+            if parse_record(read_small(path, RECORD_BYTES_MAX), written.layout) != written:
                 raise ValueError("it is another one")
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
@@ -263,10 +262,10 @@ class DurableRun:
         )
 
     def leave_one(self, sequence: int) -> None:
-        """Keep the record with this number (0 for none) and remove the other, before anything is written over what that speaks
-        of. Raises OSError."""
-        gone = [self._slot(sequence + 1), *self.folders[0].path.glob(f".{self._slot(sequence).stem}.*.partial")]
-        for path in gone:
+        """Keep the record with this number (0 for none) and remove the other, whose slots may be overwritten then. Raises
+        OSError."""
+        obsolete = [self._slot(sequence + 1), *self.folders[0].path.glob(f".{self._slot(sequence).stem}.*.partial")]
+        for path in obsolete:
             remove_file(path)
         sync(self.folders[0].path)
         self.sequence = sequence
@@ -277,17 +276,17 @@ class DurableRun:
             folder.close()
 
     def give_up(self) -> None:
-        """Close, and remove what this start has made, as it failed. What is committed stays, whoever did it."""
+        """Close, and remove what this start has created, since it failed. All that is committed stays."""
         committed = any(self._slot(slot).exists() for slot in range(_SLOTS)) if self.folders else False
         anew = self.resumed is None and self.launch != "" and not committed
         for folder in self.folders:
             folder.give_up(self._arena if anew else None)
 
     def _slot(self, sequence: int) -> Path:
-        return self.folders[0].own(f"commit-{sequence % _SLOTS}")
+        return self.folders[0].file(f"commit-{sequence % _SLOTS}")
 
     def _scan(self) -> tuple[dict[int, Record], list[str]]:
-        found, damaged = {}, []
+        records, damaged = {}, []
         for path in (self._slot(slot) for slot in range(_SLOTS)):
             try:
                 record = parse_record(read_small(path, RECORD_BYTES_MAX))
@@ -298,21 +297,21 @@ class DurableRun:
             except (OSError, ValueError) as error:
                 damaged.append(f"{path} is damaged ({getattr(error, 'strerror', None) or error})")
             else:
-                found[record.commit.sequence] = record
-        return found, damaged
+                records[record.commit.sequence] = record
+        return records, damaged
 
     def _look_around(self) -> list[str]:
-        told = []
+        messages = []
         for number, folder in enumerate(self.folders):
-            mine = {folder._own} if self.found or self.damaged else set()
+            mine = {folder._rank_name} if self.records or self.damaged else set()
             shares = folder.shared() - mine if number else set()
-            for ranks, what in ((folder.others(), "commits"), (shares, "a share of the commits")):
+            for ranks, stored in ((folder.others(), "commits"), (shares, "a share of the commits")):
                 if ranks:
-                    told.append(f"{folder.path} holds {what} of {_in_words(ranks)}")
-        return told
+                    messages.append(f"{folder.path} holds {stored} of {_in_words(ranks)}")
+        return messages
 
     def _check_drives(self) -> None:
-        """Raise CheckpointError where a folder is another drive of a run: what is on it may be committed elsewhere."""
+        """Raise CheckpointError where a folder belongs to another drive of a run, whose record is elsewhere."""
         for number, folder in enumerate(self.folders):
             noted = folder.noted()
             with contextlib.suppress(*_UNREADABLE):
@@ -323,25 +322,25 @@ class DurableRun:
                     )
 
     def _check_arena(self, record: Record) -> None:
-        place = record.place
+        layout = record.layout
         drives = len(self.folders)
-        if max(place.pattern) >= drives:
+        if max(layout.pattern) >= drives:
             raise CheckpointError(
-                f"{self.where}: the run was on {max(place.pattern) + 1} drives: name all in nvme_path"
+                f"{self.where}: the run was on {max(layout.pattern) + 1} drives: name all in nvme_path"
             )
         expected = (
-            file_bytes(place.pattern, place.stripe_bytes, place.arena_bytes) if drives > 1 else [place.arena_bytes]
+            file_bytes(layout.pattern, layout.stripe_bytes, layout.arena_bytes) if drives > 1 else [layout.arena_bytes]
         )
         for number, folder in enumerate(self.folders):
-            about = folder.own("json")
+            about = folder.file("json")
             try:
                 same = json.loads(read_small(about, MIB))["arena"] == record.commit.arena
             except _UNREADABLE as error:
                 raise CheckpointError(f"{about} is damaged or missing ({error}): {_ADVICE}") from None
             if not same:
                 raise CheckpointError(f"{folder.path} belongs to another run: name the paths in nvme_path as they were")
-            if number < len(expected) and place.pattern.count(number):
-                _check_length(folder.own("arena"), expected[number])
+            if number < len(expected) and layout.pattern.count(number):
+                _check_length(folder.file("arena"), expected[number])
 
 
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, RecursionError)
@@ -352,29 +351,29 @@ _ADVICE = "load a checkpoint into a run of another infinity.run_name, or remove 
 
 def _noted(path: Path) -> dict[str, Any]:
     with contextlib.suppress(*_UNREADABLE):
-        found = json.loads(read_small(path, MIB))
-        if isinstance(found, dict):
-            return found
+        about = json.loads(read_small(path, MIB))
+        if isinstance(about, dict):
+            return about
     return {}
 
 
 def _in_words(ranks: set[str]) -> str:
-    """Ranks, by the names of their files."""
+    """Ranks, given by the names of their files, for messages."""
     numbers = sorted((name.removeprefix("rank") for name in ranks), key=lambda number: (len(number), number))
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 def _check_length(path: Path, nbytes: int) -> None:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise CheckpointError(f"{path} is missing or can't be read ({error.strerror}): {_ADVICE}") from None
-    if not stat.S_ISREG(found.st_mode) or found.st_size < nbytes:
-        raise CheckpointError(f"{path} has {found.st_size} bytes instead of {nbytes}, so it is damaged: {_ADVICE}")
+    if not stat.S_ISREG(status.st_mode) or status.st_size < nbytes:
+        raise CheckpointError(f"{path} has {status.st_size} bytes instead of {nbytes}, so it is damaged: {_ADVICE}")
 
 
 def _make_own(path: Path) -> None:
-    """A folder for us alone. Raises StoreError where another is in its place."""
+    """Create a private folder. Raises StoreError where another file or folder is in its place."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
         sync(path.parent)
@@ -386,12 +385,12 @@ def _make_own(path: Path) -> None:
 
 
 def _lock(path: Path, *, wait: bool = True) -> int:
-    """A descriptor that holds the lock. Raises StoreError where a live process has it, or any does and we don't `wait`."""
+    """A descriptor that holds the lock. Raises StoreError where a live process has it; without `wait`, where any has."""
     while True:
         lock = _take_lock(path, _ENDING_SECONDS_MAX if wait else 0.0)
         if _is_at(path, lock):
             return lock
-        os.close(lock)  # whoever had it has removed it
+        os.close(lock)  # its holder has removed the file meanwhile
 
 
 def _take_lock(path: Path, wait_seconds: float) -> int:
@@ -417,7 +416,7 @@ def _take_lock(path: Path, wait_seconds: float) -> int:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one of that name."""
+    """Whether `path` still names the open file."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""Floor 4. Files opened as a careful program does: ours alone when we make them, and only files, never what a link names.
+"""Floor 4. Careful ways to open files: new files are private, links are not followed, only regular files are read.
 
 [Note: Places that others can write to]
-A path under /tmp, or a drive that everybody may write to, is a place where another user can put links, pipes and folders
-under the names that we use. So what we make is made anew (O_EXCL) and for us alone (0600, folders 0700); what we open is opened
-without following a link in its last part (O_NOFOLLOW) and must be a regular file; what we remove was found to be a folder
-of our own. Links that a user has put on the way to a folder are the user's and are followed.
+Under /tmp, or on a drive that everybody may write to, another user can put links, pipes and folders under the names that we
+use. So files and folders that we create must be new (O_EXCL) and private (0600, folders 0700); files that we open must be
+regular, and a link in the last part of the path is not followed (O_NOFOLLOW); folders that we remove must belong to us.
+Links on the way to a folder are the user's own and are followed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class StoredFile:
 
 
 def create_private(path: str | os.PathLike[str]) -> BinaryIO:
-    """A new file for writing, mode 0600 whatever the umask allows more. Raises OSError, also where the name is taken."""
+    """Create a file for writing, mode 0600 whatever the umask. Raises OSError, also where the name is taken."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """An existing file for reading. Raises OSError, also where it is a link, a pipe or anything but a file."""
+    """Open an existing file for reading. Raises OSError, also where it is not a regular file (a link, a pipe)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -51,8 +51,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_small(path: str | os.PathLike[str], nbytes_max: int) -> bytes:
-    """All bytes of a file that should be small, in as much memory. Raises OSError, also where it has more than `nbytes_max`
-    bytes, or more than memory holds."""
+    """Read a whole file that should be small. Raises OSError, also where it has more than `nbytes_max` bytes, or more than
+    memory holds."""
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > nbytes_max:
@@ -69,7 +69,7 @@ def read_small(path: str | os.PathLike[str], nbytes_max: int) -> bytes:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file of ours, if it is there. Raises OSError, in words where a folder is in its place."""
+    """Remove a file of ours, if it exists. Raises OSError; StoreError where a folder is in its place."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -81,7 +81,7 @@ def remove_file(path: Path) -> None:
 
 
 def write_durably(path: str | os.PathLike[str], content: bytes) -> None:
-    """A new private file that is on the drive on return. Raises OSError."""
+    """Create a private file; its bytes are on the drive on return. Raises OSError."""
     with create_private(path) as file:
         file.write(content)
         file.flush()
@@ -98,14 +98,14 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def file_in_the_way(path: Path) -> Path | None:
-    """What of the way to a folder is no folder: `path` itself or one above it; None where nothing is."""
-    return next((each for each in (path, *path.parents) if each.exists() and not each.is_dir()), None)
+    """The file, at `path` or above it, that keeps `path` from being a folder; None where there is none."""
+    return next((place for place in (path, *path.parents) if place.exists() and not place.is_dir()), None)
 
 
 def is_own_folder(path: Path) -> bool:
     """Whether `path` is a folder, not a link to one, that belongs to this user."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

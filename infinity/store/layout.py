@@ -7,23 +7,23 @@ fetched with their group, so all of them share one flat space of their own.
 
 A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-group is one extent:
 
-    | copy (bf16) | remainder (16-bit) | moment 1 (fp32) | moment 2 (fp32) |   trained
-    | copy (16-bit) | master (fp32) | moment 1 (fp32) | moment 2 (fp32) |      trained, the master kept in full
-    | copy (16-bit) | master (fp32) |                                          frozen
+    | compute parameter (bf16)   | remainder (16-bit) | moment 1 (fp32) | moment 2 (fp32) |   trained
+    | compute parameter (16-bit) | master (fp32)      | moment 1 (fp32) | moment 2 (fp32) |   trained, the master kept in full
+    | compute parameter (16-bit) | master (fp32)      |                                       frozen
 
-The moments are the optimizer's own numbers, as many as it keeps per element: Adam's two, SGD's momentum, or none. A bf16 copy
-and the remainder that the rounding left are the master (infinity/optim/split.py): with Adam 12 bytes an element instead of 14.
-Every field has the same element offsets, and every boundary between fields is a multiple of 4 KiB. So the optimizer reads
-a sub-group's state with one read and writes it and the new copy with one write, and the copies of a group's sub-groups,
-read one behind the other, give back the group's flat space without a gap: a shard cut by a sub-group boundary is whole
-again. Where compute runs in fp32 there is no copy field: the master is what gets gathered. Nor is there one in the space of
-resident shards, whose copies nobody would ever read.
+The moments are the numbers that the optimizer keeps per element: Adam has two, SGD its momentum, or none. A bf16 compute
+parameter and the remainder that rounding left make the master (infinity/optim/split.py): 12 bytes an element with Adam,
+instead of 14. Every field has the same element offsets, and fields begin at multiples of 4 KiB. So the optimizer reads a
+sub-group's state with one read and writes all of it with one write; and the compute parameters of a group's sub-groups, read
+one behind the other, give the group's flat space without a gap, shards that a boundary cuts included. Where compute runs in
+fp32 there is no compute parameter: the master is gathered. Nor is there one in the space of resident shards, where nobody
+would read it.
 
-Fields that stay in host memory, held there or cached, are left out of the extent; the others move up. A sub-group of which no
-field rests on NVMe has an extent of no bytes.
+Fields that stay in host memory, held there or cached, are left out of the extent; the others move up. A sub-group with no
+field on NVMe has an extent of no bytes.
 
-Where gradients don't fit into host memory, those of a sub-group rest in an extent of their own, from the backward that brings
-them to the update, which reads them into the same lease, behind the state.
+Where gradients don't fit into host memory, those of a sub-group have an extent of their own, from the backward to the update,
+which reads them into the same lease, behind the state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ shard is only ever cut where a vector would end anyway: 64 covers every vector w
 class Field(enum.Enum):
     """What is kept per element of a sub-group."""
 
-    COMPUTE = "copy"
+    COMPUTE = "compute parameter"
     MASTER = "master"
     REMAINDER = "remainder"
     MOMENT_1 = "moment 1"
@@ -59,17 +59,17 @@ class Field(enum.Enum):
 
 
 MOMENTS = (Field.MOMENT_1, Field.MOMENT_2, Field.MOMENT_3, Field.MOMENT_4)
-"""Of which a layout has the first few."""
+"""A layout has the first few of these."""
 
 _STATE = (Field.MASTER, *MOMENTS)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's piece of one parameter, as the layout needs to know it.
+    """This rank's piece of one parameter, as far as the layout depends on it.
 
-    group: the number of its group. numel: elements including the padding that uneven sharding adds. trained: has
-    optimizer state. resident: its copy stays in host memory.
+    group: number of its group. numel: elements, padding of uneven sharding included. trained: has optimizer state.
+    resident: its compute parameter stays in host memory.
     """
 
     name: str
@@ -101,7 +101,7 @@ class SubGroup:
     compute_itemsize: int
     pieces: tuple[Piece, ...]
     split: bool = False
-    """Whether its master is kept as copy and remainder."""
+    """Whether the master is kept as compute parameter and remainder."""
     held: tuple[Field, ...] = ()
     """The fields that stay in ordinary host memory."""
     cached: tuple[Field, ...] = ()
@@ -109,53 +109,53 @@ class SubGroup:
     gradient_itemsize: int = 0
     """Bytes per element of a gradient that waits for its update on NVMe; 0 where it waits in host memory."""
     moments: int = 2
-    """How many numbers (fp32) the optimizer keeps of each element, where it is trained."""
+    """Numbers (fp32) that the optimizer keeps of each element, where it is trained."""
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """What is kept of its elements, in order."""
+        """All fields, in order."""
         moments = MOMENTS[: self.moments] if self.trained else ()
         if self.split:
             return (Field.COMPUTE, Field.REMAINDER, *moments)
-        copy = (Field.COMPUTE,) if self.compute_itemsize else ()
-        return (*copy, Field.MASTER, *moments)
+        compute = (Field.COMPUTE,) if self.compute_itemsize else ()
+        return (*compute, Field.MASTER, *moments)
 
     @cached_property
     def on_nvme(self) -> tuple[Field, ...]:
         """The fields of the extent, in order."""
-        return tuple(each for each in self.fields if each not in self.held and each not in self.cached)
+        return tuple(field for field in self.fields if field not in self.held and field not in self.cached)
 
     @property
     def gathered(self) -> Field:
-        """The field that gathers fetch (except in the space of resident shards, which are not gathered from here)."""
+        """The field that is gathered (but in the space of resident shards, which is not gathered from here)."""
         return Field.COMPUTE if self.compute_itemsize else Field.MASTER
 
-    def itemsize(self, which: Field) -> int:
+    def itemsize(self, field: Field) -> int:
         """Bytes per element of a field."""
-        if which is Field.COMPUTE:
+        if field is Field.COMPUTE:
             return self.compute_itemsize
-        return 2 if which is Field.REMAINDER else 4
+        return 2 if field is Field.REMAINDER else 4
 
     @cached_property
     def state(self) -> tuple[Field, ...]:
-        """The fields of the extent that stepping it reads: all but a copy that is no part of the master."""
-        return tuple(each for each in self.on_nvme if self.split or each is not Field.COMPUTE)
+        """The fields of the extent that an update reads: all but a compute parameter that is no part of the master."""
+        return tuple(field for field in self.on_nvme if self.split or field is not Field.COMPUTE)
 
-    def field_offset(self, which: Field) -> int:
+    def field_offset(self, field: Field) -> int:
         """Where a field begins in the extent (bytes, a multiple of 4 KiB)."""
-        if which not in self._offsets:
-            raise KeyError(f"the extent of sub-group {self.index} has no field {which.value}")
-        return self._offsets[which]
+        if field not in self._offsets:
+            raise KeyError(f"the extent of sub-group {self.index} has no field {field.value}")
+        return self._offsets[field]
 
     @cached_property
     def _offsets(self) -> dict[Field, int]:
-        ends = accumulate((self.numel * self.itemsize(each) for each in self.on_nvme), initial=0)
+        ends = accumulate((self.numel * self.itemsize(field) for field in self.on_nvme), initial=0)
         return dict(zip(self.on_nvme, ends, strict=False))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole extent."""
-        return sum(self.numel * self.itemsize(each) for each in self.on_nvme)
+        return sum(self.numel * self.itemsize(field) for field in self.on_nvme)
 
     @property
     def gradient_bytes(self) -> int:
@@ -164,32 +164,32 @@ class SubGroup:
 
     @property
     def lease_bytes(self) -> int:
-        """Bytes that updating it takes: its extent, and its gradient behind that."""
+        """Bytes of the lease in which it is updated: its extent, and its gradient behind that."""
         return self.nbytes + self.gradient_bytes
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of pinned memory that its cached fields take."""
-        return sum(self.numel * self.itemsize(each) for each in self.cached)
+        return sum(self.numel * self.itemsize(field) for field in self.cached)
 
 
 @dataclass(frozen=True)
 class Cached:
-    """What stays in pinned memory of one part of a flat space: the field that is gathered of its first `gathered_numel`
-    elements, and the fields that only the optimizer needs of its first `state_numel`; both are multiples of SPACE_ALIGN."""
+    """Which fields of one part of a flat space stay in pinned memory: the gathered one for the first `gathered_numel` elements,
+    those that only the optimizer needs for the first `state_numel`. Both are multiples of SPACE_ALIGN."""
 
     gathered_numel: int = 0
     state_numel: int = 0
 
     def ends(self, start: int) -> tuple[int, int]:
-        """Where they end in the flat space, when the part begins at `start`."""
+        """Where both end in the flat space, for a part that begins at `start`."""
         return start + self.gathered_numel, start + self.state_numel
 
     def fields_of(self, sub: SubGroup, first: int) -> tuple[Field, ...]:
-        """The fields that stay of a sub-group that begins at element `first` of the part."""
+        """The fields that stay in memory of a sub-group that begins at element `first` of the part."""
         gathered = first < self.gathered_numel
         state = first < self.state_numel
-        return tuple(each for each in sub.on_nvme if (gathered if each is sub.gathered else state))
+        return tuple(field for field in sub.on_nvme if (gathered if field is sub.gathered else state))
 
 
 @dataclass(frozen=True)
@@ -213,22 +213,22 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of all extents of state."""
-        return sum(each.nbytes for each in self.sub_groups)
+        return sum(sub.nbytes for sub in self.sub_groups)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of all extents of gradients."""
-        return sum(each.gradient_bytes for each in self.sub_groups)
+        return sum(sub.gradient_bytes for sub in self.sub_groups)
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of pinned memory that all cached fields take."""
-        return sum(each.cached_bytes for each in self.sub_groups)
+        return sum(sub.cached_bytes for sub in self.sub_groups)
 
     @property
     def sub_group_bytes_max(self) -> int:
         """Bytes of the largest lease in which a sub-group is updated."""
-        return max((each.lease_bytes for each in self.sub_groups if each.trained), default=0)
+        return max((sub.lease_bytes for sub in self.sub_groups if sub.trained), default=0)
 
 
 def plan_layout(
@@ -249,12 +249,12 @@ def plan_layout(
         shards: in the order of use; those of one group need not be neighbours.
         groups: how many groups there are.
         sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN).
-        compute_itemsize: bytes per element of the gathered copy (2), or 0 where the fp32 master itself is gathered.
-        split_master: trained masters are kept as copy and remainder wherever there is a copy; it must be bf16.
-        hold_state: masters and moments stay in host memory, and the extents hold copies only.
-        cached: by flat space and whether trained: what of this part of the space stays in pinned memory.
-        gradient_itemsizes: bytes per element of the gradients that rest on NVMe, by flat space; the others stay in host memory.
-        moments: how many numbers the optimizer keeps of each element.
+        compute_itemsize: bytes per element of the compute parameter (2), or 0 where the fp32 master itself is gathered.
+        split_master: keep trained masters as compute parameter (which must be bf16) and remainder, wherever there is one.
+        hold_state: masters and moments stay in host memory; extents hold compute parameters only.
+        cached: which fields stay in pinned memory, by (flat space, trained or frozen part).
+        gradient_itemsizes: bytes per element of the gradients that wait on NVMe, by flat space; others wait in host memory.
+        moments: numbers that the optimizer keeps of each element.
     """
     if sub_group_numel_max < SPACE_ALIGN:
         raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
@@ -264,20 +264,18 @@ def plan_layout(
     place, parts = place_shards(shards, groups)
     for space, (trained_part, frozen_part) in enumerate(parts):
         cuts: list[SubGroup] = []
-        own_itemsize = compute_itemsize if space < groups else 0
+        itemsize = compute_itemsize if space < groups else 0
         for trained, part in ((True, trained_part), (False, frozen_part)):
             held = _STATE if hold_state else ()
             keep = (cached or {}).get((space, trained), Cached())
             for low, high in pairwise(sorted({part.start, *keep.ends(part.start), part.end})):
                 for start, numel in _cut(low, high, sub_group_numel_max):
                     pieces = pieces_of(part, shards, place, start, numel)
-                    split = split_master and trained and own_itemsize > 0 and not hold_state
-                    sub = SubGroup(
-                        count, space, start, numel, trained, own_itemsize, pieces, split, held, moments=moments
-                    )
+                    split = split_master and trained and itemsize > 0 and not hold_state
+                    sub = SubGroup(count, space, start, numel, trained, itemsize, pieces, split, held, moments=moments)
                     gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
-                    kept = keep.fields_of(sub, start - part.start)
-                    cuts.append(replace(sub, cached=kept, gradient_itemsize=gradient))
+                    in_cache = keep.fields_of(sub, start - part.start)
+                    cuts.append(replace(sub, cached=in_cache, gradient_itemsize=gradient))
                     count += 1
         space_numel.append(frozen_part.end)
         by_space.append(tuple(cuts))
@@ -296,7 +294,7 @@ class Part:
 
 
 def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, int]], list[tuple[Part, Part]]]:
-    """Where shards lie, however their spaces are cut: (space, first element) of each, and (trained, frozen) of each space."""
+    """(space, first element) of each shard, and (trained, frozen) part of each space. Cuts into sub-groups change neither."""
     spaces: list[list[int]] = [[] for _ in range(groups + 1)]
     for i, shard in enumerate(shards):
         spaces[groups if shard.resident else shard.group].append(i)
@@ -306,19 +304,19 @@ def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, 
         end = 0
         of_space = []
         for trained in (True, False):
-            own = tuple(i for i in members if shards[i].trained is trained)
+            in_part = tuple(i for i in members if shards[i].trained is trained)
             start = end
-            for i in own:
+            for i in in_part:
                 place[i] = (space, end)
                 end = align_up(end + shards[i].numel, SHARD_ALIGN)
             end = align_up(end, SPACE_ALIGN)
-            of_space.append(Part(own, start, end))
+            of_space.append(Part(in_part, start, end))
         parts.append((of_space[0], of_space[1]))
     return place, parts
 
 
 def _cut(start: int, end: int, numel_max: int) -> list[tuple[int, int]]:
-    """Cut [start, end) into the fewest pieces of at most `numel_max` elements, as even as SPACE_ALIGN lets them be."""
+    """(start, numel) of the fewest pieces of [start, end) with at most `numel_max` elements, as even as SPACE_ALIGN allows."""
     total = end - start
     if not total:
         return []
@@ -331,8 +329,8 @@ def _cut(start: int, end: int, numel_max: int) -> list[tuple[int, int]]:
 def pieces_of(
     part: Part, shards: Sequence[Shard], place: Sequence[tuple[int, int]], start: int, numel: int
 ) -> tuple[Piece, ...]:
-    """What of the part's shards lies in elements [start, start + numel) of their space."""
-    found = []
+    """The pieces of the part's shards in elements [start, start + numel) of their space."""
+    pieces = []
     from_here = max(0, bisect_right(part.shards, start, key=lambda i: place[i][1]) - 1)  # they lie in order
     for number in range(from_here, len(part.shards)):
         i = part.shards[number]
@@ -341,8 +339,8 @@ def pieces_of(
             break
         low, high = max(first, start), min(first + shards[i].numel, start + numel)
         if low < high:
-            found.append(Piece(i, low - first, high - low, low - start))
-    return tuple(found)
+            pieces.append(Piece(i, low - first, high - low, low - start))
+    return tuple(pieces)
 
 
 assert SPACE_ALIGN * 2 % PAGE_BYTES == 0 and SPACE_ALIGN % SHARD_ALIGN == 0

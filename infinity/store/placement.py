@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 READ_BYTES_PER_PARAMETER = 14
 WRITTEN_BYTES_PER_PARAMETER = 12
-"""What a step moves with nothing cached (docs/architecture.md, "The sum"): the mix that a drive is weighed by."""
+"""Bytes that a step moves with nothing cached (docs/architecture.md, "The sum"): the mix by which drives are compared."""
 
 SLOTS_MAX = 64
 """Stripes in the longest pattern: with more, short transfers would miss drives altogether."""
@@ -41,7 +41,7 @@ def stripe_pattern(bandwidths: Sequence[float]) -> tuple[int, ...]:
 
 
 def _fill(bandwidths: Sequence[float], slots: int) -> tuple[int, ...]:
-    """Give each slot to the drive that would be done with it first. Puts the stripes of one drive far apart, too."""
+    """Give each slot to the drive that would finish it first, which also spreads the stripes of one drive."""
     counts = [0] * len(bandwidths)
     pattern = []
     for _ in range(slots):
@@ -54,9 +54,9 @@ def _fill(bandwidths: Sequence[float], slots: int) -> tuple[int, ...]:
 def file_bytes(pattern: Sequence[int], stripe_bytes: int, nbytes: int) -> list[int]:
     """Bytes, in whole stripes, that each drive of the pattern holds of the first `nbytes` bytes."""
     stripes = -(-nbytes // stripe_bytes)
-    cycles, rest = divmod(stripes, len(pattern))
+    cycles, partial = divmod(stripes, len(pattern))
     drives = range(max(pattern) + 1)
-    return [(cycles * pattern.count(i) + pattern[:rest].count(i)) * stripe_bytes for i in drives]
+    return [(cycles * pattern.count(i) + pattern[:partial].count(i)) * stripe_bytes for i in drives]
 
 
 def pieces_on_drives(

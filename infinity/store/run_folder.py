@@ -1,4 +1,4 @@
-"""Floor 4. The run folder: a place of our own under the user's path, locked, and gone when the run is.
+"""Floor 4. The run folder: a locked folder under the user's path that is gone when the run ends.
 
 [Note: Leaving nothing behind]
 A run keeps its files in `PATH/infinity-run-PID-RANDOM/` and holds an flock on the `lock` in it for as long as it lives.
@@ -32,7 +32,7 @@ from infinity.units import format_bytes
 
 _PREFIX = "infinity-run-"
 _MAKING_SECONDS_MAX = 600
-"""A folder that still has its first, hidden name after this long was left by a run that was killed while making it."""
+"""A folder that still has its first, hidden name after so long was left by a run that was killed while creating it."""
 
 
 class Folder(ABC):
@@ -50,7 +50,7 @@ class Folder(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the folder. Idempotent."""
+        """Close the folder. Idempotent."""
 
     @abstractmethod
     def leave_to_parent(self) -> None:
@@ -58,28 +58,28 @@ class Folder(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """What is unsafe about the place, in words."""
+        """Messages: what is unsafe about the folder."""
         return [
             f"everybody may rename and remove what is in {place}: chmod +t {place}, or take away others' right to write"
             for place in (self.root.resolve(), *self.root.resolve().parents)
             if place.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH
         ]
 
-    def check_free(self, nbytes: int, what: str) -> None:
-        """Raise StoreError unless `nbytes` are free here; `what` names them in the message."""
+    def check_free(self, nbytes: int, purpose: str) -> None:
+        """Raise StoreError unless `nbytes` bytes are free here; `purpose` says in the message what they are for."""
         free = free_bytes(self.root)
         if nbytes > free:
             raise StoreError(
                 errno.ENOSPC,
-                f"{what}: {format_bytes(nbytes)} are needed on {self.root}, where {format_bytes(free)} are free: "
+                f"{purpose}: {format_bytes(nbytes)} are needed on {self.root}, where {format_bytes(free)} are free: "
                 f"free {format_bytes(nbytes - free)} more or choose another nvme_path",
             )
 
 
 class RunFolder(Folder):
-    """This process's own folder under `root`.
+    """This process's folder under `root`.
 
-    Raises StoreError when `root` can't be made or written to, naming what to do.
+    Raises StoreError when `root` can't be created or written to, and says what to do.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -114,9 +114,9 @@ class RunFolder(Folder):
         return file
 
     def take_name(self, name: str) -> None:
-        """Take a file's name away; who has it open keeps it.
+        """Remove a file's name; those who have it open keep the file.
 
-        Raises StoreError where it is not in the folder that this run made: another one was put in its place meanwhile.
+        Raises StoreError where it is not in this run's folder, since another folder was put in its place.
         """
         try:
             os.unlink(name, dir_fd=self._descriptor)
@@ -153,17 +153,17 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int:
-    """Bytes that this user may still write on the file system of `path`; no bound where it doesn't count (ramfs)."""
+    """Bytes that this user may still write on the file system of `path`; sys.maxsize where it has no count (ramfs)."""
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize if stat.f_blocks else sys.maxsize
 
 
 def remove_stale(root: Path) -> None:
-    """Remove the folders of runs that are no more: those whose lock nobody holds."""
+    """Remove the folders of runs that have ended: those whose lock nobody holds."""
     aged = [folder for folder in root.glob(f".{_PREFIX}*") if _is_aged(folder)]
     for folder in [*root.glob(f"{_PREFIX}*"), *aged]:
         if not is_own_folder(folder):
-            continue  # another user's, or a link to who knows what
+            continue  # another user's, or a link
         try:
             lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
@@ -185,7 +185,7 @@ def _is_aged(folder: Path) -> bool:
 
 
 def _fill(folder: Path) -> int:
-    """Make the folder and what is in it; returns the descriptor that holds its lock."""
+    """Create the folder and its files; returns the descriptor that holds the lock."""
     folder.mkdir(mode=0o700)
     lock = os.open(folder / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -199,7 +199,7 @@ def _fill(folder: Path) -> int:
 
 
 def make_writable(root: Path) -> None:
-    """Make the folder where it isn't there. Raises StoreError where nothing can be written to it."""
+    """Create the folder if needed. Raises StoreError where it can't be written to."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

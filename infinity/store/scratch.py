@@ -1,11 +1,11 @@
-"""Floor 4. Extents of the arena for what comes and goes, in any sizes and any order.
+"""Floor 4. Extents of the arena that are taken and given back, in any sizes and any order.
 
-Owns the ranges that it reserved, for as long as the arena lives. Used by one thread at a time.
+Owns the ranges that it reserved, for as long as the arena lives. One thread at a time.
 
 [Note: The most that was taken]
-What is asked for may lie in several pieces, so the free bytes need not lie together to be of use. The arena grows only where
-all of them are too few, and only by what they lack: what is reserved here is the most that was ever taken at once, however
-sizes vary. Pieces are rare: neighbours merge, and where everything is given back between two steps, it is one range again.
+One request may get several pieces, so free bytes are of use wherever they lie. The arena grows only where all free bytes
+are too few, and only by the bytes missing: it reserves the most that was ever taken at once, however sizes vary. Pieces are
+rare: neighbours merge, and where everything is given back between two steps, it is one range again.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from infinity.units import PAGE_BYTES, align_up
 
 
 class Scratch:
-    """See the note of this file. `what`: is kept there, for errors."""
+    """See the note of this file. `purpose` names its use in errors."""
 
-    def __init__(self, arena: Arena, what: str) -> None:
-        self._arena, self._what = arena, what
+    def __init__(self, arena: Arena, purpose: str) -> None:
+        self._arena, self._purpose = arena, purpose
         self._ranges = FreeRanges(0)
         self._reserved: list[Extent] = []
 
     @property
     def nbytes(self) -> int:
-        """What was reserved so far (bytes)."""
+        """Bytes reserved so far."""
         return self._ranges.nbytes
 
     @property
     def free_bytes(self) -> int:
-        """How much of that is free."""
+        """Reserved bytes that are free."""
         return self._ranges.free_bytes
 
     def take(self, nbytes: int) -> list[Extent]:
-        """Extents of `nbytes` together (rounded up to 4 KiB), one wherever one range holds them.
+        """Extents that sum to `nbytes` (rounded up to 4 KiB); one extent wherever one range is large enough.
 
-        Raises StoreError as `Arena.reserve`; nothing is then taken.
+        Raises StoreError as `Arena.reserve`, and takes nothing then.
         """
         size = align_up(nbytes, PAGE_BYTES)
         if size > self._ranges.free_bytes:
-            (more,) = self._arena.reserve([size - self._ranges.free_bytes], self._what)
+            (more,) = self._arena.reserve([size - self._ranges.free_bytes], self._purpose)
             self._reserved.append(more)
             self._ranges.grow(more.offset, more.nbytes)
         pieces = self._ranges.take_pieces(size)
@@ -50,12 +50,12 @@ class Scratch:
         return [Extent(offset, length) for offset, length in pieces]
 
     def reset(self) -> None:
-        """Nothing is taken any more, whoever has what: for when an exception may have lost some. Nobody reads or writes it."""
+        """Take back all extents, after an exception that may have lost some. Nobody may be reading or writing them."""
         self._ranges = FreeRanges(0)
         for extent in self._reserved:
             self._ranges.grow(extent.offset, extent.nbytes)
 
     def give_back(self, extents: Sequence[Extent]) -> None:
-        """They were taken, and nothing reads or writes them any more."""
+        """Give back extents that nobody reads or writes any more."""
         for extent in extents:
             self._ranges.put(extent.offset, extent.nbytes)

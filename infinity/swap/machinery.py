@@ -42,7 +42,7 @@ class Drives:
         self._limits = list(limits)
         self._faults = faults
         self._rank = str(run.rank) if run is not None else os.environ.get("RANK", "0")
-        self._kept = run.resumed.place if run is not None and run.resumed is not None else None
+        self._kept = run.resumed.layout if run is not None and run.resumed is not None else None
         measures = bandwidths is None and len(paths) > 1 and self._kept is None
         self._bandwidths = self._measure(paths) if measures else bandwidths
         self._folders: Sequence[Folder] = run.folders if run is not None else _make_folders(paths)
@@ -69,7 +69,7 @@ class Drives:
             engine,
             name=f"rank{self._rank}.arena",
             bandwidths=self._bandwidths,
-            kept=self._kept,
+            existing=self._kept,
             checksums=self._checksums,
         )
 

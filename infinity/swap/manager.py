@@ -52,7 +52,7 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.schedule.pinned import ACCESS_BYTES, sub_groups_ahead
 from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
-from infinity.store import Arena, DurableRun, Field, Layout, Place
+from infinity.store import Arena, ArenaLayout, DurableRun, Field, Layout
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import describe, differences
 from infinity.store.files import StoredFile
@@ -161,7 +161,7 @@ class SwapManager:
         self._machinery: Machinery | None = None
         self._tensors = PlainTensors(self._open)
         self._paged: PagedModel | None = None
-        self._place: Place | None = None
+        self._place: ArenaLayout | None = None
         self._policy: StagingPolicy | None = None
         """Of the paged model."""
         self._activation_part: PoolPart | None = None
@@ -336,8 +336,8 @@ class SwapManager:
         self._drives.check_free(nbytes, options.stored_in_words)
 
     @property
-    def place(self) -> Place:
-        """How its state lies in the arena."""
+    def arena_layout(self) -> ArenaLayout:
+        """How the state lies in the arena."""
         assert self._place is not None
         return self._place
 
@@ -717,7 +717,7 @@ class SwapManager:
 
     def _checked_place(
         self, layout: Layout, groups: Sequence[GroupOutline], ranks: int, dtype: torch.dtype, options: PagingOptions
-    ) -> Place:
+    ) -> ArenaLayout:
         """How the state lies, the drives aside. Raises CheckpointError where what a durable run goes on from lies in another
         way."""
         shapes = [parameter.shape for group in groups for parameter in group.parameters]
@@ -727,7 +727,7 @@ class SwapManager:
         place = describe(layout, shapes, rank=rank, ranks=world, shards=ranks, compute_dtype=kind, moments=moments)
         if self.run is None or self.run.resumed is None:
             return place
-        if why := list(differences(self.run.resumed.place, place)):
+        if why := list(differences(self.run.resumed.layout, place)):
             raise CheckpointError(
                 f"what {self.run.where} holds is of another training: {'; '.join(why)}; resume with the model and config of "
                 "that run, or start without resume under another infinity.run_name"

@@ -46,7 +46,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
         did, and where it has no place for the moments."""
         self._swap = swap
-        self._fields = dict(zip(swap.place.moments, FIELDS, strict=False))
+        self._fields = dict(zip(swap.arena_layout.moments, FIELDS, strict=False))
         if not self._fields.keys() >= set(self.moments):
             raise ConfigError(
                 f"{type(self).__name__} keeps {kept_in_words(self.moments)} of each element, and there is room for "

@@ -494,7 +494,7 @@ def test_a_forged_record_is_read_or_refused_in_words(
 ) -> None:
     """Whoever writes a record can write its hash, and the manifest, too."""
     record = parse_record((saved[0] / "one" / "rank0.record").read_bytes())
-    place = record.place
+    place = record.layout
     kind = data.draw(st.sampled_from(["parameters", "sub_groups", "shards", "dtype", "ties"]))
     if kind == "ties":
         record = replace(record, ties=data.draw(st.randoms(use_true_random=False)).randbytes(len(record.ties)))
@@ -514,7 +514,7 @@ def test_a_forged_record_is_read_or_refused_in_words(
         value = data.draw(st.booleans() if isinstance(getattr(entries[number], key), bool) else st.integers(0, 2**62))
         entries[number] = replace(entries[number], **{key: value})
         place = replace(place, **{kind: tuple(entries)})
-    content = replace(record, place=place).to_bytes()
+    content = replace(record, layout=place).to_bytes()
     with TemporaryDirectory(dir=tmp_path) as scratch:
         forged = Path(scratch) / "one"
         subprocess.run(["cp", "-r", str(saved[0] / "one"), str(forged)], check=True)
@@ -528,7 +528,7 @@ def test_a_forged_record_is_read_or_refused_in_words(
         except infinity.CheckpointError:
             pass
         else:
-            assert Snapshot(parse_record(content).place).nbytes == manifest.files["rank0.arena"].nbytes
+            assert Snapshot(parse_record(content).layout).nbytes == manifest.files["rank0.arena"].nbytes
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.checkpoint.snapshot import Snapshot, rows_of
-from infinity.store import Field, Place, Shard, plan_layout
+from infinity.store import ArenaLayout, Field, Shard, plan_layout
 from infinity.store.commit import describe
 from infinity.store.layout import MOMENTS
 
@@ -24,7 +24,7 @@ SHAPES = st.lists(
 
 def place_of(
     drawn: list[tuple[tuple[int, int], int, bool, bool]], ranks: int, cut: int, split: bool, kept: int = 2
-) -> Place:
+) -> ArenaLayout:
     used = sorted({group for _, group, _, _ in drawn})
     shards, shapes = [], []
     for number, (shape, group, trained, resident) in enumerate(drawn):

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.store import Place, Shard, plan_layout
+from infinity.store import ArenaLayout, Shard, plan_layout
 from infinity.store.commit import Commit, Record, describe, differences, parse_record
 
 SHAPES = [(8, 64), (64,), (40, 64)]
 
 
-def place(*, ranks: int = 1, sub_group_numel_max: int = 2048, names: str = "abc", trained: bool = True) -> Place:
+def place(*, ranks: int = 1, sub_group_numel_max: int = 2048, names: str = "abc", trained: bool = True) -> ArenaLayout:
     shards = [
         Shard(name, group, 64 * shape[0] if len(shape) > 1 else shape[0], trained)
         for name, shape, group in zip(names, SHAPES, (0, 0, 1), strict=True)
@@ -48,11 +48,11 @@ def test_a_record_comes_back_as_it_was_written() -> None:
 
 def test_a_record_of_before_other_optimizers_is_adam_s() -> None:
     older = record()
-    place = json.loads(older.place.as_json)
+    place = json.loads(older.layout.as_json)
     assert place.pop("moments") == ["exp_avg", "exp_avg_sq"]
-    object.__setattr__(older.place, "as_json", json.dumps(place).encode())
+    object.__setattr__(older.layout, "as_json", json.dumps(place).encode())
     found = parse_record(older.to_bytes())
-    assert found.place == record().place and b"moments" not in older.to_bytes()
+    assert found.layout == record().layout and b"moments" not in older.to_bytes()
 
 
 def test_another_optimizer_is_said_in_words() -> None:
@@ -100,7 +100,7 @@ def test_a_hash_that_is_right_excuses_no_content(changed: dict[str, object]) -> 
     with contextlib.suppress(ValueError):
         parsed = parse_record(forged)
         assert parsed.to_bytes() == forged
-        assert len(parsed.commit.slots) == len(parsed.place.sub_groups)
+        assert len(parsed.commit.slots) == len(parsed.layout.sub_groups)
 
 
 def test_another_version_is_named() -> None:
@@ -120,7 +120,7 @@ def test_formats_before_are_read_under_their_names(version: int) -> None:
             text = text.replace(f'"{name}":', f'"{old}":')
         return text
 
-    head, place_of = older(dataclasses.asdict(made.commit)).encode(), older(dataclasses.asdict(made.place)).encode()
+    head, place_of = older(dataclasses.asdict(made.commit)).encode(), older(dataclasses.asdict(made.layout)).encode()
     sections = (head, place_of, made.ties, made.unpaged_state, made.sums)
     digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in sections)).hexdigest()
     lengths = " ".join(str(len(part)) for part in sections)
@@ -132,9 +132,9 @@ def test_formats_before_are_read_under_their_names(version: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"slots": "01"}, "speaks of 2 sub-groups"),
-        ({"filled": "1"}, "speaks of 1 parameters"),
-        ({"ties": (4, *[0] * (len(place().sub_groups) - 1))}, "12 bytes of ties for 4"),
+        ({"slots": "01"}, "slots for 2 sub-groups"),
+        ({"filled": "1"}, "flags for 1 parameters"),
+        ({"ties": (4, *[0] * (len(place().sub_groups) - 1))}, "12 bytes of ties, and counts 4"),
         ({"slots": "2" * len(place().sub_groups)}, "slots"),
         ({"launch": "../../etc"}, "launch"),
     ],
@@ -155,12 +155,12 @@ def test_counts_must_agree(changed: dict[str, object], words: str) -> None:
         (dataclasses.replace(place(), shards=2), "sharded over 1 ranks"),
     ],
 )
-def test_what_differs_is_said_in_words(here: Place, words: str) -> None:
+def test_what_differs_is_said_in_words(here: ArenaLayout, words: str) -> None:
     assert words in "; ".join(differences(place(), here))
     assert not list(differences(here, here))
 
 
 def test_a_place_is_the_same_after_a_journey() -> None:
-    where = parse_record(record().to_bytes()).place
+    where = parse_record(record().to_bytes()).layout
     assert where == place()
     assert json.loads(where.as_json)["sub_groups"]

@@ -55,7 +55,7 @@ RESUME = """
 import sys
 from infinity.store import DurableRun
 run = DurableRun([sys.argv[1]], "run", 0)
-print(*(record.commit.step for record in run.found.values()), run.damaged)
+print(*(record.commit.step for record in run.records.values()), run.damaged)
 """
 
 
@@ -80,13 +80,13 @@ def commit(run: DurableRun, step: int) -> int:
 
 
 def make_arena(run: DurableRun) -> Path:
-    path = run.folders[0].own("arena")
+    path = run.folders[0].file("arena")
     path.write_bytes(bytes(place().arena_bytes))
     return path
 
 
 def steps(run: DurableRun) -> list[int]:
-    return sorted(record.commit.step for record in run.found.values())
+    return sorted(record.commit.step for record in run.records.values())
 
 
 def test_files_are_ours_alone_and_stay(run: DurableRun, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_what_is_committed_stays_where_a_start_is_given_up(run: DurableRun, tmp_
 
 def test_a_lock_that_its_owner_removes_meanwhile_is_no_lock(run: DurableRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the one who waited for it and the next to come would both have the run."""
-    path = run.folders[0].own("lock")
+    path = run.folders[0].file("lock")
     run.close()
     removed: list[int] = []
 
