@@ -68,7 +68,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
         """Seconds that the transfers of an optimizer step take with nothing to do in between."""
         assert engine.swap is not None
         began = time.perf_counter()
-        engine.swap.paged.defer({sub: lambda lease: None for sub in engine.swap.paged.sub_groups})
+        engine.swap.paged.updates.defer({sub: lambda lease: None for sub in engine.swap.paged.sub_groups})
         engine.swap.finish_updates()
         engine.swap.stager.settle_all()
         return time.perf_counter() - began

@@ -10,8 +10,9 @@ import pytest
 
 from infinity.schedule.lookahead import groups_to_stage
 from infinity.swap.chunk import Chunk
-from infinity.swap.paged_model import PagedGroup, PagedSubGroup
+from infinity.swap.group import PagedGroup
 from infinity.swap.policy import StagingPolicy
+from infinity.swap.sub_group import PagedSubGroup
 
 
 def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
@@ -25,7 +26,7 @@ def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
     paged = policy._paged
     groups = paged.groups
     if using is not None:
-        yield from map(policy._unit, paged.waiting(using))
+        yield from map(policy._unit, paged.updates.of(using))
         yield using.index
     for index in policy._traces[policy._phase].upcoming(into_next=not policy._phase):
         if index >= len(groups):
@@ -39,7 +40,7 @@ def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
 def _next_step(policy: StagingPolicy) -> Iterator[int]:
     if policy._update == "backward" or not policy._phase:
         return
-    stepped = dict.fromkeys(policy._paged.stepped)
+    stepped = dict.fromkeys(policy._paged.updates.stepped)
     units: Iterable[int]
     if policy._update == "step":
         units = map(policy._unit, stepped)

@@ -128,11 +128,9 @@ def count(model: nn.Module) -> tuple[int, int]:
     root = parameters.difference(*groups)
     return _numel(parameters), max(_numel(group) for group in [root, *groups])
 
-    groups = [{id(param): param.numel() for param in module.parameters()} for module in modules_to_wrap(model, None)]
-    numel_by_id = {id(param): param.numel() for param in model.parameters()}
-    wrapped = {param_id for group in groups for param_id in group}
-    root = sum(numel for param_id, numel in numel_by_id.items() if param_id not in wrapped)
-    return sum(numel_by_id.values()), max([root, *(sum(group.values()) for group in groups)])
+
+def _numel(parameters: set[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _pool_bytes(strategy: Strategy, total_params: int, largest: int, ranks: int) -> int:

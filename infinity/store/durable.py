@@ -192,7 +192,7 @@ class DurableRun:
     def began_without_commit(self) -> str | None:
         """The launch that began these files and committed nothing since; None where one did, or none began them."""
         launch = self.folders[0].noted().get(_LAUNCH)
-        return launch if isinstance(launch, str) and not self.found and not self.damaged else None
+        return launch if isinstance(launch, str) and not self.records and not self.damaged else None
 
     def start_anew(self, launch: str) -> None:
         """Remove this rank's files, which no commit refers to. `launch`: identity of this launch, the same on all ranks."""

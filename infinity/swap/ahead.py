@@ -1,72 +1,56 @@
-"""Floor 8. Groups on their way to a device with memory of its own before they are gathered, within a bound of that memory.
+"""Floor 8. Which groups go to the device ahead of their gather: see [Note: Ahead on the device] in parameter_lap.py.
 
-Owns no bytes: a group holds its own copies while they are on their way. Used by the training thread, at each gather.
+Decides and moves nothing. Used by the training thread, at each gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard
+from infinity.swap.group import PagedGroup
 from infinity.swap.policy import StagingPolicy
+from infinity.swap.shard import PagedShard
 
 
 class DeviceAhead:
-    """Keeps the next groups on their way: see [Note: Ahead on the device] in paged_model.py.
+    """The groups on their way, and those that come next.
 
-    bytes_max: what copies that nobody has asked for yet may take of the device's memory. look_ahead: called after each update
-    that is run for one.
+    bytes_max: what compute parameters that nobody has asked for yet may take of the device's memory.
     """
 
-    def __init__(
-        self,
-        paged: PagedModel,
-        policy: StagingPolicy,
-        look_ahead: Callable[[PagedGroup | None], None],
-        *,
-        bytes_max: int,
-    ) -> None:
-        self._paged, self._policy, self._look_ahead = paged, policy, look_ahead
-        self._started: list[PagedGroup] = []
+    def __init__(self, policy: StagingPolicy, *, bytes_max: int) -> None:
+        self._policy = policy
         self.bytes_max = bytes_max
+        self.started: list[PagedGroup] = []
+        """Those that were started, soonest needed first."""
         self.late = 0
-        """How often the copies of a group, or those of it that stay in host memory, were not on their way yet when they were
-        asked for."""
+        """How often compute parameters of a group, or those of it that stay in host memory, were not on their way yet when they
+        were asked for."""
 
     def recover(self) -> None:
         """Nothing is on its way any more."""
-        self._started = []
+        self.started = []
 
     def ask(self, shard: PagedShard) -> None:
         """A shard is about to be given out."""
-        in_flight = shard.group.in_flight if shard.resident is None else shard.group.residents.in_flight
-        self.late += in_flight is None
+        delivery = shard.group.delivery if shard.resident is None else shard.group.resident_delivery
+        self.late += delivery.in_flight is None
 
-    def start(self, *, asked_for: PagedGroup | None, update: bool) -> None:
-        """Start what comes next, as far as it is staged and fits, and let go of what doesn't come next any more.
+    def turn_to_next(self, *, asked_for: PagedGroup | None) -> list[PagedGroup]:
+        """The groups that come next and fit, soonest first. What was started and isn't among them is let go of, but for the
+        group `asked_for`, whose shards are being given out or were last."""
+        coming = self._coming()
+        for group in self.started:
+            if group not in coming and group is not asked_for:
+                group.delivery.let_go()
+                group.resident_delivery.rest()
+        self.started = []
+        return coming
 
-        asked_for: the group whose shards are being given out, or were last. update: whether updates that wait for a group's
-        gather may be run for it now.
-        """
-        soon = dict.fromkeys(self._soon())
-        for group in self._started:
-            if group not in soon and group is not asked_for:
-                group.in_flight = None
-                group.residents.drop_in_flight()
-        self._started = []
-        for group in soon:
-            if not self._paged.start_ahead(group, partial(self._look_ahead, group), update=update):
-                break
-            self._started.append(group)
-
-    def _soon(self) -> list[PagedGroup]:
-        found, room = [], self.bytes_max
+    def _coming(self) -> list[PagedGroup]:
+        groups, room = [], self.bytes_max
         for group in self._policy.next_gathers():
-            nbytes = self._paged.compute_bytes(group)
-            room -= nbytes
+            room -= group.compute_bytes
             if room < 0:
                 break
-            if nbytes:
-                found.append(group)
-        return found
+            if group.compute_bytes:
+                groups.append(group)
+        return groups

@@ -1,4 +1,4 @@
-"""Floor 8. Chunks that go from the drives to the device past host memory: see [Note: Past host memory] in paged_model.py.
+"""Floor 8. Chunks that go from the drives to the device past host memory: see [Note: Past host memory] in parameter_lap.py.
 
 Holds what is under way, whoever wanted that and doesn't any more. Training thread only.
 """

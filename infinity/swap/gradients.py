@@ -20,9 +20,12 @@ from infinity.aio import Lease
 from infinity.device import CopyEvent
 from infinity.store.layout import Piece
 from infinity.swap.chunk import Chunk, Span
+from infinity.swap.group import PagedGroup
 from infinity.swap.host_gradients import HostGradients
-from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
+from infinity.swap.paged_model import PagedModel
+from infinity.swap.shard import PagedShard
 from infinity.swap.stager import Stager
+from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.timeline import measured
 
 

@@ -18,8 +18,8 @@ from infinity.optim.kernel import join, split
 from infinity.store import Field
 from infinity.store.layout import SHARD_ALIGN
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedSubGroup
 from infinity.swap.paged_optimizer import PagedOptimizer, Piece
+from infinity.swap.sub_group import PagedSubGroup
 
 _PART_NUMEL = 1 << 19
 assert _PART_NUMEL % SHARD_ALIGN == 0

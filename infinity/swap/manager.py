@@ -4,13 +4,6 @@ Two faces, in fact. `page(model)` hands a model that FSDP2 sharded over to the a
 flush` do the same for plain tensors of any other engine. What a gather, an update or a step sets off comes together here: what
 to stage when is decided in policy.py and carried out by the stager. One thread
 at a time: see [Note: Other threads].
-
-[Note: When a group has been copied]
-FSDP2 asks for all shards of a group, one after the other, and copies them at once into the buffer it gathers from; only then
-does it turn to another group. So when a shard of another group is asked for, the one before has been copied, and its lease goes
-back: not only when FSDP2 reports it gathered, which it does when the group is used. However many groups are prefetched
-(`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
-uses, one group at a time, and reports at once.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, Lease, PoolPart
+from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings, PoolPart
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.fsdp2.sharding import (
@@ -58,19 +51,22 @@ from infinity.store.commit import describe, differences
 from infinity.store.files import StoredFile
 from infinity.swap import budget
 from infinity.swap.ahead import DeviceAhead
-from infinity.swap.chunk import ChunkState
 from infinity.swap.gradients import Gradients
+from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.options import PagingOptions, options_from_arguments
-from infinity.swap.paged_model import PagedGroup, PagedModel, PagedShard, PagedSubGroup
+from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.parameter_lap import ParameterLap
 from infinity.swap.plain_tensors import PlainTensors
 from infinity.swap.plan import plan_model
 from infinity.swap.policy import StagingPolicy
+from infinity.swap.shard import PagedShard
 from infinity.swap.stager import Stager
-from infinity.swap.timeline import Timeline, measured
+from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
+from infinity.swap.timeline import Timeline
 from infinity.swap.updates import finish_updates
 from infinity.units import format_bytes, parse_bytes
 
@@ -171,8 +167,7 @@ class SwapManager:
         self.update_at: Update = "step"
         """When the optimizer updates the paged parameters: `update` of `page`."""
         self._device: Device = CpuDevice()
-        self._ahead: DeviceAhead | None = None
-        """What comes next on its way to the device, where that has memory of its own."""
+        self._parameters: ParameterLap | None = None
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
@@ -182,10 +177,6 @@ class SwapManager:
         """Whether the last forward was one that a backward may follow."""
         self._in_use = self._broken = False
         """Whether somebody is in here now, or an exception ended what he did."""
-        self._copying: PagedGroup | None = None
-        """The group whose shards FSDP2 asks for, or asked for last."""
-        self._alone = True
-        """Whether the model is sharded over one rank: then FSDP2 gathers a group as soon as it has it."""
         self._closed = False
 
     # Plain tensors.
@@ -256,7 +247,6 @@ class SwapManager:
         options = options or PagingOptions()
         mesh = groups[0].parameters[0].sharded.device_mesh
         with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
-            self._alone = mesh.size(-1) == 1
             outlines = [group.outline for group in groups]
             layout, pinned_bytes = self._plan(outlines, mesh.size(-1), dtype, options)
             place = self._checked_place(layout, outlines, mesh.size(-1), dtype, options)
@@ -273,7 +263,7 @@ class SwapManager:
                 stager=machinery.stager,
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
-                direct=machinery.direct,
+                direct=machinery.direct is not None,
                 what=options.stored_in_words,
             )
             arena = machinery.arena
@@ -291,16 +281,8 @@ class SwapManager:
             )
         look_ahead_bytes = options.look_ahead_bytes(dtype)
         self._policy = StagingPolicy(paged, options.update, room, look_ahead_bytes)
-        if self._device.is_discrete:
-            largest = max(map(paged.compute_bytes, paged.groups))
-            if any(map(paged.may_go_direct, paged.groups)):  # these are read ahead there, and nowhere else
-                largest = max(largest, look_ahead_bytes or 0)
-            elif machinery.direct is not None:
-                machinery.note(
-                    "nothing of this model goes past host memory, although aio.use_gds is set: the host needs all copies that "
-                    'are read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
-                )
-            self._ahead = DeviceAhead(paged, self._policy, self._look_ahead, bytes_max=largest)
+        ahead = self._make_ahead(paged, machinery, look_ahead_bytes)
+        self._parameters = ParameterLap(paged, self._policy, machinery.direct, ahead, alone=mesh.size(-1) == 1)
         install(model, replacements)
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
@@ -421,9 +403,8 @@ class SwapManager:
                 machinery.stager.recover(kept)
                 paged.recover()
                 self._staging.recover()
-                if self._ahead is not None:
-                    self._ahead.recover()
-                self._copying = None
+                if self._parameters is not None:
+                    self._parameters.recover()
             self._in_use = self._broken = False
 
     def _check_thread(self) -> None:
@@ -446,62 +427,14 @@ class SwapManager:
         """For the paged tensor: the shard's copy (1-D, padded) on the device, its group staged and in use."""
         timeline = self.timeline
         with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
-            return self._gather(shard, training=training, dtype=dtype)
-
-    def _gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        model = shard.model
-        if in_backward():
-            model.check_not_torn()
-        else:
-            model.check_whole()
-            self._thread = threading.get_ident()
-        if dtype != model.compute_dtype:
-            raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {model.compute_dtype}")
-        if not shard.filled:
-            raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
-        group = shard.group
-        if group.chunk is None and shard is group.shards[0]:
-            # Nothing of it is to be read, but perhaps updates are to be run, and it is to be copied.
-            self._staging.use(group, module_trains=training)
-            self._look_ahead(group)
-        if shard.resident is not None:
-            for sub in group.resident_sub_groups:
-                model.catch_up(sub)
-        else:
-            if self._copying is not group:
-                self._give_back_copied()
-                self._copying = group
-            if group.chunk is None:
-                model.acquire(group, partial(self._look_ahead, group))
-            elif not group.gathering and group.chunk.state is not ChunkState.IN_USE:
-                self._use(group, training)
-        if self._ahead is not None:
-            self._ahead.ask(shard)
-        with measured(self.timeline if self._device.is_discrete else None, "copy", shard.name):
-            taken = model.gathered_view(shard)
-        if shard.resident is None:
-            group.gathering.add(shard.index)
-        if group.gathering and group.all_delivered:
-            group.in_flight = None  # the device's memory is FSDP2's now
-        return taken
+            if not in_backward():
+                self._thread = threading.get_ident()
+            return self._lap.gather(shard, training=training, dtype=dtype)
 
     def gathered(self, shard: PagedShard) -> None:
         """For the paged tensor: FSDP2 has gathered the shard. The group's lease goes back with its last one, or earlier."""
         with self.entered():
-            self._gathered(shard)
-
-    def _gathered(self, shard: PagedShard) -> None:
-        group = shard.group
-        if self.timeline is not None:
-            self.timeline.gathered(group.name, at_once=self._alone)
-        last = not group.gathering and shard is group.shards[-1]
-        if shard.resident is None:
-            group.gathering.discard(shard.index)
-            last = not group.gathering
-            if last:
-                self._give_back(group)
-        if last:
-            self._start_ahead()  # not before: small copies of this group would stand behind large ones of the next
+            self._lap.gathered(shard)
 
     @property
     def host_gradients(self) -> HostGradients:
@@ -534,10 +467,10 @@ class SwapManager:
     @property
     def device_ahead(self) -> DeviceAhead | None:
         """What goes to the device before it is gathered, and how much may lie there; None where nothing is copied."""
-        return self._ahead
+        return self._parameters.ahead if self._parameters is not None else None
 
     def finish_updates(self) -> None:
-        """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in paged_model.py.
+        """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in pending_updates.py.
 
         Nobody has to: they run by themselves before anybody sees what they change. But before many things are looked at, all
         at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
@@ -554,25 +487,20 @@ class SwapManager:
         """For the optimizer, in a backward: whether the gradients of a group, once all are there, are all that come."""
         return self._staging.gradients_are_final(group)
 
-    def update_in_backward(
-        self, group: PagedGroup, updates: Mapping[PagedSubGroup, Callable[[Lease | None], None]]
-    ) -> None:
-        """For the optimizer: update members of a group now; see [Note: Updates in the backward] in paged_model.py."""
+    def update_in_backward(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+        """For the optimizer: update members of a group now; see [Note: Updates in the backward] in pending_updates.py.
+
+        Raises IoError when a transfer failed; the values are torn then, as after any failure.
+        """
+        paged, policy, lap = self.paged, self._staging, self._lap
         with self.entered():
-            self._update_in_backward(group, updates)
-
-    def _update_in_backward(
-        self, group: PagedGroup, updates: Mapping[PagedSubGroup, Callable[[Lease | None], None]]
-    ) -> None:
-        policy, left = self._staging, iter(updates)
-        self._give_back_copied()  # FSDP2 may have asked for it anew, taking it for the next one; it drops what it fetched so
-        policy.begin_update(group)
-
-        def look_ahead() -> None:
-            policy.use_state(next(left))
-            self._look_ahead()
-
-        self.paged.update_in_backward(group, updates, look_ahead)
+            lap.give_back_copied()  # FSDP2 may have asked for it anew, taking it for the next; it drops what it fetched so
+            policy.begin_update(group)
+            with paged.updates.backward_update(group, [*updates]) as compute:
+                for sub, update in updates.items():
+                    paged.updates.run_in_backward(sub, update, compute)
+                    policy.use_state(sub)
+                    lap.look_ahead()
 
     def discard_step(self) -> None:
         """For the optimizer: what forward and backward passes did since the last step is void."""
@@ -584,8 +512,8 @@ class SwapManager:
             self._staging.end_step()
             if self.timeline is not None:
                 self.timeline.steps += 1
-            self._look_ahead()
-            self._start_ahead(update=False)  # the step returns at once
+            self._lap.look_ahead()
+            self._lap.start_ahead(update=False)  # the step returns at once
 
     # What it took.
 
@@ -798,34 +726,24 @@ class SwapManager:
             self._backward_follows = torch.is_grad_enabled()
             self._staging.end_pass()
 
-    def _use(self, group: PagedGroup, training: bool) -> None:
-        for sub in group.resident_sub_groups:
-            self.paged.catch_up(sub)
-        self._staging.use(group, module_trains=training)
-        self.paged.acquire(group, partial(self._look_ahead, group))
-        self._look_ahead()
+    @property
+    def _lap(self) -> ParameterLap:
+        assert self._parameters is not None
+        return self._parameters
 
-    def _give_back_copied(self) -> None:
-        """The lease of the group that was asked for last, if FSDP2 has all of it."""
-        group = self._copying
-        if group is not None and group.gathering and group.all_delivered:
-            self._give_back(group)
-            group.gathering.clear()
-
-    def _give_back(self, group: PagedGroup) -> None:
-        if group.chunk is not None and group.chunk.state is ChunkState.IN_USE:
-            stager = self._open().stager
-            stager.release(group.chunk, keep=group.chunk in stager.wanted, copy_event=group.copy_event)
-        if group.cached is None:  # what is cached must have ended before it is stepped: see PagedModel.forget
-            group.copy_event = None
-
-    def _look_ahead(self, using: PagedGroup | None = None) -> None:
-        """Start the reads for what comes next; `using`: the group whose members are being updated now."""
-        self._open().stager.want(self._staging.wanted(using))
-
-    def _start_ahead(self, *, update: bool = True) -> None:
-        if self._ahead is not None:
-            self._ahead.start(asked_for=self._copying, update=update)
+    def _make_ahead(self, paged: PagedModel, machinery: Machinery, look_ahead_bytes: int | None) -> DeviceAhead | None:
+        """What comes next on its way to the device, where that has memory of its own."""
+        if not self._device.is_discrete:
+            return None
+        largest = max(group.compute_bytes for group in paged.groups)
+        if any(map(paged.may_go_direct, paged.groups)):  # these are read ahead there, and nowhere else
+            largest = max(largest, look_ahead_bytes or 0)
+        elif machinery.direct is not None:
+            machinery.note(
+                "nothing of this model goes past host memory, although aio.use_gds is set: the host needs all copies that "
+                'are read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
+            )
+        return DeviceAhead(self._staging, bytes_max=largest)
 
 
 def _entered(swap: weakref.ref[SwapManager]) -> contextlib.AbstractContextManager[None]:

@@ -19,8 +19,8 @@ from infinity.optim.kernel import GradPiece, PageSums
 from infinity.store import Field
 from infinity.swap.chunk import Span
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedSubGroup
 from infinity.swap.paged_optimizer import PagedOptimizer, Piece, trained_shard
+from infinity.swap.sub_group import PagedSubGroup
 from infinity.units import PAGE_BYTES
 
 
@@ -80,7 +80,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             whole = (
                 sub.layout.split or Field.COMPUTE not in sub.layout.fields
             )  # else the copy is not read, and made after
-            whole = whole and sub.layout.moments == len(MOMENTS) and not sub.held and sub.gradient is None
+            whole = whole and sub.layout.moments == len(MOMENTS) and not sub.rests_in_host and sub.gradient is None
             sub.chunk.verified_by_user = fused and alone and whole and self._swap.stager.io.checked
 
     def _settings(self, group: dict[str, Any]) -> AdamSettings:

@@ -22,11 +22,13 @@ from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
+from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_model import PagedGroup, PagedShard, PagedSubGroup, SubGroupUpdate
 from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.shard import PagedShard
+from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.taken_gradient import TakenGradient, refusal
 
 
@@ -65,8 +67,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._shown: list[nn.Parameter] = []
         """Those whose `.grad` shows it now."""
         self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
+        shards = swap.paged.shards
         self._from_device = {
-            group: sum(shard.trained and shard.resident is None for shard in group.shards)
+            group: sum(
+                shard.trained and shard.resident is None for shard in shards[group.shards.start : group.shards.stop]
+            )
             for group in swap.paged.groups
         }
         """Of how many parameters gradients arrive."""
@@ -128,7 +133,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
                 if own:
                     updates[sub] = partial(self._update, sub, own, self._swap.gradients.claim(sub))
-            self._swap.paged.defer(updates)
+            self._swap.paged.updates.defer(updates)
             for each in stepping.values():
                 self._note_step_of(each)
             if self._swap.update_at != "step":

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
 from infinity.store import Field
-from infinity.swap.paged_model import PagedShard
+from infinity.swap.shard import PagedShard
 
 _FACTORIES = {
     torch.ops.aten.zeros_like,

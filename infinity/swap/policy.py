@@ -37,7 +37,9 @@ from infinity.schedule.pinned import look_ahead_room
 from infinity.schedule.scheme import Update
 from infinity.schedule.trace import Trace
 from infinity.swap.chunk import Chunk
-from infinity.swap.paged_model import PagedGroup, PagedModel, PagedSubGroup
+from infinity.swap.group import PagedGroup
+from infinity.swap.paged_model import PagedModel
+from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.wanted import Wanted
 
 log = logging.getLogger("infinity")
@@ -228,14 +230,14 @@ class StagingPolicy:
         """Whether what comes is the rest of what came then."""
         trace = self._traces[self._phase]
         same = following.trains == self._phase and following.cycle is trace.cycle
-        return same and following.stepped is self._paged.stepped and following.place <= trace.place
+        return same and following.stepped is self._paged.updates.stepped and following.place <= trace.place
 
     def _begin_following(self) -> _Following:
         trace, paged = self._traces[self._phase], self._paged
         ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self._limits)
         wanted = Wanted(ahead, self._units, self._numbers)
         return _Following(
-            ahead, wanted, self._phase, trace.cycle, trace.place, paged.stepped, dict.fromkeys(paged.updates)
+            ahead, wanted, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates)
         )
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
@@ -248,7 +250,7 @@ class StagingPolicy:
             following.place = trace.place
             following.using = None
         if using is not following.using or using is None:
-            waiting = self._paged.waiting(using) if using is not None else []
+            waiting = self._paged.updates.of(using) if using is not None else []
             now = [*(~self._unit(sub) for sub in waiting), using.index] if using is not None else []
             ahead.need_now(now)
             following.using, following.waiting = using, deque(waiting)
@@ -304,7 +306,7 @@ class StagingPolicy:
         [Note: State before its gradients]. Where that is in the next forward, with room for the copies that it will gather."""
         if self._update == "backward":
             return
-        stepped = dict.fromkeys(self._paged.stepped)
+        stepped = dict.fromkeys(self._paged.updates.stepped)
         units: Iterable[int]
         if self._update == "step":
             units = map(self._unit, stepped)

@@ -5,8 +5,9 @@ Sub-group k+1 is being read while k is updated and k-1 is being written; the poo
 
 from __future__ import annotations
 
-from infinity.swap.paged_model import PagedModel, PagedSubGroup
+from infinity.swap.paged_model import PagedModel
 from infinity.swap.stager import Stager
+from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.wanted import Wanted
 
 
@@ -16,14 +17,14 @@ def finish_updates(paged: PagedModel, stager: Stager, sub_groups_ahead: int) -> 
     Raises IoError when a transfer failed: where that was a read, the updates that were not run still wait.
     """
     waiting = list(paged.updates)
-    groups = [group for group in paged.groups if paged.waiting(group)]
+    groups = [group for group in paged.groups if paged.updates.of(group)]
     for group in groups:
-        paged.forget(group)
+        group.forget(stager)
     try:
         _run(paged, stager, waiting, sub_groups_ahead)
     finally:
         for group in groups:
-            paged.expect(group)
+            paged.updates.point(group)
 
 
 def _run(paged: PagedModel, stager: Stager, waiting: list[PagedSubGroup], sub_groups_ahead: int) -> None:
@@ -34,7 +35,7 @@ def _run(paged: PagedModel, stager: Stager, waiting: list[PagedSubGroup], sub_gr
         ahead.fit()
         stager.want(wanted)
         done += sub.moves
-        paged.run_update(sub)
+        paged.updates.run(sub)
 
 
 def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:

@@ -29,6 +29,7 @@ from infinity.errors import IoError
 from infinity.swap import direct as direct_reads
 from infinity.swap import machinery, manager
 from infinity.swap.chunk import Chunk, Span
+from infinity.swap.parameter_lap import ParameterLap
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 import training
@@ -132,8 +133,7 @@ def test_a_step_reads_what_it_says(name: str, nvme_path: Path, monkeypatch: pyte
     """To the byte, when nothing is read ahead of the step's end."""
     monkeypatch.setattr(training, "STEPS", 5)
     machine = Machine(LateRuntime(), monkeypatch)
-    start_ahead = manager.SwapManager._start_ahead
-    look_ahead = manager.SwapManager._look_ahead
+    start_ahead, look_ahead = ParameterLap.start_ahead, ParameterLap.look_ahead
     ending: list[bool] = []
     end_step = manager.SwapManager.end_step
 
@@ -143,8 +143,8 @@ def test_a_step_reads_what_it_says(name: str, nvme_path: Path, monkeypatch: pyte
         ending.pop()
 
     monkeypatch.setattr(manager.SwapManager, "end_step", end)
-    monkeypatch.setattr(manager.SwapManager, "_look_ahead", lambda s, *a, **k: ending or look_ahead(s, *a, **k))
-    monkeypatch.setattr(manager.SwapManager, "_start_ahead", lambda s, *a, **k: ending or start_ahead(s, *a, **k))
+    monkeypatch.setattr(ParameterLap, "look_ahead", lambda s, *a, **k: ending or look_ahead(s, *a, **k))
+    monkeypatch.setattr(ParameterLap, "start_ahead", lambda s, *a, **k: ending or start_ahead(s, *a, **k))
     machine.train(dataclasses.replace(CASES[name], evaluate=False), nvme_path)
     (before, says), (after, _) = machine.steps[-2:]
     assert after - before == says

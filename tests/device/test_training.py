@@ -19,7 +19,7 @@ from launch import ranks
 
 import infinity
 from infinity.device import StreamDevice, streams
-from infinity.swap import ahead, gradients, host_gradients, manager
+from infinity.swap import gradients, host_gradients, manager, parameter_lap
 from infinity.swap.chunk import ChunkState
 from infinity.swap.stager import Stager
 
@@ -107,16 +107,16 @@ def test_groups_are_on_their_way_before_they_are_asked_for(
         assert swap.device_ahead is not None
         demanded.append((swap.device_ahead.late, len(swap.paged.groups)))
         largest.append(swap.device_ahead.bytes_max)
-        assert any(group.residents.nbytes for group in swap.paged.groups) == small_too
+        assert any(group.resident_bytes for group in swap.paged.groups) == small_too
 
-    start = ahead.DeviceAhead.start
+    start = parameter_lap.ParameterLap.start_ahead
 
-    def start_when_read(self: ahead.DeviceAhead, **options: Any) -> None:
-        self._paged._stager._engine.drain()  # a drive that is never late
+    def start_when_read(self: parameter_lap.ParameterLap, **options: Any) -> None:
+        self._paged.open.stager._engine.drain()  # a drive that is never late
         start(self, **options)
 
     monkeypatch.setattr(manager.SwapManager, "end_step", end)
-    monkeypatch.setattr(ahead.DeviceAhead, "start", start_when_read)
+    monkeypatch.setattr(parameter_lap.ParameterLap, "start_ahead", start_when_read)
     case = dataclasses.replace(training.CASES[name], evaluate=False, update="step")
     on_fake(runtime, case, nvme_path, monkeypatch)
     later = [after[0] - before[0] for before, after in itertools.pairwise(demanded[2:])]

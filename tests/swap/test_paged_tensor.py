@@ -30,8 +30,9 @@ from infinity.device import CpuDevice
 from infinity.store import Arena, Field, RunFolder, Shard, plan_layout
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap.budget import ACCESS_BYTES
-from infinity.swap.paged_model import PagedModel, PagedShard
+from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.shard import PagedShard
 from infinity.swap.stager import Stager
 
 CPU = torch.device("cpu")

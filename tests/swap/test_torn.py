@@ -108,7 +108,7 @@ def test_values_that_were_half_set_by_hand_are_torn(
     weight = engine.module[1][0].weight.data._local_tensor  # type: ignore[index, union-attr]
     with monkeypatch.context() as patch:
         patch.setattr(Stager, "acquire", acquire_or_fail)
-        patch.setattr("infinity.swap.paged_model._RANGE_NUMEL", 1000)
+        patch.setattr("infinity.swap.values.RANGE_NUMEL", 1000)
         try:
             weight.view(-1)[1:4000].copy_(torch.full((3999,), 1 / 3))
         except infinity.IoError:

@@ -1,0 +1,237 @@
+"""Floor 8. The paged group: the compute parameters that FSDP2 gathers together, and how far they are on their way to it.
+
+[Note: Two pieces]
+What FSDP2 gets of a group goes to the device in at most two pieces: the compute parameters that the group's chunk fetches (or
+the host cache holds), and those that stay in host memory because they are small. Each piece is a `Delivery` with a state of its
+own, because the small ones need no lease, and change where they rest.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.device import CopyEvent, Device, InFlightCopy
+from infinity.swap.chunk import Chunk, ChunkState, Span
+from infinity.swap.stager import Stager
+from infinity.swap.sub_group import PagedSubGroup
+
+
+class GroupState(enum.Enum):
+    """How far compute parameters of a group are on their way to FSDP2, and who holds memory for them."""
+
+    RESTING = "resting"
+    """Nobody gathers them, and the device has nothing of them. Their chunk may be read ahead or staged."""
+    AHEAD = "ahead"
+    """On their way to the device, or there, before FSDP2 asks: the in-flight copy holds the device's memory, the chunk is
+    staged. May be let go."""
+    GATHERING = "gathering"
+    """FSDP2 has asked for some of the shards, not for all. The chunk is in use, the in-flight copy is as AHEAD."""
+    DELIVERED = "delivered"
+    """FSDP2 has all of the shards, and has not said that it copied each. The device's memory is FSDP2's; the chunk is in use
+    until it has, or until it asks for another group. The next gather's in-flight copy may have been started already."""
+
+
+_ALLOWED = {
+    GroupState.RESTING: {GroupState.AHEAD},
+    GroupState.AHEAD: {GroupState.RESTING, GroupState.GATHERING, GroupState.DELIVERED},
+    GroupState.GATHERING: {GroupState.RESTING, GroupState.AHEAD, GroupState.DELIVERED},
+    GroupState.DELIVERED: {GroupState.RESTING, GroupState.AHEAD},
+}
+
+
+@dataclass(eq=False)
+class Delivery:
+    """Compute parameters of `count` shards that go to the device in one piece, and are given out shard by shard.
+
+    `copy_event` fires when the device has read them from host memory, so that they may change there; it outlives the in-flight
+    copy.
+    """
+
+    count: int = 0
+    state: GroupState = GroupState.RESTING
+    in_flight: InFlightCopy | None = field(default=None, repr=False)
+    copy_event: CopyEvent | None = None
+    given: set[int] = field(default_factory=set)
+    """Numbers of the shards that FSDP2 was given and has not reported gathered."""
+
+    def move_to(self, state: GroupState) -> None:
+        """The one door of the state."""
+        if state is not self.state:
+            assert state in _ALLOWED[self.state], f"{self.state.value} -> {state.value}"
+            self.state = state
+
+    def start(self, in_flight: InFlightCopy, copy_event: CopyEvent | None) -> None:
+        """They are on their way to the device. `copy_event`: when it has read host memory; None where it doesn't read that."""
+        self.in_flight, self.copy_event = in_flight, copy_event
+        if self.state is GroupState.RESTING:
+            self.move_to(GroupState.AHEAD)
+
+    def on_device(self) -> torch.Tensor:
+        """All of them (1-D), on the device. Raises IoError where a read past host memory failed; they have to be started
+        anew."""
+        assert self.in_flight is not None
+        try:
+            return self.in_flight.on_device()
+        except BaseException:
+            self.let_go()
+            raise
+
+    def give(self, shard: int) -> None:
+        """FSDP2 gets a shard. With the last one, the device's memory is FSDP2's."""
+        self.given.add(shard)
+        if len(self.given) == self.count:
+            self.in_flight = None
+            self.move_to(GroupState.DELIVERED)
+        elif self.state is not GroupState.DELIVERED:
+            self.move_to(GroupState.GATHERING)
+
+    def report(self, shard: int) -> bool:
+        """FSDP2 has gathered a shard. Whether it has gathered all that it was given."""
+        self.given.discard(shard)
+        if not self.given:
+            self.report_all()
+        return not self.given
+
+    def report_all(self) -> None:
+        """FSDP2 has copied all that it was given. What was started for the next gather meanwhile goes on."""
+        self.given.clear()
+        self.move_to(GroupState.AHEAD if self.in_flight is not None else GroupState.RESTING)
+
+    def let_go(self) -> None:
+        """Forget the in-flight copy: who asks for more has it started anew."""
+        self.in_flight = None
+        if self.state is GroupState.AHEAD:
+            self.move_to(GroupState.RESTING)
+
+    def rest(self) -> None:
+        """Nobody gathers them any more: FSDP2 has copied what it was given."""
+        self.given.clear()
+        self.in_flight = None
+        self.move_to(GroupState.RESTING)
+
+    def wait_copied(self) -> None:
+        """They are about to change in host memory: wait until the device has read what it was told to."""
+        if self.copy_event is not None:
+            self.copy_event.wait()
+            self.copy_event = None
+
+
+@dataclass(eq=False)
+class PagedGroup:
+    """The shards that FSDP2 gathers together.
+
+    `chunk` fetches the compute parameters of all that don't stay in host memory; where these are cached there is no chunk, and
+    `cached` holds them (1-D, the group's flat space). `resident` are those that stay in host memory (1-D, one behind the
+    other).
+    """
+
+    index: int
+    name: str
+    shards: range = range(0)
+    """Numbers of its shards."""
+    members: list[PagedSubGroup] = field(default_factory=list, repr=False)
+    """The sub-groups of its flat space."""
+    resident_sub_groups: list[PagedSubGroup] = field(default_factory=list, repr=False)
+    """Those that hold shards of it which stay resident, and perhaps shards of other groups."""
+    chunk: Chunk | None = None
+    cached: torch.Tensor | None = field(default=None, repr=False)
+    resident: torch.Tensor | None = field(default=None, repr=False)
+    delivery: Delivery = field(default_factory=Delivery)
+    """Of what the chunk fetches, or the cache holds."""
+    resident_delivery: Delivery = field(default_factory=Delivery)
+
+    @property
+    def completes(self) -> Chunk | None:
+        """What holds compute parameters that are a part of its masters, which an update in the backward takes from there."""
+        return self.chunk if any(sub.gathers_from_nvme and sub.layout.split for sub in self.members) else None
+
+    @property
+    def fetched_bytes(self) -> int:
+        """What its chunk fetches or the cache holds."""
+        return self.cached.nbytes if self.cached is not None else self.chunk.lease_bytes if self.chunk else 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """What stays in host memory."""
+        return self.resident.nbytes if self.resident is not None else 0
+
+    @property
+    def compute_bytes(self) -> int:
+        """What its compute parameters take on the device."""
+        return self.fetched_bytes + self.resident_bytes
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the lease of its chunk is in use."""
+        return self.chunk is not None and self.chunk.state is ChunkState.IN_USE
+
+    def start_h2d(self, device: Device, dtype: torch.dtype) -> None:
+        """Begin to copy what its chunk holds, which is in use, or the cache, to the device."""
+        source = self.cached
+        if source is None:
+            assert self.chunk is not None and self.chunk.lease is not None
+            source = self.chunk.lease.view(dtype, 0, sum(sub.layout.numel for sub in self.members))
+        in_flight = device.start_h2d(source)
+        self.delivery.start(in_flight, in_flight.copy_event)
+
+    def start_resident_h2d(self, device: Device) -> None:
+        """Begin to copy what stays in host memory to the device, whatever was given of it before."""
+        assert self.resident is not None
+        self.resident_delivery.rest()
+        in_flight = device.start_h2d(self.resident)
+        self.resident_delivery.start(in_flight, in_flight.copy_event)
+
+    def point(self, pending: Container[PagedSubGroup]) -> None:
+        """From now on, staging the chunk fetches what is gathered of the members but for those `pending`, which their updates
+        copy there."""
+        if self.chunk is None:
+            return
+        reads, fills = [], []
+        for sub in self.members:
+            location = sub.locations[sub.layout.gathered]
+            start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
+            if location.tensor is not None:
+                fills.append((start, location.tensor))
+            elif sub not in pending:
+                reads.append(Span(sub.extent.offset + location.offset, start, location.nbytes))
+        self.chunk.reads, self.chunk.fills = tuple(reads), tuple(fills)
+
+    def forget(self, stager: Stager) -> None:
+        """Drop the staged compute parameters, which are about to be stale, whoever was to gather them. Cached ones are about to
+        change: the device has copied them after this.
+
+        FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
+        """
+        self.delivery.rest()
+        if self.cached is not None:
+            self.delivery.wait_copied()
+        self.delivery.copy_event = None
+        if self.chunk is None:
+            return
+        if self.in_use:
+            stager.release(self.chunk, keep=False)
+        stager.drop(self.chunk)
+
+    def forget_resident(self) -> None:
+        """What stays in host memory is about to change: what the device was given is stale, and it has copied it after this."""
+        self.resident_delivery.rest()
+        self.resident_delivery.wait_copied()
+
+    def recover(self) -> None:
+        """An exception ended a pass: nothing is gathered or on its way, and the device reads nothing of it."""
+        self.delivery.rest()
+        self.delivery.wait_copied()
+        self.forget_resident()
+
+
+def group_chunk(group: PagedGroup) -> Chunk | None:
+    """What fetches the compute parameters of a group; None where there are none or they are cached."""
+    if not group.members or group.cached is not None:
+        return None
+    last = group.members[-1].layout
+    nbytes = (last.start + last.numel) * last.itemsize(last.gathered)
+    return Chunk(f"group {group.name}", nbytes, (), (), after=tuple(sub.chunk for sub in group.members))

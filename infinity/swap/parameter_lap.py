@@ -1,0 +1,252 @@
+"""Floor 8. The parameter lap: from a recorded trace over the drive and the device into FSDP2's hands, and back.
+
+Reads top-down: `gather` is what FSDP2 sets off for each shard, `gathered` what it says when it has copied one. Used by one
+thread at a time; see infinity/swap/README.md for a lap by example.
+
+[Note: When a group has been copied]
+FSDP2 asks for all shards of a group, one after the other, and copies them at once into the buffer it gathers from; only then
+does it turn to another group. So when a shard of another group is asked for, the one before has been copied, and its lease goes
+back: not only when FSDP2 reports it gathered, which it does when the group is used. However many groups are prefetched
+(`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
+uses, one group at a time, and reports at once.
+
+[Note: Ahead on the device]
+A device with memory of its own gets a group's compute parameters in one piece, before the group is gathered where they are
+staged by then: the lap starts that whenever a group was gathered. Until the gather the chunk stays staged, and its copy event
+says when the device has the bytes; whatever is about to change them forgets the group, and what is on the device with it. An
+update that only waits for the gather, with everything that it reads staged, is run at that moment too: the host updates one
+group while the device computes the one before it. Compute parameters that stay in host memory go with those of their group, in
+one piece of their own; whatever is about to change one of them takes these back.
+
+[Note: Past host memory]
+Where something reads files straight into the device's memory (`aio.use_gds`), a group's compute parameters go that way whenever
+they are read only to be gathered: no member waits for an update, none of them rests in host memory, and the backward doesn't
+update from them. Nothing of such a group is staged; the bytes that a gather needs are read for it alone, ahead of use as far as
+the device has room. What is still to be written is waited for first; who changes the compute parameters afterwards forgets the
+group, and what was read of it with it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.errors import InfinityError
+from infinity.fsdp2.sharding import in_backward
+from infinity.swap.ahead import DeviceAhead
+from infinity.swap.chunk import ChunkState
+from infinity.swap.direct import DirectReads
+from infinity.swap.group import GroupState, PagedGroup
+from infinity.swap.paged_model import PagedModel
+from infinity.swap.policy import StagingPolicy
+from infinity.swap.shard import PagedShard
+from infinity.swap.stager import Stager
+from infinity.swap.timeline import measured
+
+
+class ParameterLap:
+    """Moves the compute parameters of one model.
+
+    policy: what to stage when. direct: reads past host memory, where they can be done. ahead: which groups go to the device
+    before they are gathered, where that has memory of its own. alone: whether the model is sharded over one rank, on which
+    FSDP2 gathers a group as soon as it has it.
+    """
+
+    def __init__(
+        self,
+        paged: PagedModel,
+        policy: StagingPolicy,
+        direct: DirectReads | None,
+        ahead: DeviceAhead | None,
+        *,
+        alone: bool,
+    ) -> None:
+        self._paged, self._policy, self._direct, self._alone = paged, policy, direct, alone
+        self.ahead = ahead
+        self._asked: PagedGroup | None = None
+        """The group whose shards FSDP2 asks for, or asked for last."""
+
+    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
+        """FSDP2 asks for a shard: its compute parameter (1-D, padded) on the device, until its group is gathered.
+
+        `training`: whether a module in training mode asks. Raises InfinityError when the values are torn, were never given, or
+        are asked for in another dtype; IoError when a transfer failed.
+        """
+        self._check(shard, dtype)
+        group = shard.group
+        if group.chunk is None and shard.index == group.shards.start:
+            # Nothing of it is to be read, but perhaps updates are to be run, and it is to be copied.
+            self._policy.use(group, module_trains=training)
+            self.look_ahead(group)
+        if shard.resident is not None:
+            self._update_resident(group)
+        else:
+            self._turn_to(group, training)
+        if self.ahead is not None:
+            self.ahead.ask(shard)
+        with measured(self._stager.timeline if self._stager.device.is_discrete else None, "copy", shard.name):
+            return self._give_resident(shard) if shard.resident is not None else self._give(shard)
+
+    def gathered(self, shard: PagedShard) -> None:
+        """FSDP2 has gathered a shard. The group's lease goes back with its last one, or earlier."""
+        group, timeline = shard.group, self._stager.timeline
+        if timeline is not None:
+            timeline.gathered(group.name, at_once=self._alone)
+        last = not group.delivery.given and shard.index == group.shards[-1]
+        if shard.resident is None:
+            last = group.delivery.report(shard.index)
+            if last:
+                self._give_back(group)
+        if last:
+            self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
+
+    def look_ahead(self, using: PagedGroup | None = None) -> None:
+        """Start the reads for what comes next; `using`: the group whose members are being updated now."""
+        self._stager.want(self._policy.wanted(using))
+
+    def start_ahead(self, *, update: bool = True) -> None:
+        """Start what comes next on its way to the device, as far as it is staged and fits, and let go of what doesn't come next
+        any more. `update`: whether updates that wait for a group's gather may be run for it now."""
+        if self.ahead is None:
+            return
+        for group in self.ahead.turn_to_next(asked_for=self._asked):
+            if not self._start_ahead(group, update=update):
+                break
+            self.ahead.started.append(group)
+
+    def give_back_copied(self) -> None:
+        """The lease of the group that was asked for last goes back, if FSDP2 has all of it."""
+        group = self._asked
+        if group is not None and group.delivery.state is GroupState.DELIVERED:
+            self._give_back(group)
+            group.delivery.report_all()
+
+    def recover(self) -> None:
+        """An exception ended a pass; the groups rest."""
+        self._asked = None
+        if self.ahead is not None:
+            self.ahead.recover()
+
+    # The stages of a gather.
+
+    def _check(self, shard: PagedShard, dtype: torch.dtype) -> None:
+        if in_backward():
+            self._paged.check_not_torn()
+        else:
+            self._paged.check_whole()
+        if dtype != self._paged.compute_dtype:
+            raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {self._paged.compute_dtype}")
+        if not shard.filled:
+            raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
+
+    def _turn_to(self, group: PagedGroup, training: bool) -> None:
+        """The group's chunk is in use after this, or its compute parameters are on their way past host memory."""
+        if self._asked is not group:
+            self.give_back_copied()
+            self._asked = group
+        if group.chunk is None:
+            self._stage(group)
+        elif not group.delivery.given and not group.in_use:
+            self._update_resident(group)
+            self._policy.use(group, module_trains=training)
+            self._stage(group)
+            self.look_ahead()
+
+    def _update_resident(self, group: PagedGroup) -> None:
+        """Compute parameters of the group that stay in host memory are up to date after this."""
+        for sub in group.resident_sub_groups:
+            self._paged.updates.catch_up(sub)
+
+    def _stage(self, group: PagedGroup) -> None:
+        """Bring the group's compute parameters into its chunk's lease, and the chunk in use; or up to date where they are
+        cached; or on their way past host memory. Members that wait for an update get it now."""
+        updates, chunk, stager = self._paged.updates, group.chunk, self._stager
+        if self._direct is not None and chunk is not None and self._goes_direct(group):
+            if group.delivery.in_flight is None:
+                stager.let_be_read(chunk)
+                group.delivery.start(self._direct.start(chunk, self._paged.compute_dtype), None)
+            return
+        waiting = updates.of(group)
+        lease = stager.acquire(chunk) if chunk is not None else None
+        try:
+            for sub in waiting:
+                updates.run(sub, into=lease)
+                self.look_ahead(group)
+        except BaseException:
+            if chunk is not None:
+                stager.release(chunk, keep=False)
+            raise
+        finally:
+            if waiting:
+                updates.point(group)
+
+    def _give(self, shard: PagedShard) -> torch.Tensor:
+        """What FSDP2 gets of a shard that the group's chunk fetches."""
+        group = shard.group
+        if group.delivery.in_flight is None:
+            group.start_h2d(self._stager.device, self._paged.compute_dtype)
+        given = group.delivery.on_device()[shard.start : shard.start + shard.padded_shape.numel()]
+        group.delivery.give(shard.index)
+        return given
+
+    def _give_resident(self, shard: PagedShard) -> torch.Tensor:
+        """What FSDP2 gets of a shard that stays in host memory."""
+        group, delivery = shard.group, shard.group.resident_delivery
+        assert shard.resident is not None and group.resident is not None
+        if delivery.in_flight is None or shard.index in delivery.given:
+            group.start_resident_h2d(self._stager.device)
+        start = shard.resident.storage_offset() - group.resident.storage_offset()
+        given = delivery.on_device()[start : start + shard.resident.numel()]
+        delivery.give(shard.index)
+        if delivery.state is GroupState.DELIVERED:
+            delivery.rest()  # no lease waits for what FSDP2 reports
+        return given
+
+    def _give_back(self, group: PagedGroup) -> None:
+        if group.in_use:
+            assert group.chunk is not None
+            keep = group.chunk in self._stager.wanted
+            self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
+        if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
+            group.delivery.copy_event = None
+
+    # Ahead of a gather.
+
+    def _start_ahead(self, group: PagedGroup, *, update: bool) -> bool:
+        """Begin to copy a group's compute parameters to the device, if that takes no waiting for the drive. Whether they are on
+        their way."""
+        updates, stager = self._paged.updates, self._stager
+        fetched = bool(group.fetched_bytes) and group.delivery.in_flight is None
+        resident = bool(group.resident_bytes) and group.resident_delivery.in_flight is None
+        waiting_resident = [sub for sub in group.resident_sub_groups if resident and sub in updates]
+        waiting = waiting_resident + (updates.of(group) if fetched else [])
+        needed = [sub.chunk for sub in waiting if sub.moves]
+        if fetched and group.chunk is not None:
+            if not self._goes_direct(group):
+                needed.append(group.chunk)
+            elif not stager.may_be_read(group.chunk):
+                return False
+        if (waiting and not update) or not all(stager.is_ready(chunk) for chunk in needed):
+            return False
+        for sub in waiting_resident:
+            updates.catch_up(sub)
+        if fetched:
+            self._stage(group)
+            try:
+                if group.delivery.in_flight is None:
+                    group.start_h2d(stager.device, self._paged.compute_dtype)
+            finally:
+                if group.in_use:
+                    assert group.chunk is not None
+                    stager.release(group.chunk, keep=True, copy_event=group.delivery.copy_event)
+        if resident:
+            group.start_resident_h2d(stager.device)
+        return True
+
+    def _goes_direct(self, group: PagedGroup) -> bool:
+        """Whether its compute parameters would go past host memory now."""
+        staged = group.chunk is not None and group.chunk.state in (ChunkState.READING, ChunkState.STAGED)
+        return self._paged.may_go_direct(group) and not self._paged.updates.of(group) and not staged
+
+    @property
+    def _stager(self) -> Stager:
+        return self._paged.open.stager

@@ -1,0 +1,260 @@
+"""Floor 8. The updates that sub-groups wait for, and how one is run.
+
+[Note: Updates that wait]
+An optimizer step may leave the update of a sub-group for later: the values of the sub-group are then those that the update
+will give it, and it runs before anybody sees them. That is when its group is gathered: its state is read instead of its compute
+parameter, updated, and the new compute parameter goes from lease to lease, so that the gather needs no read of its own; or when
+a range of it is read or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What the update
+needs (gradient, hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an update at once.
+
+[Note: Updates in the backward]
+Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
+be updated as soon as its gradients are reduced, and they need no memory beyond that. Its compute parameters were read for its
+backward and are staged still, as the trace knows that they are needed again; so the update reads the rest of the state. A group
+of which a gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from infinity.aio import Lease
+from infinity.store import Field
+from infinity.swap.chunk import ChunkState
+from infinity.swap.group import PagedGroup
+from infinity.swap.health import ModelHealth
+from infinity.swap.open_stager import OpenStager
+from infinity.swap.slots import Slots
+from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate, UpdateState
+from infinity.swap.timeline import measured
+
+
+class PendingUpdates:
+    """The one door of every sub-group's `UpdateState`. Iterates over those that wait, in the order of the step.
+
+    `stepped`: what the last step updates, done or not, in its order. `in_backward`: whether groups are updated in the backward
+    where that is possible.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[PagedGroup],
+        sub_groups: Sequence[PagedSubGroup],
+        slots: Slots,
+        health: ModelHealth,
+        stager: OpenStager,
+        *,
+        in_backward: bool,
+    ) -> None:
+        self._groups, self._sub_groups = groups, sub_groups
+        self._slots, self._health, self._open = slots, health, stager
+        self._in_backward = in_backward
+        self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
+        self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
+        """The sub-group whose update is RUNNING, and the ties that it had before."""
+        self.stepped: tuple[PagedSubGroup, ...] = ()
+
+    def __iter__(self) -> Iterator[PagedSubGroup]:
+        return iter(self._pending)
+
+    def __contains__(self, sub: object) -> bool:
+        return sub in self._pending
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def state_of(self, sub: PagedSubGroup) -> UpdateState:
+        """See `UpdateState`."""
+        if self._running is not None and self._running[0] is sub:
+            return UpdateState.RUNNING
+        return UpdateState.PENDING if sub in self._pending else UpdateState.CURRENT
+
+    def of(self, group: PagedGroup) -> list[PagedSubGroup]:
+        """The group's members that wait for an update."""
+        return [sub for sub in group.members if sub in self._pending]
+
+    def group_of(self, sub: PagedSubGroup) -> PagedGroup | None:
+        """The group that gathers from the sub-group; None for one of resident shards."""
+        return self._groups[sub.layout.space] if sub.layout.space < len(self._groups) else None
+
+    # CURRENT -> PENDING.
+
+    def defer(self, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+        """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
+
+        What is staged of any group is forgotten; of a sub-group, only what the update can't use. No sub-group waits for another
+        update.
+        """
+        assert not self._pending
+        stager = self._open.stager
+        for group in self._groups:
+            group.forget(stager)
+        for sub in updates:
+            of_no_use = sub.gradient is not None or sub.chunk.reads != sub.reads(compute=True)
+            if of_no_use:  # read with an earlier gradient, or without the compute parameter
+                stager.drop(sub.chunk)
+        self.stepped = tuple(updates)
+        self._pending.update(updates)
+        for group in self._groups:
+            self.point(group)
+
+    # PENDING -> RUNNING -> CURRENT, or back.
+
+    def catch_up(self, sub: PagedSubGroup) -> None:
+        """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
+        if sub not in self._pending:
+            return
+        group = self.group_of(sub)
+        if group is not None:
+            group.forget(self._open.stager)  # it was staged without what this one stores
+        self.run(sub)
+        if group is not None:
+            self.point(group)
+
+    def run(self, sub: PagedSubGroup, *, into: Lease | None = None) -> None:
+        """Read what a sub-group waits to have updated, update it and write it; its new compute parameter also goes `into` its
+        group's lease.
+
+        Raises IoError when the read failed. Whatever ends it before the write has begun, the sub-group still waits and
+        nothing is lost: what was read is dropped, and read again. Where a part of it stays in memory, which changes in
+        place, the values are torn instead.
+        """
+        stager = self._open.stager
+        if sub.rests_in_host:
+            self._slots.let_be_copied(sub, sub.current_slot)
+        lease = stager.acquire(sub.chunk) if sub.moves else None
+        try:
+            with self._health.change("an optimizer step") if sub.rests_in_host else self._undone(sub):
+                with measured(stager.timeline, "update", sub.chunk.name):
+                    self._pending[sub](lease)
+                if into is not None:
+                    with measured(stager.timeline, "copy", sub.chunk.name):
+                        _copy_to_group(sub, lease, into)
+                with self._health.change("an optimizer step"):
+                    self._running = None
+                    del self._pending[sub]
+                    if lease is not None:
+                        self.write_back(sub)
+        except BaseException:
+            if sub.chunk.state is ChunkState.IN_USE:
+                stager.release(sub.chunk, keep=False)
+                stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
+            raise
+
+    @contextlib.contextmanager
+    def _undone(self, sub: PagedSubGroup) -> Iterator[None]:
+        """Around an update of what is in a lease: until its write begins, an exception leaves the sub-group as it was."""
+        self._running = (sub, sub.ties)
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            raise
+
+    def _undo(self) -> None:
+        if self._running is not None:
+            sub, ties = self._running
+            sub.ties = ties
+            self._running = None
+
+    # CURRENT -> CURRENT: in the backward, where nothing waits.
+
+    @contextlib.contextmanager
+    def backward_update(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
+        """Around the updates of members of a group whose gradients came: see [Note: Updates in the backward].
+
+        The lease holds the group's compute parameters, where its masters need them. Raises IoError when a transfer failed.
+        After any failure the values are torn.
+        """
+        assert self._in_backward and not any(sub in self._pending for sub in updated)
+        stager, chunk = self._open.stager, group.completes
+        with self._health.change("an update in the backward"):
+            if group.cached is not None:
+                group.forget(stager)  # its compute parameters change where they lie
+            compute = stager.acquire(chunk) if chunk is not None else None
+            try:
+                yield compute
+            finally:
+                if chunk is not None:
+                    stager.release(chunk, keep=False)
+                group.forget(stager)  # its compute parameters are old
+                self.point(group)
+
+    def run_in_backward(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
+        """Update one whose compute parameter is in its group's lease, or in host memory; inside `backward_update`."""
+        stager = self._open.stager
+        if sub.rests_in_host:
+            self._slots.let_be_copied(sub, sub.current_slot)
+        if not sub.moves:
+            with measured(stager.timeline, "update", sub.chunk.name):
+                update(None)
+            return
+        lease = stager.acquire(sub.chunk)
+        try:
+            if compute is not None and sub.gathers_from_nvme and sub.layout.split:
+                start = sub.layout.start * sub.layout.compute_itemsize
+                with measured(stager.timeline, "copy", sub.chunk.name):
+                    gathered = compute.view(sub.compute_dtype, start, sub.layout.numel)
+                    sub.view(Field.COMPUTE, lease).copy_(gathered)
+            with measured(stager.timeline, "update", sub.chunk.name):
+                update(lease)
+        except BaseException:
+            stager.release(sub.chunk, keep=False)
+            raise
+        self.write_back(sub)
+
+    # What follows from the states.
+
+    def write_back(self, sub: PagedSubGroup) -> None:
+        """Start writing the sub-group's lease. Its group is to be pointed to the new bytes before it is read again."""
+        self._slots.write_back(sub)
+        self._point_sub_group(sub)
+
+    def point(self, group: PagedGroup) -> None:
+        """From now on, staging the group's chunk fetches what is gathered of those members that don't wait for an update, and
+        staging a member's chunk what its update will need."""
+        for sub in group.members:
+            self._point_sub_group(sub)
+        group.point(self._pending)
+
+    def moved(self, sub: PagedSubGroup) -> None:
+        """The sub-group's values are in another slot: whatever reads it does so there."""
+        group = self.group_of(sub)
+        if group is None:
+            self._point_sub_group(sub)
+            return
+        group.forget(self._open.stager)
+        self.point(group)
+
+    def point_all(self) -> None:
+        """Whatever reads a sub-group reads what it needs now, where it is now."""
+        for group in self._groups:
+            self.point(group)
+        for sub in self._sub_groups:
+            self._point_sub_group(sub)
+
+    def clear(self) -> None:
+        """All are CURRENT: the values are not whole any more, or gone, and what is set anew is not to be updated."""
+        self._pending.clear()
+        for group in self._groups:
+            self.point(group)
+
+    def recover(self) -> None:
+        """An exception ended an update at whatever line: one that was RUNNING is PENDING again."""
+        self._undo()
+        self.point_all()
+
+    def _point_sub_group(self, sub: PagedSubGroup) -> None:
+        group = self.group_of(sub)
+        staged_with_group = self._in_backward and group is not None and group.chunk is not None
+        sub.chunk.reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
+
+
+def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
+    """Copy what is gathered of a sub-group, which is under `lease`, into the lease of its group."""
+    name = sub.layout.gathered
+    start = sub.layout.start * sub.layout.itemsize(name)
+    into.view(sub.dtype(name), start, sub.layout.numel).copy_(sub.view(name, lease))

@@ -1,0 +1,99 @@
+"""Floor 8. Where a model's bytes rest, resolved once: extents in the arena, places in the host cache, tensors in host memory.
+
+Makes the sub-groups and groups of a `PagedModel`; see [Note: Where bytes rest] in sub_group.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from infinity.aio import Lease
+from infinity.store import Arena, Extent, Field, Layout, SubGroup
+from infinity.swap.chunk import Chunk
+from infinity.swap.group import PagedGroup, group_chunk
+from infinity.swap.sub_group import Location, PagedSubGroup, Tier
+
+
+def place_sub_groups(
+    layout: Layout, arena: Arena, what: str, *, slots: int, dtype: torch.dtype, on_lost: Callable[[str], None]
+) -> list[PagedSubGroup]:
+    """All sub-groups with their extents: first slots one behind the other, then the second ones, then gradients.
+
+    `dtype`: of compute parameters. What is cached has no place yet: see `place_cached`. Raises StoreError, naming `what`, when
+    the arena can't hold them; nothing is reserved then.
+    """
+    sub_groups = layout.sub_groups
+    spilled = [sub for sub in sub_groups if sub.gradient_bytes]
+    sizes = [sub.nbytes for sub in sub_groups] * slots + [sub.gradient_bytes for sub in spilled]
+    extents = arena.reserve(sizes, what) if any(sizes) else [Extent(0, 0)] * len(sizes)
+    state, gradients = extents[: slots * len(sub_groups)], extents[slots * len(sub_groups) :]
+    gradient_of = dict(zip([sub.index for sub in spilled], gradients, strict=True))
+    placed = []
+    for number, sub in enumerate(sub_groups):
+        chunk = Chunk(f"sub-group {sub.index}", sub.lease_bytes, (), (), on_lost=on_lost)
+        paged = PagedSubGroup(sub, tuple(state[number :: len(sub_groups)]), chunk, dtype, gradient_of.get(sub.index))
+        for name in sub.fields:
+            paged.locations[name] = _location(paged, name)
+        placed.append(paged)
+    return placed
+
+
+def place_cached(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGroup], cache: Lease) -> None:
+    """Give cached fields their places: group by group what is gathered, so that it lies in one piece, then the others."""
+    cache.view(torch.uint8).zero_()  # like bytes of the arena that were never written
+    at = 0
+    for group in groups:
+        first = at
+        for sub in group.members:
+            if sub.layout.gathered in sub.layout.cached:
+                at = _place(sub, sub.layout.gathered, cache, at)
+        if group.members and not any(sub.gathers_from_nvme for sub in group.members):
+            numel = sum(sub.layout.numel for sub in group.members)
+            group.cached = cache.view(group.members[0].compute_dtype, first, numel)
+    for sub in sub_groups:
+        for name in sub.layout.cached:
+            if sub.locations[name].tensor is None:
+                at = _place(sub, name, cache, at)
+
+
+def make_groups(layout: Layout, names: Sequence[str], sub_groups: Sequence[PagedSubGroup]) -> list[PagedGroup]:
+    """The groups with their members and the numbers of their shards; chunks they get from `open_chunks`."""
+    groups = [PagedGroup(index, name) for index, name in enumerate(names)]
+    first = 0
+    for space, group in enumerate(groups):
+        group.members = [sub_groups[sub.index] for sub in layout.by_space[space]]
+        count = sum(shard.group == space for shard in layout.shards)
+        group.shards, first = range(first, first + count), first + count
+        specs = [layout.shards[index] for index in group.shards]
+        assert all(spec.group == space for spec in specs), "the shards of a group come one after the other"
+        group.resident_delivery.count = sum(spec.resident for spec in specs)
+        group.delivery.count = len(specs) - group.resident_delivery.count
+    return groups
+
+
+def open_chunks(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGroup]) -> None:
+    """Once all fields have their places: what fetches each group, and what each sub-group is written to."""
+    for sub in sub_groups:
+        sub.chunk.writes = sub.slot_span(0)
+    for group in groups:
+        group.chunk = group_chunk(group)
+
+
+def _location(sub: PagedSubGroup, name: Field) -> Location:
+    layout: SubGroup = sub.layout
+    nbytes = layout.numel * layout.itemsize(name)
+    if name in layout.held:
+        return Location(Tier.HOST, nbytes, tensor=torch.zeros(layout.numel, dtype=sub.dtype(name)))
+    if name in layout.cached:  # until `place_cached`
+        return Location(Tier.HOST, nbytes)
+    return Location(Tier.NVME, nbytes, layout.field_offset(name))
+
+
+def _place(sub: PagedSubGroup, name: Field, cache: Lease, at: int) -> int:
+    """The cached field lies at byte `at` of the lease; where the next one may."""
+    location = sub.locations[name]
+    sub.locations[name] = replace(location, tensor=cache.view(sub.dtype(name), at, sub.layout.numel))
+    return at + location.nbytes

@@ -1,0 +1,131 @@
+"""Floor 8. The paged shard: this rank's piece of one parameter, and its values as anybody may read and set them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.optim.kernel import join, split
+from infinity.store import Field
+from infinity.swap.group import PagedGroup
+from infinity.swap.sub_group import PagedSubGroup
+from infinity.swap.values import RANGE_NUMEL, PieceOf, Values, ranges_of
+
+
+@dataclass(eq=False)
+class PagedShard:
+    """This rank's piece of one parameter.
+
+    shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `start`: its first element in its flat
+    space. `resident` is its compute parameter where that stays in host memory (1-D, padded). `filled`: whether it was ever
+    given values. `stepped`: whether its moments were ever written; if not, they read as zero.
+    """
+
+    name: str
+    index: int
+    shape: torch.Size
+    padded_shape: torch.Size
+    start: int
+    trained: bool
+    group: PagedGroup = field(repr=False)
+    pieces: Sequence[PieceOf] = field(repr=False)
+    values: Values = field(repr=False)
+    resident: torch.Tensor | None = field(default=None, repr=False)
+    filled: bool = False
+    stepped: bool = False
+
+    @property
+    def sub_groups(self) -> list[PagedSubGroup]:
+        """Those that hold a piece of it."""
+        return [sub for sub, _ in self.pieces]
+
+    def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
+        """Elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.
+
+        Raises InfinityError after a torn step, or when the swap manager is closed.
+        """
+        self.values.check_whole()
+        if name is not Field.MASTER or not self._split:
+            return self._read(name, start, numel, torch.float32)
+        compute = self._read(Field.COMPUTE, start, numel, self.values.compute_dtype)
+        remainder = self._read(Field.REMAINDER, start, numel, torch.int16)
+        ties = []
+        for sub, at, low, count in self._ranges(start, numel):
+            in_range = sub.ties[(sub.ties >= low) & (sub.ties < low + count)]
+            ties.append(in_range + (at - start - low))
+        return join(compute, remainder, torch.cat(ties))
+
+    def write(self, name: Field, start: int, values: torch.Tensor) -> None:
+        """Set elements [start, start + values.numel()) of the master or a moment (1-D). The compute parameter follows the
+        master.
+
+        Raises IoError where a transfer failed. The values are torn then: some ranges may be new, or the compute parameter
+        alone.
+        """
+        self.values.health.check_not_ahead()
+        with self.values.health.change(f"setting {self.name}"):
+            self._set(name, start, values)
+
+    def set_resident(self, start: int, values: torch.Tensor) -> None:
+        """Set elements of the compute parameter that stays in host memory, once the device has copied what they were."""
+        assert self.resident is not None
+        self.group.forget_resident()
+        self.resident[start : start + values.numel()].copy_(values)
+
+    def refresh_resident(self) -> None:
+        """Set the compute parameter that stays in host memory from the master."""
+        for start in range(0, self.shape.numel(), RANGE_NUMEL):
+            numel = min(RANGE_NUMEL, self.shape.numel() - start)
+            self.set_resident(start, self.read(Field.MASTER, start, numel))
+
+    @property
+    def _split(self) -> bool:
+        return any(sub.layout.split for sub in self.sub_groups)
+
+    def _ranges(self, start: int, numel: int) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
+        return ranges_of(self.pieces, start, numel)
+
+    def _set(self, name: Field, start: int, values: torch.Tensor) -> None:
+        if name is not Field.MASTER:
+            self._write(name, start, values)
+            self.stepped = True
+            return
+        if self._split:
+            self._write_split(start, values)
+        else:
+            self._write(name, start, values)
+        if self.resident is not None:
+            self.set_resident(start, values)
+        elif self.values.has_compute_field and not self._split:
+            self._write(Field.COMPUTE, start, values)
+        self.filled = True
+
+    def _write_split(self, start: int, values: torch.Tensor) -> None:
+        compute = torch.empty(values.numel(), dtype=self.values.compute_dtype)
+        remainder = torch.empty(values.numel(), dtype=torch.int16)
+        ties = split(values.contiguous(), compute, remainder)
+        self._write(Field.COMPUTE, start, compute)
+        self._write(Field.REMAINDER, start, remainder)
+        for sub, at, low, count in self._ranges(start, values.numel()):
+            first = at - start
+            in_range = ties[(ties >= first) & (ties < first + count)]
+            sub.set_ties(in_range + (low - first), low, low + count)
+
+    def _read(self, name: Field, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(numel, dtype=dtype)
+
+        def take(staged: torch.Tensor, at: int) -> None:
+            out[at - start : at - start + staged.numel()].copy_(staged)
+
+        what = f"{name.value} of {self.name}"
+        self.values.access(self.group, self._ranges(start, numel), name, what, take, write=False)
+        return out
+
+    def _write(self, name: Field, start: int, values: torch.Tensor) -> None:
+        def give(staged: torch.Tensor, at: int) -> None:
+            staged.copy_(values[at - start : at - start + staged.numel()])
+
+        what = f"{name.value} of {self.name}"
+        self.values.access(self.group, self._ranges(start, values.numel()), name, what, give, write=True)

@@ -1,0 +1,170 @@
+"""Floor 8. The paged sub-group: where each of its fields rests, and what its bytes mean while they are in memory.
+
+Data and pure looks at it; moves nothing.
+
+[Note: Where bytes rest]
+A `Location` says where one field of one sub-group rests. It is resolved once, when the model is paged, and never changes:
+reads, the bytes of a step, what a checkpoint copies and the view that an update works on follow from it. What stays in host
+memory (held or cached there) has a tensor; what rests on NVMe has an offset, which is the same in every slot and in the lease
+of the sub-group's chunk. Which slot is current is the one thing that moves: see [Note: A/B slots] in slots.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.aio import Lease
+from infinity.optim.kernel import join, split
+from infinity.store import Extent, Field, SubGroup
+from infinity.store.arena_copy import Source
+from infinity.swap.chunk import Chunk, Span
+
+SubGroupUpdate = Callable[[Lease | None], None]
+"""Updates a sub-group in place, whose state is under the lease (None where nothing of it moves)."""
+
+
+class Tier(enum.Enum):
+    """What kind of memory a field rests in."""
+
+    HOST = "host"
+    """Host memory, pinned or not: `Location.tensor`."""
+    NVME = "nvme"
+    """The arena: `Location.offset` of each slot."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where one field of a sub-group rests: see [Note: Where bytes rest]."""
+
+    tier: Tier
+    nbytes: int
+    offset: int = 0
+    """NVMe: first byte, in each slot and in the lease."""
+    tensor: torch.Tensor | None = field(default=None, repr=False)
+    """Host: the elements (1-D)."""
+
+
+class UpdateState(enum.Enum):
+    """Whether a sub-group's values are those that the last optimizer step gave it."""
+
+    CURRENT = "current"
+    """They are. Nothing waits; its chunk may be staged for the next update, or hold nothing."""
+    PENDING = "pending"
+    """A step has settled its update, which runs before anybody sees the values. Gradient and settings are held by the update;
+    the chunk may be read ahead."""
+    RUNNING = "running"
+    """Its update changes the bytes in the lease (the chunk is in use), and nothing of it is written. An exception drops the
+    lease and makes it PENDING again."""
+
+
+@dataclass(eq=False)
+class PagedSubGroup:
+    """One sub-group and the chunk through which the optimizer reads and writes it.
+
+    `slots`: its extents in the arena; two in a durable run. `current_slot` is the number of the one that holds its values,
+    `committed_slot` of the one that must stay as it is. `gradient`: the extent in which its gradient waits for the update,
+    where that is not in host memory. `ties`: where a split master was rounded up on a tie (int32, ascending): see [Note: Copy
+    and remainder] in infinity/optim/split.py. The chunk of one that rests in host memory altogether moves nothing.
+    """
+
+    layout: SubGroup
+    slots: tuple[Extent, ...]
+    chunk: Chunk
+    compute_dtype: torch.dtype
+    gradient: Extent | None = None
+    locations: dict[Field, Location] = field(default_factory=dict, repr=False)
+    ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
+    current_slot: int = 0
+    committed_slot: int | None = None
+
+    @property
+    def extent(self) -> Extent:
+        """The slot that holds its values."""
+        return self.slots[self.current_slot]
+
+    @property
+    def write_slot(self) -> int:
+        """The number of the slot that may be written to."""
+        return self.current_slot if self.current_slot != self.committed_slot else 1 - self.current_slot
+
+    @property
+    def moves(self) -> bool:
+        """Whether stepping it takes bytes from the arena."""
+        return self.layout.lease_bytes > 0
+
+    @property
+    def rests_in_host(self) -> bool:
+        """Whether a part of it changes where it rests, in host memory."""
+        return any(location.tier is Tier.HOST for location in self.locations.values())
+
+    @property
+    def gathers_from_nvme(self) -> bool:
+        """Whether gathering it takes bytes from the arena."""
+        return self.locations[self.layout.gathered].tier is Tier.NVME
+
+    def slot_span(self, slot: int) -> tuple[Span, ...]:
+        """All of one of its slots."""
+        return (Span(self.slots[slot].offset, 0, self.layout.nbytes),) if self.layout.nbytes else ()
+
+    def reads(self, *, compute: bool) -> tuple[Span, ...]:
+        """What fetches its state and its gradient: with the compute parameter where that is a part of the master, or
+        without."""
+        fields = [name for name in self.layout.state if compute or name is not Field.COMPUTE]
+        spans = []
+        if fields:
+            first = self.locations[fields[0]].offset
+            spans.append(Span(self.extent.offset + first, first, self.layout.nbytes - first))
+        if self.gradient is not None:
+            spans.append(Span(self.gradient.offset, self.layout.nbytes, self.layout.gradient_bytes))
+        return tuple(spans)
+
+    def dtype(self, name: Field) -> torch.dtype:
+        """Of the field's elements."""
+        if name is Field.COMPUTE:
+            return self.compute_dtype
+        return torch.int16 if name is Field.REMAINDER else torch.float32
+
+    def view(self, name: Field, lease: Lease | None) -> torch.Tensor:
+        """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease` (None where nothing moves)."""
+        location = self.locations[name]
+        if location.tensor is not None:
+            return location.tensor
+        assert lease is not None
+        return lease.view(self.dtype(name), location.offset, self.layout.numel)
+
+    def master(self, lease: Lease | None) -> torch.Tensor:
+        """The master weights (1-D, fp32): a view, or joined in memory of their own; `set_master` when changed."""
+        if not self.layout.split:
+            return self.view(Field.MASTER, lease)
+        return join(self.view(Field.COMPUTE, lease), self.view(Field.REMAINDER, lease), self.ties)
+
+    def set_master(self, master: torch.Tensor, lease: Lease | None) -> None:
+        """Store what `master` returned, changed, and in the compute parameter where there is one."""
+        if self.layout.split:
+            self.ties = split(master, self.view(Field.COMPUTE, lease), self.view(Field.REMAINDER, lease))
+        elif Field.COMPUTE in self.layout.fields:
+            self.view(Field.COMPUTE, lease).copy_(master)
+
+    def sources(self) -> list[Source]:
+        """Where the bytes of all its fields are, in order; neighbours on NVMe are one source."""
+        sources: list[Source] = []
+        for name in self.layout.fields:
+            location = self.locations[name]
+            if location.tensor is not None:
+                sources.append(Source(location.nbytes, memory=location.tensor.view(torch.uint8).numpy().data))
+                continue
+            offset = self.extent.offset + location.offset
+            last = sources[-1] if sources else None
+            if last is not None and last.memory is None and last.offset + last.nbytes == offset:
+                sources[-1] = Source(last.nbytes + location.nbytes, last.offset)
+            else:
+                sources.append(Source(location.nbytes, offset))
+        return sources
+
+    def set_ties(self, ties: torch.Tensor, low: int, high: int) -> None:
+        """The ties among elements [low, high) are these (ascending)."""
+        self.ties = torch.cat([self.ties[self.ties < low], ties, self.ties[self.ties >= high]])
