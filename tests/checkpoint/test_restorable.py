@@ -206,7 +206,7 @@ def test_a_first_commit_that_was_never_made_by_all_is_none(
     anew: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = SimpleNamespace(found={}, damaged=[], others=[], began_without_commit=None, where="here")
+    run = SimpleNamespace(records={}, damaged=[], others=[], began_without_commit=None, where="here")
     mine = commits._Found(ours, [], [], None, OF_RUN, "here", resume == "must")
     other = commits._Found(theirs, damaged, [], began, OF_RUN, "there", resume == "must")
     monkeypatch.setattr(commits.dist, "get_world_size", lambda: 2)
