@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from infinity.checkpoint.checks import check_resumable
 from infinity.checkpoint.training_state import decode, encode
-from infinity.config import Config
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store import DurableRun
@@ -202,21 +201,20 @@ class Commits:
         )
 
 
-def open_run(config: Config, *, resume: bool | Literal["must"]) -> DurableRun | None:
-    """The files of the durable run that the config names, and in it what to go on from; None where it asks for none.
+def open_run(nvme_paths: Sequence[str], run_name: str | None, *, resume: bool | Literal["must"]) -> DurableRun | None:
+    """The files of the durable run of that name, and in it what to go on from; None where there is no name.
 
     A collective. Raises CheckpointError where there is a committed step and `resume` is false, there is none that all ranks
     have, or none at all where it "must" be or where there are commits of others, and StoreError where a live process has the
     files; on all ranks when on one.
     """
-    own = config.infinity
     run: DurableRun | None = None
     try:
         with raise_on_all_ranks():
             if resume not in (False, True, "must"):
                 raise ConfigError(f'resume is True, False or "must", got {resume!r}')
-            if own.durability == "step":
-                run = DurableRun(config.nvme_paths, own.run_name, dist.get_rank())
+            if run_name is not None:
+                run = DurableRun(nvme_paths, run_name, dist.get_rank())
             elif resume:
                 raise ConfigError(
                     f'resume={resume!r} needs infinity.durability "step": without it nothing of a run stays'

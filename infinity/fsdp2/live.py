@@ -32,6 +32,35 @@ from infinity.units import format_count
 log = logging.getLogger("infinity")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LiveOptions:
+    """What may be gathered at a time, in elements: the keys `stage3_...` of the config."""
+
+    max_live_parameters: int | None = None
+    """The bound on all that is gathered; None is what the model needs."""
+    max_reuse_distance: int = 0
+    """A group that is used again within so many elements stays gathered."""
+    prefetch_bucket_size: int | None = None
+    """So much is gathered ahead; None is one group, as FSDP2 does by itself."""
+    module_granularity_threshold: int = 0
+    """Modules of at most so many elements per submodule are gathered as one."""
+    second_sharding: bool = False
+    """Whether FSDP2 reshards over fewer ranks after forward, as it was told; then no group stays gathered."""
+
+    @staticmethod
+    def of(zero: ZeroConfig, *, second_sharding: bool = False) -> LiveOptions:
+        """Those of a config. Below stage 3 everything stays gathered, and there is no bound."""
+        bound, reuse = zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance
+        prefetch = zero.stage3_prefetch_bucket_size
+        return LiveOptions(
+            max_live_parameters=None if bound == "auto" or zero.stage < 3 else bound,
+            max_reuse_distance=0 if reuse == "auto" or second_sharding else reuse,
+            prefetch_bucket_size=None if prefetch == "auto" else prefetch,
+            module_granularity_threshold=zero.stage3_module_granularity_threshold,
+            second_sharding=second_sharding,
+        )
+
+
 @dataclass(frozen=True)
 class Outline:
     """The groups of a model and their modules, the root first, the others in module order."""
@@ -69,7 +98,7 @@ class Outline:
 
 
 def choose_wrap(
-    model: nn.Module, classes: Sequence[str] | None, zero: ZeroConfig
+    model: nn.Module, classes: Sequence[str] | None, options: LiveOptions
 ) -> tuple[list[nn.Module], Outline, list[str]]:
     """The modules that become groups, their outline, and notes: as `modules_to_wrap`, and finer where the bound asks for it.
 
@@ -77,11 +106,11 @@ def choose_wrap(
     config names the classes itself or no finer ones would do.
     """
     wrap = modules_to_wrap(model, classes)
-    if classes is None and zero.stage3_module_granularity_threshold:
-        wrap = gather_small_as_one(wrap, model, zero.stage3_module_granularity_threshold)
+    if classes is None and options.module_granularity_threshold:
+        wrap = gather_small_as_one(wrap, model, options.module_granularity_threshold)
     outline = Outline.of(model, wrap)
-    bound = zero.stage3_max_live_parameters
-    if zero.stage < 3 or bound == "auto" or least_live(outline.groups, outline.order)[0] <= bound:
+    bound = options.max_live_parameters
+    if bound is None or least_live(outline.groups, outline.order)[0] <= bound:
         return wrap, outline, []
     names = _finer_classes(model, wrap, bound)
     if classes is not None or names is None:
@@ -98,13 +127,10 @@ def choose_wrap(
 class LiveParameters:
     """Keeps what FSDP2 gathers within a bound; made once the model is sharded and paged. See the note of this file."""
 
-    def __init__(
-        self, outline: Outline, zero: ZeroConfig, *, micro_batches: int, ranks: int, second_sharding: bool = False
-    ) -> None:
-        """`second_sharding`: after forward, FSDP2 reshards over fewer ranks, as it was told; no group stays gathered then."""
+    def __init__(self, outline: Outline, options: LiveOptions, *, micro_batches: int, ranks: int) -> None:
+        """`micro_batches`: of a step. `ranks`: over which the model is sharded."""
         self.outline = outline
-        self._zero = zero.model_copy(update={"stage3_max_reuse_distance": 0}) if second_sharding else zero
-        self._second_sharding = second_sharding
+        self._options = options
         self._micro_batches = micro_batches
         self._holds_ahead = ranks > 1  # on one rank FSDP2 gathers when it uses, whatever a list says
         self._modules = [cast(FSDPModule, module) for module in outline.modules]
@@ -115,8 +141,8 @@ class LiveParameters:
         self._ahead: set[int] = set()
         self._told = False
         self._keeps = False
-        bound = zero.stage3_max_live_parameters
-        self._live_numel_max = outline.numel if bound == "auto" else bound
+        bound = options.max_live_parameters
+        self._live_numel_max = outline.numel if bound is None else bound
         self._some_may_not_come = self._live_numel_max < outline.numel and not all(
             p.requires_grad for p in outline.modules[ROOT].parameters()
         )
@@ -160,23 +186,23 @@ class LiveParameters:
             self._set_after_backward()
 
     def _make_plan(self, *, ahead: bool = True) -> LivePlan:
-        reuse, prefetch = self._zero.stage3_max_reuse_distance, self._zero.stage3_prefetch_bucket_size
+        prefetch = self._options.prefetch_bucket_size
         if len(set(self._expected)) < len(self._expected):
-            prefetch = "auto"  # a list would name a group of which only one use follows
+            prefetch = None  # a list would name a group of which only one use follows
         if not ahead:
             prefetch = 0
         return plan_live(
             self.outline.groups,
             self._order,
             live_numel_max=self._live_numel_max,
-            reuse_numel_max=0 if reuse == "auto" else reuse,
-            prefetch_numel=None if prefetch == "auto" else prefetch,
+            reuse_numel_max=self._options.max_reuse_distance,
+            prefetch_numel=prefetch,
             micro_batches=self._micro_batches,
         )
 
     def _carry_out(self) -> None:
         for group, module in enumerate(self._modules):
-            if group != ROOT and not self._second_sharding:  # the root FSDP2 keeps by itself
+            if group != ROOT and not self._options.second_sharding:  # the root FSDP2 keeps by itself
                 module.set_reshard_after_forward(self.plan.reshard_after_forward[group], recurse=False)
             module.set_modules_to_forward_prefetch(self._of(self.plan.forward_prefetch[group]))
         self._set_after_backward()

@@ -121,7 +121,7 @@ class Engine:
         """What the last optimizer step took; None before the first."""
         self._compute_dtype = compute_dtype
         self.wall_clock = WallClock() if config.wall_clock_breakdown else None
-        self.flops_profile = make_flops_profile(module, config, self.shard_numel)
+        self.flops_profile = make_flops_profile(module, config.flops_profiler, config.batch, self.shard_numel)
         self._loss_scale = make_loss_scale(config.fp16)
         self.health = swap.paged.health if swap is not None else ModelHealth()
         """Whether the values are those of one step, and may be used."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from infinity.config import Config
+from infinity.config import Batch, FlopsProfilerConfig
 from infinity.runtime.wall_clock import now
 
 log = logging.getLogger("infinity")
@@ -42,9 +42,8 @@ class FlopsProfile:
     The operations are those that torch.utils.flop_counter knows: matrix products, convolutions and attention.
     """
 
-    def __init__(self, module: nn.Module, config: Config, shard_numel: int) -> None:
-        self._module, self._config, self._shard_numel = module, config, shard_numel
-        self._settings = config.flops_profiler
+    def __init__(self, module: nn.Module, settings: FlopsProfilerConfig, batch: Batch, shard_numel: int) -> None:
+        self._module, self._settings, self._batch, self._shard_numel = module, settings, batch, shard_numel
         self._seconds: dict[str, float] = {}
         self._began = 0.0
         self._whole = _Part("", _kind(module), 0, sum(p.numel() for p in module.parameters()))
@@ -130,7 +129,7 @@ class FlopsProfile:
     def _summary(self, whole_seconds: float) -> Iterator[str]:
         flops, forward, backward = self._whole.flops, self._seconds["fwd"], self._seconds["bwd"]
         back = 2 + self._settings.recompute_fwd_factor
-        batch = self._config.batch
+        batch = self._batch
         figures = {
             "world size": dist.get_world_size(),
             "batch size per GPU": batch.micro,
@@ -189,10 +188,13 @@ class FlopsProfile:
             yield f"{indent}({part.name.rpartition('.')[2] or 'model'}): {part.kind}: {', '.join(figures)}"
 
 
-def make_flops_profile(module: nn.Module, config: Config, shard_numel: int) -> FlopsProfile | None:
-    """Where the config asks for one, on rank 0. `shard_numel`: parameters of this rank's shards."""
-    asked = config.flops_profiler.enabled and dist.get_rank() == 0
-    return FlopsProfile(module, config, shard_numel) if asked else None
+def make_flops_profile(
+    module: nn.Module, settings: FlopsProfilerConfig, batch: Batch, shard_numel: int
+) -> FlopsProfile | None:
+    """Where one is asked for, on rank 0. `shard_numel`: parameters of this rank's shards."""
+    if not settings.enabled or dist.get_rank() != 0:
+        return None
+    return FlopsProfile(module, settings, batch, shard_numel)
 
 
 def _kind(module: nn.Module) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from infinity.config import ZeroConfig
 from infinity.errors import ConfigError
-from infinity.fsdp2.live import choose_wrap
+from infinity.fsdp2.live import LiveOptions, choose_wrap
 from infinity.fsdp2.wrap import gather_small_as_one, largest_part, modules_to_wrap
 
 
@@ -105,9 +104,9 @@ def test_modules_with_small_parts_are_gathered_as_one() -> None:
 
 def test_the_granularity_threshold_is_for_groups_that_nobody_named() -> None:
     model = Towers()
-    zero = ZeroConfig(stage=3, stage3_module_granularity_threshold=1000)
-    wrap, outline, _ = choose_wrap(model, None, zero)
+    options = LiveOptions(module_granularity_threshold=1000)
+    wrap, outline, _ = choose_wrap(model, None, options)
     assert model.small in wrap
     assert outline.numel == sum(p.numel() for p in model.parameters())
-    wrap, _, _ = choose_wrap(model, ["Linear"], zero)
+    wrap, _, _ = choose_wrap(model, ["Linear"], options)
     assert model.small not in wrap

@@ -1,0 +1,266 @@
+"""Floor 11. The training config, turned once into decisions. Whoever builds or trains asks this, and the config no more.
+
+`resolve` is pure but for a look at the drives' profiles: it changes nothing, and may fail.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from infinity.activations.choice import ActivationOptions
+from infinity.config import Batch, Config, FlopsProfilerConfig, Fp16Config, ZeroConfig
+from infinity.config.rules import Whose
+from infinity.drive.choice import StorageChoice, choose_storage
+from infinity.errors import ConfigError
+from infinity.fsdp2.live import LiveOptions
+from infinity.schedule.gradients import gradient_itemsize
+from infinity.schedule.scheme import choose_update, state_bytes
+from infinity.swap.options import PagingOptions
+
+log = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapOptions:
+    """Arguments of `SwapManager` by their names, and what the choice of them has to say."""
+
+    pinned_bytes_max: int | str
+    storage: StorageChoice
+    lock_memory: bool
+    pin_memory: bool
+    direct: bool
+    checksums: bool
+    paging: PagingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """What a config means for one model on these ranks. A field has the name of its config key wherever there is one."""
+
+    # What is computed.
+
+    compute_dtype: torch.dtype
+    """In which parameters are gathered and compute."""
+    fp16: Fp16Config
+    """Whether and how the loss is scaled, because gradients may overflow."""
+    batch: Batch
+    gradient_clipping: float
+    """Largest norm of the whole gradient; 0 does not clip."""
+
+    # How the model is sharded.
+
+    stage: int
+    mixed_precision: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    """Where FSDP2 keeps what does not rest on NVMe."""
+    shard_ranks: int
+    """Over how many ranks each copy of the model is sharded: a divisor of all."""
+    reshard_after_forward: bool | int
+    """As for `fully_shard`; a number is of ranks that hold a second sharding from forward to backward."""
+    wrap: tuple[str, ...] | None
+    """Classes whose modules are groups; None finds the repeated blocks."""
+    live: LiveOptions
+    """What may be gathered at a time."""
+
+    # Where it rests.
+
+    nvme_paths: tuple[str, ...]
+    swap: SwapOptions | None
+    """How what rests on NVMe is paged; None where nothing does."""
+    run_name: str | None
+    """Of a durable run, whose steps are committed; None where nothing of a run stays."""
+    activations: ActivationOptions
+
+    # Checkpoints and what is told.
+
+    checkpoint_format: str
+    checkpoint_keep: int
+    resume_hyperparameters: Whose
+    gather_16bit_weights_on_model_save: bool
+    dataloader_drop_last: bool
+    steps_per_print: int
+    wall_clock_breakdown: bool
+    flops_profiler: FlopsProfilerConfig
+    notes: tuple[str, ...]
+    """What the config asks for that comes out otherwise than its words, a line each."""
+
+
+def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...], device_type: str) -> Resolved:
+    """Decide everything that follows from a config whose "auto" values are filled.
+
+    Args:
+        ranks: of the whole training.
+        numel: elements of the model.
+        moments: what its optimizer keeps of each element, by name.
+        device_type: of the device that computes, "cpu" or "cuda".
+
+    Raises ConfigError where the config asks for what can't be had together.
+    """
+    zero, infinity = config.zero_optimization, config.infinity
+    shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
+    second_ranks = zero.zero_hpz_partition_size
+    has_second_sharding = zero.stage >= 3 and 1 < second_ranks < shard_ranks
+    if has_second_sharding and config.nvme_paths:
+        raise ConfigError(
+            "zero_hpz_partition_size keeps a second sharding of the parameters in the memory of the device, which is not "
+            "paged: leave it out, or leave parameters and optimizer state off NVMe"
+        )
+    _check_one_arena(zero)
+    compute_dtype = _compute_dtype(config)
+    return Resolved(
+        compute_dtype=compute_dtype,
+        fp16=config.fp16,
+        batch=config.batch,
+        gradient_clipping=config.gradient_clipping,
+        stage=zero.stage,
+        mixed_precision=MixedPrecisionPolicy(
+            param_dtype=None if compute_dtype is torch.float32 else compute_dtype,
+            reduce_dtype=torch.float32 if infinity.reduce_dtype == "fp32" else torch.bfloat16,
+        ),
+        offload_policy=_offload_policy(config, device_type),
+        shard_ranks=shard_ranks,
+        reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
+        wrap=None if infinity.wrap == "auto" else infinity.wrap,
+        live=LiveOptions.of(zero, second_sharding=has_second_sharding),
+        nvme_paths=config.nvme_paths,
+        swap=_swap_options(config, ranks, shard_ranks, numel, moments) if config.nvme_paths else None,
+        run_name=infinity.run_name if infinity.durability == "step" else None,
+        activations=_activation_options(config),
+        checkpoint_format=infinity.checkpoint_format,
+        checkpoint_keep=infinity.checkpoint_keep,
+        resume_hyperparameters=infinity.resume_hyperparameters,
+        gather_16bit_weights_on_model_save=zero.stage3_gather_16bit_weights_on_model_save,
+        dataloader_drop_last=config.dataloader_drop_last,
+        steps_per_print=config.steps_per_print,
+        wall_clock_breakdown=config.wall_clock_breakdown,
+        flops_profiler=config.flops_profiler,
+        notes=tuple(_notes(zero, shard_ranks, device_type)),
+    )
+
+
+def report_config(config: Config) -> None:
+    """Log the keys of a config that have no effect here, and all of it where it says so."""
+    if config.ignored:
+        log.info("config keys without meaning here: %s", ", ".join(config.ignored))
+    if "reduce_bucket_size" in config.zero_optimization.model_fields_set:  # docs/config.md says why
+        log.info("config keys that are not acted on: zero_optimization.reduce_bucket_size")
+    if config.dump_state:
+        log.info("config: %s", config.model_dump_json(indent=2))
+
+
+def _check_one_arena(zero: ZeroConfig) -> None:
+    parameters, state = zero.offload_param, zero.offload_optimizer
+    both = parameters.device == state.device == "nvme"
+    if both and _absolute(parameters.nvme_path) != _absolute(state.nvme_path):
+        raise ConfigError(
+            f"offload_param.nvme_path ({parameters.nvme_path}) and offload_optimizer.nvme_path ({state.nvme_path}) differ: "
+            "infinity keeps both in one arena, so that one write stores them; name one path"
+        )
+
+
+def _absolute(paths: str | tuple[str, ...] | None) -> list[Path]:
+    return [Path(path).absolute() for path in ([paths] if isinstance(paths, str) else paths or ())]
+
+
+def _compute_dtype(config: Config) -> torch.dtype:
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else torch.float32
+
+
+def _offload_policy(config: Config, device_type: str) -> OffloadPolicy:
+    """Host memory for what the config sends to the cpu: masters, gradients and state, which FSDP2 keeps in one place."""
+    zero = config.zero_optimization
+    on_host = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "cpu"]
+    if device_type == "cpu" or config.nvme_paths or not on_host:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=all(block.pin_memory for block in on_host))
+
+
+def _swap_options(config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...]) -> SwapOptions:
+    zero, infinity = config.zero_optimization, config.infinity
+    activations = infinity.offload_activations
+    prefetch = zero.stage3_prefetch_bucket_size
+    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
+    paging = PagingOptions(
+        sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
+        param_persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        max_in_cpu=zero.offload_param.max_in_cpu,
+        host_cache_bytes=_cache_bytes(config, state_bytes(len(moments)) * numel // shard_ranks),
+        prefetch_bucket_size=None if prefetch == "auto" else prefetch,
+        update=choose_update(
+            infinity.update,
+            clipping=config.gradient_clipping > 0,
+            accumulation=config.batch.accumulation,
+            loss_scaling=config.fp16.enabled,
+            keep_grad=infinity.keep_grad,
+        ),
+        master_weights=infinity.master_weights,
+        hold_parameters=zero.offload_param.device != "nvme",
+        hold_state=zero.offload_optimizer.device != "nvme",
+        gradient_dtype=_gradient_dtype(config, ranks),
+        gradient_bytes_max=None if infinity.gradient_bytes_max == "auto" else infinity.gradient_bytes_max,
+        activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
+        moments=moments,
+    )
+    return SwapOptions(
+        pinned_bytes_max=infinity.pinned_bytes_max,
+        storage=choose_storage(config),
+        lock_memory=infinity.lock_memory,
+        pin_memory=all(block.pin_memory for block in blocks),
+        direct=config.aio.use_gds,
+        checksums=infinity.checksums,
+        paging=paging,
+    )
+
+
+def _cache_bytes(config: Config, whole_state_bytes: int) -> int:
+    """What stays in host memory from step to step: as asked for in bytes, or as a share of the optimizer's state."""
+    offload = config.zero_optimization.offload_optimizer
+    share = 1.0 - offload.ratio if offload.device == "nvme" else 0.0
+    return max(config.infinity.host_cache_bytes, int(share * whole_state_bytes))
+
+
+def _gradient_dtype(config: Config, ranks: int) -> torch.dtype:
+    """How gradients wait for their update: in 16 bits where these hold all of them, unless they are to be seen."""
+    dtype, reduced_in_16_bits = _compute_dtype(config), config.infinity.reduce_dtype == "bf16"
+    itemsize = gradient_itemsize(
+        ranks=ranks,
+        micro_batches=config.batch.accumulation,
+        reduced_in_16_bits=reduced_in_16_bits,
+        computed_in_16_bits=dtype.itemsize == 2,
+    )
+    if config.infinity.keep_grad or itemsize == 4:
+        return torch.float32
+    return torch.bfloat16 if reduced_in_16_bits else dtype
+
+
+def _activation_options(config: Config) -> ActivationOptions:
+    zero, asked = config.zero_optimization, config.infinity.offload_activations
+    checkpointed = asked.device == "none" and config.activation_checkpointing.cpu_checkpointing
+    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device != "none"]
+    return ActivationOptions(
+        device="cpu" if checkpointed else asked.device,
+        bytes_min=asked.bytes_min,
+        host_bytes_max=None if asked.host_bytes_max == "auto" else asked.host_bytes_max,
+        pin_memory=all(block.pin_memory for block in blocks),
+    )
+
+
+def _notes(zero: ZeroConfig, shard_ranks: int, device_type: str) -> Iterator[str]:
+    if zero.stage in (0, 1) and shard_ranks > 1:
+        yield (
+            f"zero_optimization.stage {zero.stage} is carried out as stage 2: gradients and optimizer state are sharded too, "
+            "which takes less memory and gives the same numbers"
+        )
+    if zero.offload_optimizer.ratio < 1 and zero.offload_optimizer.device != "nvme":
+        yield "offload_optimizer.ratio has no effect here: only with device nvme does a part of the state stay in host memory"
+    if "cpu" in (zero.offload_param.device, zero.offload_optimizer.device) and device_type == "cpu":
+        yield "offload to cpu has no effect here: the CPU is the device that computes"
