@@ -61,7 +61,7 @@ def saving(
     engine.save_checkpoint(folder, tag=form, format=form)
     blocked = time.perf_counter() - began
     steps = []
-    while beside is not None and engine._saving is not None:
+    while beside is not None and engine._checkpoints.saving is not None:
         steps.append(beside())
     engine.finish_checkpoint()
     found = {"blocked": blocked, "total": time.perf_counter() - began}

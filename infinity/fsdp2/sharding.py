@@ -165,6 +165,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, or the tensor itself where it is not sharded."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def in_backward() -> bool:
     """Whether autograd is at work: a gather, or a forward that activation checkpointing runs again, belongs to a backward."""
     return bool(torch._C._current_graph_task_id() != -1)

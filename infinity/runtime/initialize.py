@@ -30,6 +30,7 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
+from infinity.runtime.offload import make_offload
 from infinity.runtime.optimizers import (
     OptimizerOptions,
     make_early,
@@ -145,19 +146,19 @@ def initialize(
             made = make_optimizer(model, asked, optimizer, groups, swap, stepper)
             schedule = make_schedule(asked, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, resolved, collate_fn)
+        commits = Commits(run, swap) if run is not None and swap is not None else None
         engine = Engine(
             module=model,
             optimizer=made,
             lr_scheduler=schedule,
             training_dataloader=loader,
             config=settled,
-            swap=swap,
+            resolved=resolved,
+            offload=make_offload(model, made, swap, commits),
             live=live,
             activations=activations,
             routes=routes,
-            commits=Commits(run, swap) if run is not None and swap is not None else None,
             peers=peers,
-            compute_dtype=resolved.compute_dtype,
             on_close=close_group,
         )
         save_as_pretrained(engine)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from infinity.config import Fp16Config
 from infinity.errors import InfinityError
 
@@ -19,10 +21,17 @@ GROWTH = 2.0
 
 
 class LossScale:
-    """A factor that stays as it is: 1 where fp16 is off."""
+    """A factor that stays as it is: 1 where fp16 is off. may_overflow: whether fp16 is on."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, *, may_overflow: bool = True) -> None:
         self.scale = scale
+        self.may_overflow = may_overflow
+
+    def show_on(self, optimizer: torch.optim.Optimizer, *, overflow: bool = False) -> None:
+        """Set what trainers look for on an optimizer that scales its loss; nothing where fp16 is off."""
+        if self.may_overflow:
+            for name, value in (("overflow", overflow), ("cur_scale", self.scale), ("loss_scale", self.scale)):
+                setattr(optimizer, name, value)
 
     def update(self, *, overflow: bool) -> str | None:
         """After every step: whether its gradient held an inf or NaN. Returns what there is to tell."""
@@ -102,7 +111,7 @@ class DynamicLossScale(LossScale):
 def make_loss_scale(config: Fp16Config) -> LossScale:
     """What the config asks for: adaptive where `loss_scale` is 0."""
     if not config.enabled:
-        return LossScale(1.0)
+        return LossScale(1.0, may_overflow=False)
     return LossScale(config.loss_scale) if config.loss_scale > 0 else DynamicLossScale(config)
 
 

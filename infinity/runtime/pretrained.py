@@ -110,7 +110,7 @@ def _adapters(engine: Engine, arguments: dict[str, Any]) -> dict[str, torch.Tens
     """What PEFT takes from the state dict, whole; everything else of it on the meta device."""
     module: Any = engine.module
     with raise_on_all_ranks():
-        engine._check_whole()
+        engine._guard.check_whole()
     reshard(module)
     parameters = {name: p for p, names in parameter_names(module).items() for name in names}
     state: dict[str, torch.Tensor] = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}

@@ -22,7 +22,9 @@ class Timed(Protocol):
 
     wall_clock: WallClock | None
     flops_profile: FlopsProfile | None
-    global_steps: int
+
+    @property
+    def global_steps(self) -> int: ...
 
     @property
     def timeline(self) -> Timeline | None: ...

@@ -39,6 +39,7 @@ from infinity.checkpoint.manifest import load_manifest
 from infinity.checkpoint.snapshot import Snapshot
 from infinity.checkpoint.work_folder import PREFIX
 from infinity.cli import ckpt
+from infinity.runtime.engine_state import EngineState
 from infinity.store import arena_copy as copying
 from infinity.store.commit import parse_record
 from infinity.store.files import StoredFile
@@ -195,7 +196,7 @@ def test_it_gets_its_name_in_a_later_step_or_when_somebody_waits(
         engine.save_checkpoint(tmp_path, tag="one")
         assert names(tmp_path) == [WORK]
         slow.go()
-        engine._saving._copying._thread.join()  # type: ignore[union-attr]
+        engine._checkpoints.saving._copying._thread.join()  # type: ignore[union-attr]
         assert names(tmp_path) == [WORK]
         step(engine)
         assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "one"]
@@ -475,7 +476,7 @@ def test_clones_take_the_place_of_copies_where_blocks_can_be_shared(
         with make(nvme_path, case, name) as engine:
             train(engine, SAVED)
             engine.save_checkpoint(tmp_path, tag=name.replace(" ", "-"))
-            saving = engine._saving
+            saving = engine._checkpoints.saving
             assert saving is not None and saving._copying is not None and saving._copying.cloned
             expected: Outcome = (train(engine, END), weights(engine))
         assert ckpt.main(["verify", str(tmp_path)]) == 0
@@ -543,14 +544,14 @@ def test_any_number_of_ranks_goes_on_from_what_two_saved(
 
 
 def without_a_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpaged_state = infinity.Engine._unpaged_state
+    capture = EngineState.capture_unpaged
 
-    def without_one(engine: infinity.Engine) -> dict[str, Any]:
-        found = unpaged_state(engine)
+    def without_one(state: EngineState, client_state: dict[str, Any]) -> dict[str, Any]:
+        found = capture(state, client_state)
         found["steps"].pop(next(iter(found["steps"])))
         return found
 
-    monkeypatch.setattr(infinity.Engine, "_unpaged_state", without_one)
+    monkeypatch.setattr(EngineState, "capture_unpaged", without_one)
 
 
 def test_moments_without_a_number_of_steps_are_refused_before_anything_is_written(

@@ -24,6 +24,7 @@ import infinity
 from infinity.checkpoint import export as exporting
 from infinity.checkpoint.dcp_storage import CarefulFiles
 from infinity.cli.ckpt import main
+from infinity.runtime.engine_state import EngineState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -211,11 +212,11 @@ def test_what_cannot_be_is_an_error_in_a_line(
 def test_checkpoints_of_before_do_not_say_what_is_in_which_group(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unpaged_state = infinity.Engine._unpaged_state
+    capture = EngineState.capture_unpaged
     monkeypatch.setattr(
-        infinity.Engine,
-        "_unpaged_state",
-        lambda self: {k: v for k, v in unpaged_state(self).items() if k != "group_names"},
+        EngineState,
+        "capture_unpaged",
+        lambda *arguments: {k: v for k, v in capture(*arguments).items() if k != "group_names"},
     )
     with ours(nvme_path) as engine:
         engine.save_checkpoint(tmp_path / "saved")

@@ -15,6 +15,7 @@ from durable_training import Case, Crash, make, step, weights
 
 import infinity
 from infinity.checkpoint import commits, training_state
+from infinity.runtime.engine_state import EngineState
 from infinity.store import commit, durable
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -24,14 +25,14 @@ Spoil = Callable[[dict[str, Any]], None]
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """What lies outside of the arena lacks something from now on."""
-    unpaged_state = infinity.Engine._unpaged_state
+    capture = EngineState.capture_unpaged
 
-    def found(engine: infinity.Engine) -> dict[str, Any]:
-        all_of_it = unpaged_state(engine)
+    def found(state: EngineState, client_state: dict[str, Any]) -> dict[str, Any]:
+        all_of_it = capture(state, client_state)
         spoil(all_of_it)
         return all_of_it
 
-    monkeypatch.setattr(infinity.Engine, "_unpaged_state", found)
+    monkeypatch.setattr(EngineState, "capture_unpaged", found)
 
 
 def drop_a_step(unpaged_state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
+from infinity.runtime.engine_state import EngineState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -258,11 +259,11 @@ def test_a_loop_of_ones_own_whose_backward_updated_a_part_is_torn(nvme_path: Pat
 
 
 @pytest.mark.parametrize("way", ["memory", "forward"])
-@pytest.mark.parametrize("at", ["_set_training_state", "_set_unpaged_state"])
+@pytest.mark.parametrize("at", ["restore_training", "restore_unpaged"])
 def test_a_load_that_an_exception_ended_is_not_gone_on_from(
     way: str, at: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = "dcp" if at == "_set_training_state" else "arena"
+    form = "dcp" if at == "restore_training" else "arena"
     if (way, form) == ("memory", "arena"):
         pytest.skip("arenas are of what rests on NVMe")
 
@@ -274,7 +275,7 @@ def test_a_load_that_an_exception_ended_is_not_gone_on_from(
         engine.save_checkpoint(tmp_path, format=form)
         expected = [step(engine) for _ in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr(infinity.Engine, at, fail)
+            patch.setattr(EngineState, at, fail)
             with pytest.raises(OutOfMemory):
                 engine.load_checkpoint(tmp_path)
         with pytest.raises(infinity.InfinityError, match=r"torn.*loading a checkpoint"):

@@ -1,0 +1,204 @@
+"""Floor 11. What an exception leaves of a forward, a backward or a step: right, or refused in words. Training thread only.
+
+An exception may come at any line, the lines here included: see [Note: What an exception may end] in infinity/swap/health.py. So
+nothing depends on a handler that ran to its end. A pass is noted when it begins; who finds one noted that cannot be going on
+any more makes anew what it left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from infinity.activations.saved_tensors import Activations
+from infinity.errors import CheckpointError, InfinityError, in_words
+from infinity.fsdp2.routes import Routes
+from infinity.fsdp2.sharding import abandon_unfinished_pass, in_backward, reshard
+from infinity.runtime.offload import Offload
+from infinity.runtime.progress import Progress
+from infinity.swap.health import Health
+
+
+class Pass(enum.Enum):
+    """What may be going on."""
+
+    FORWARD = "a forward"
+    BACKWARD = "a backward"
+    STEP = "a step"
+
+
+class Gradients(enum.Enum):
+    """What the gradients of the step that is due are. (Those that the backward applied already are `Health.AHEAD`.)"""
+
+    NONE = "no gradients"
+    """None came since the last step, or they were dropped. A step can't be taken; a checkpoint can."""
+    WHOLE = "gradients"
+    """Those of the whole model, of every micro-batch so far: in `.grad`, or taken by a paged optimizer. A backward adds to
+    them, the step takes them."""
+    PARTIAL = "part of the gradients"
+    """An exception ended what made or took them. They can only be dropped."""
+
+
+class PassGuard:
+    """Around the passes of one engine. Knows what is going on, and what the gradients are.
+
+    [Note: Gradients are looked for]
+    Anybody may drop gradients (`optimizer.zero_grad()`, `module.zero_grad()`, `parameter.grad = None`) or make some (a backward
+    without the engine), and nobody tells. So whether there are any is looked for when it matters. Only that they are partial
+    can't be seen, and is noted, until they are found gone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        offload: Offload,
+        activations: Activations | None,
+        routes: Routes | None,
+        progress: Progress,
+    ) -> None:
+        self._module, self._optimizer, self._offload = module, optimizer, offload
+        self._activations, self._routes, self._progress = activations, routes, progress
+        self._health = offload.health
+        self._under_way: Pass | None = None
+        """The innermost pass that is going on, or that never ended."""
+        self._partial_since: str | None = None
+        """What ended a backward or a step half-way; None where the gradients are not partial."""
+
+    @property
+    def gradients(self) -> Gradients:
+        """What they are now: see [Note: Gradients are looked for]."""
+        groups = self._optimizer.param_groups
+        if not self._offload.has_taken and all(p.grad is None for group in groups for p in group["params"]):
+            return Gradients.NONE
+        return Gradients.WHOLE if self._partial_since is None else Gradients.PARTIAL
+
+    def _note_partial(self, why: str | None) -> None:
+        """The one door of what is noted; the first reason stays."""
+        self._partial_since = None if why is None else self._partial_since or why
+
+    # Passes.
+
+    @contextlib.contextmanager
+    def around(self, what: Pass) -> Iterator[None]:
+        """Around a pass: whatever exception ends it, what it leaves is right, or refuses to be used."""
+        outer, self._under_way = self._under_way, what
+        try:
+            if what is Pass.FORWARD:
+                self._health.check_whole()
+            else:
+                self._health.check_not_torn()
+            yield
+        except BaseException as error:
+            self._abandon(what, error)
+            self._under_way = outer
+            raise
+        self._under_way = outer
+
+    def begin_forward(self) -> None:
+        """Make anew whatever an exception left of a pass that didn't go through the engine."""
+        if self._under_way is None and not in_backward() and abandon_unfinished_pass(self._module):
+            self._offload.recover()
+
+    def settle(self) -> None:
+        """No backward and no step is going on: one that never ended was ended by an exception that came twice. (In a forward a
+        loop may well step, which calls the model itself.)"""
+        if self._under_way in (Pass.BACKWARD, Pass.STEP):
+            self._abandon(self._under_way, None)
+            self._under_way = None
+
+    def _abandon(self, what: Pass, error: BaseException | None) -> None:
+        """Make anew all that a pass leaves which ended half-way: what is gathered, staged and on its way.
+
+        Gradients stay. Those that the pass was to make, or to take, are partial. Where some were applied already, the values
+        are torn.
+        """
+        why = f"{what.value} ({in_words(error) if error is not None else 'interrupted'})"
+        reshard(self._module)
+        self._offload.recover()
+        if self._activations is not None:
+            self._activations.recover()
+        self._health.settle()
+        if what is Pass.FORWARD:
+            return
+        if what is Pass.STEP and isinstance(error, (InfinityError, OSError)):  # before anything was changed
+            self._offload.show_taken()
+        elif self._health.state is Health.AHEAD:
+            self._health.tear(why)
+        else:
+            self._note_partial(why)
+
+    def standing(self) -> list[str]:
+        """For the peers: where this rank stands, its step first. After an error ranks go on together from one place alone."""
+        gradients = Gradients.WHOLE if self._partial_since is None else Gradients.PARTIAL
+        return [
+            f"step {self._progress.global_steps}.{self._progress.micro_steps}",
+            self._routes.place if self._routes is not None else "",
+            self._health.state.value,
+            gradients.value,
+            f"commit of {self._offload.pending_commit}",
+        ]
+
+    # Gradients.
+
+    def check_gradients_whole(self) -> None:
+        """Raise InfinityError where the gradients are partial. Where they were, and are gone, the step begins anew."""
+        if self._partial_since is None:
+            return
+        if self.gradients is Gradients.PARTIAL:
+            raise InfinityError(
+                f"the gradients of this step are those of a part of the model, since this failed: {self._partial_since}; call "
+                "engine.zero_grad() to drop them, and begin the step anew with its first micro-batch"
+            )
+        self._begin_step_anew()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """As `Engine.zero_grad`."""
+        self.settle()
+        self._health.check_not_torn()
+        if self._health.state is Health.AHEAD:
+            raise InfinityError(
+                "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
+                'or set infinity.update to "forward"'
+            )
+        self._note_partial("zero_grad")
+        self.drop_gradients(set_to_none)
+        self._begin_step_anew()
+
+    def drop_gradients(self, set_to_none: bool = True) -> None:
+        """Those of the optimizer's parameters, and of all others."""
+        self._optimizer.zero_grad(set_to_none)  # the module shows others while a group is gathered
+        type(self._module).zero_grad(self._module, set_to_none)
+
+    def discard_step(self) -> None:
+        """All values are to be set anew: forget what the passes since the last step left."""
+        self.settle()
+        reshard(self._module)
+        self._offload.discard()
+        self.drop_gradients()
+        self._begin_step_anew()
+
+    def _begin_step_anew(self) -> None:
+        self._progress.begin_step_anew()
+        self._note_partial(None)  # last: who is interrupted before it begins the step anew once more
+
+    # Who wants to look at the values.
+
+    def check_between_steps(self) -> None:
+        """Raise CheckpointError between a backward and its step, InfinityError where the values are torn."""
+        self.settle()
+        self._health.check_not_torn()
+        if self.gradients is not Gradients.NONE:
+            raise CheckpointError(
+                "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
+                f"that ends it, after every {self._progress.accumulation} of them"
+            )
+
+    def check_whole(self) -> None:
+        """Raise InfinityError where the values are not those of one step, or gone."""
+        self.settle()
+        self._offload.check_whole()
