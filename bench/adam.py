@@ -179,7 +179,7 @@ class DeepSpeed:
 
 def play_rounds(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
     """Seconds of each way in each round, all of them once before."""
-    found: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for way in ways.values():
         way()
     for _ in range(rounds):
@@ -187,8 +187,8 @@ def play_rounds(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
             taken = []
             while not taken or sum(taken) < SECONDS_MIN:
                 taken.append(ways[name]())
-            found[name].append(statistics.median(taken))
-    return found
+            seconds[name].append(statistics.median(taken))
+    return seconds
 
 
 def measure(numel: int, threads: int, sub_group_numel: int, rounds: int, deepspeed: DeepSpeed | None) -> dict[str, Any]:
@@ -199,11 +199,11 @@ def measure(numel: int, threads: int, sub_group_numel: int, rounds: int, deepspe
     if deepspeed:
         ways["deepspeed"] = lambda: deepspeed.run("all", numel, sub_group_numel)
         ways["deepspeed Adam alone"] = lambda: deepspeed.run("alone", numel, sub_group_numel)
-    found = play_rounds(ways, rounds)
+    seconds = play_rounds(ways, rounds)
     rows = {}
     print(f"\n{f'{numel / 1e6:g} M elements, threads: {threads}':>34}{'ns/element':>12}{'min':>8}{'max':>8}{'GB/s':>8}")
-    for name in [name for name in MUST_MOVE if name in found]:
-        low, middle, high = (of(found[name]) / numel * 1e9 for of in (min, statistics.median, max))
+    for name in [name for name in MUST_MOVE if name in seconds]:
+        low, middle, high = (of(seconds[name]) / numel * 1e9 for of in (min, statistics.median, max))
         rows[name] = {"ns_per_element": round(middle, 4), "min": round(low, 4), "max": round(high, 4)}
         rows[name]["gb_per_s"] = round(MUST_MOVE[name] / middle, 2)
         print(f"{name:>34}{middle:12.3f}{low:8.3f}{high:8.3f}{rows[name]['gb_per_s']:8.1f}")
@@ -221,19 +221,19 @@ def main() -> None:
     args = parser.parse_args()
     line = {"bench": "adam", **machine(), "instructions": kernel.INSTRUCTIONS[0], "rounds": args.rounds}
     line |= {"sub_group_numel": args.sub_group_numel, "load_before": round(os.getloadavg()[0], 1)}
-    found = {}
+    results = {}
     for threads in args.threads:
         deepspeed = DeepSpeed(args.deepspeed_python, threads) if args.deepspeed_python else None
         try:
             for numel in args.numels:
                 rows = measure(numel, threads, args.sub_group_numel, args.rounds, deepspeed)
-                found[f"{numel} elements, {threads} threads"] = rows
+                results[f"{numel} elements, {threads} threads"] = rows
         finally:
             if deepspeed:
                 deepspeed.close()
     if not kernel.matches_torch(SETTINGS):
         print("this torch rounds otherwise: the kernel would not be used here", file=sys.stderr)
-    line |= {"load_after": round(os.getloadavg()[0], 1), "ways": found}
+    line |= {"load_after": round(os.getloadavg()[0], 1), "ways": results}
     print(json.dumps(line))
     if args.save:
         save("adam", line)

@@ -48,7 +48,7 @@ def main() -> None:
         began = time.perf_counter()
         for start in range(0, numel, order["sub_group_numel"]):
             master, grad, exp_avg, exp_avg_sq, copy = (
-                each[start : start + order["sub_group_numel"]] for each in fields
+                state[start : start + order["sub_group_numel"]] for state in fields
             )
             if order["way"] == "all":
                 grad.mul_(1.0)  # as long as any other scale, and the gradients last

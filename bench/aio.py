@@ -84,8 +84,8 @@ class DeepSpeed:
 
 
 def candidates(name: str, blocks: Iterable[int], depths: Iterable[int], threads: Iterable[int]) -> list[IoSettings]:
-    found = [IoSettings(name, *three) for three in itertools.product(blocks, depths, threads)]
-    return [each for each in found if each.in_flight_bytes <= IN_FLIGHT_BYTES_MAX]
+    settings = [IoSettings(name, *three) for three in itertools.product(blocks, depths, threads)]
+    return [one for one in settings if one.in_flight_bytes <= IN_FLIGHT_BYTES_MAX]
 
 
 def find_finalists(
@@ -116,9 +116,9 @@ def play_rounds(
     for workload, contenders in finalists.items():
         rows = {settings: summary(settings, trials[workload, settings]) for settings in contenders}
         for name in runs:
-            own = [rows[settings] for settings in contenders if settings.backend == name]
-            near = max(row["gib_per_s"] for row in own) * 0.99
-            fast = [row for row in own if row["gib_per_s"] >= near]
+            rows_of_name = [rows[settings] for settings in contenders if settings.backend == name]
+            near = max(row["gib_per_s"] for row in rows_of_name) * 0.99
+            fast = [row for row in rows_of_name if row["gib_per_s"] >= near]
             best[workload][name] = min(fast, key=lambda row: row["cpu_seconds_per_gib"])
     return best
 
@@ -137,12 +137,12 @@ def measure_cpu(runs: dict[str, Run], best: dict[Workload, dict[str, Any]], roun
         print(f"  CPU of {workload.value}", file=sys.stderr)
 
 
-def summary(settings: IoSettings, found: list[Trial]) -> dict[str, Any]:
+def summary(settings: IoSettings, trials: list[Trial]) -> dict[str, Any]:
     return {
-        "gib_per_s": round(statistics.median(trial.bytes_per_s for trial in found) / GIB, 3),
-        "min": round(min(trial.bytes_per_s for trial in found) / GIB, 3),
-        "max": round(max(trial.bytes_per_s for trial in found) / GIB, 3),
-        "cpu_seconds_per_gib": round(statistics.median(trial.cpu_seconds_per_gib for trial in found), 5),
+        "gib_per_s": round(statistics.median(trial.bytes_per_s for trial in trials) / GIB, 3),
+        "min": round(min(trial.bytes_per_s for trial in trials) / GIB, 3),
+        "max": round(max(trial.bytes_per_s for trial in trials) / GIB, 3),
+        "cpu_seconds_per_gib": round(statistics.median(trial.cpu_seconds_per_gib for trial in trials), 5),
         "block_bytes": settings.block_bytes,
         "queue_depth": settings.queue_depth,
         "threads": settings.rings,
@@ -223,13 +223,13 @@ def fio_small(program: str, test: DriveTest, operation: str, size: int, seconds:
 def measure_small(path: Path, test: DriveTest, program: str, backends: list[str], rounds: int) -> dict[str, Any]:
     """Medians over the rounds, per operation, size and competitor."""
     folder = RunFolder(path)
-    found: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
+    latencies: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
     try:
         competitors = {name: Small(folder, name) for name in backends}
         for _, operation, size in itertools.product(range(rounds), ("read", "write"), SMALL):
             for name, one in competitors.items():
-                found[operation, size, name].append(one.run(operation, size, 0.5))
-            found[operation, size, "fio"].append(fio_small(program, test, operation, size, 0.5))
+                latencies[operation, size, name].append(one.run(operation, size, 0.5))
+            latencies[operation, size, "fio"].append(fio_small(program, test, operation, size, 0.5))
         for one in competitors.values():
             one.close()
     finally:
@@ -239,7 +239,7 @@ def measure_small(path: Path, test: DriveTest, program: str, backends: list[str]
     for operation, size in itertools.product(("read", "write"), SMALL):
         row: dict[str, Any] = {}
         for name in [*backends, "fio"]:
-            values = found[operation, size, name]
+            values = latencies[operation, size, name]
             row[name] = {
                 "kiops": round(statistics.median(rate for rate, _ in values) / 1e3, 1),
                 "cpu_seconds_per_million": round(statistics.median(cpu for _, cpu in values), 2),

@@ -54,18 +54,18 @@ def step(engine: infinity.Engine, tokens: torch.Tensor) -> float:
 
 
 def saving(
-    engine: infinity.Engine, folder: Path, form: str, beside: Callable[[], float] | None = None
+    engine: infinity.Engine, folder: Path, form: str, step_meanwhile: Callable[[], float] | None = None
 ) -> dict[str, float]:
     """Seconds that the call took, until the checkpoint was there, and of each step beside it."""
     began = time.perf_counter()
     engine.save_checkpoint(folder, tag=form, format=form)
     blocked = time.perf_counter() - began
     steps = []
-    while beside is not None and engine._checkpoints.saving is not None:
-        steps.append(beside())
+    while step_meanwhile is not None and engine._checkpoints.saving is not None:
+        steps.append(step_meanwhile())
     engine.finish_checkpoint()
-    found = {"blocked": blocked, "total": time.perf_counter() - began}
-    return found | ({"step_beside": statistics.mean(steps)} if steps else {})
+    seconds = {"blocked": blocked, "total": time.perf_counter() - began}
+    return seconds | ({"step_beside": statistics.mean(steps)} if steps else {})
 
 
 def copying(source: Path, target: Path) -> float:
@@ -103,17 +103,18 @@ def main() -> None:
         with engine:
             step(engine, tokens)
             for _ in range(args.rounds):
-                found = {"step": step(engine, tokens)}
-                for name, form, beside in (
+                taken = {"step": step(engine, tokens)}
+                for name, form, step_meanwhile in (
                     ("dcp", "dcp", None),
                     ("arena", "arena", None),
                     ("arena_beside_steps", "arena", lambda: step(engine, tokens)),
                 ):
-                    found |= {f"{name}_{k}": v for k, v in saving(engine, folder / "saved", form, beside).items()}
+                    saved = saving(engine, folder / "saved", form, step_meanwhile)
+                    taken |= {f"{name}_{part}": value for part, value in saved.items()}
                     nbytes[form] = sum(file.stat().st_size for file in (folder / "saved" / form).iterdir())
-                found["copy"] = copying(folder / "saved" / "arena" / "rank0.arena", folder / "copy")
+                taken["copy"] = copying(folder / "saved" / "arena" / "rank0.arena", folder / "copy")
                 (folder / "copy").unlink()
-                for name, value in found.items():
+                for name, value in taken.items():
                     seconds.setdefault(name, []).append(value)
             numel = engine.numel
     finally:

@@ -41,14 +41,15 @@ def main() -> int:
     torch.frombuffer(slab, dtype=torch.int64).random_()
     cold = memoryview(slab)
     hot = cold[:HOT_BYTES]
-    found: dict[str, dict[str, list[float]]] = {way: {"memory": [], "cache": []} for way in crc32c_ways()}
+    rates_of: dict[str, dict[str, list[float]]] = {way: {"memory": [], "cache": []} for way in crc32c_ways()}
     for _ in range(args.rounds):
-        for way, rates in found.items():
+        for way, rates in rates_of.items():
             nbytes = COLD_BYTES // (16 if way == "table" else 1)
             rates["memory"].append(rate(cold[:nbytes], 1, way))
             rates["cache"].append(rate(hot, nbytes // HOT_BYTES, way))
     medians = {
-        way: {where: round(statistics.median(each), 2) for where, each in rates.items()} for way, rates in found.items()
+        way: {where: round(statistics.median(measured), 2) for where, measured in rates.items()}
+        for way, rates in rates_of.items()
     }
     line = {"bench": "checksums", **machine(), "rounds": args.rounds, "gb_per_s": medians}
     print(json.dumps(line))

@@ -74,11 +74,13 @@ def measure(nbytes: int, rounds: int, where: torch.device) -> dict[str, object]:
             settle(where)
             if number:
                 seconds[way].append(time.perf_counter() - began)
-    found: dict[str, object] = {f"{way}_bytes_per_s": nbytes / statistics.median(each) for way, each in seconds.items()}
+    results: dict[str, object] = {
+        f"{way}_bytes_per_s": nbytes / statistics.median(taken) for way, taken in seconds.items()
+    }
     for side in ("in", "out"):
         share = statistics.median(seconds[f"alone_{side}"]) / statistics.median(seconds[f"ours_{side}"])
-        found[f"{side}_share_of_alone"] = round(share, 3)
-    return found | {"refused": refused}
+        results[f"{side}_share_of_alone"] = round(share, 3)
+    return results | {"refused": refused}
 
 
 def settle(where: torch.device) -> None:

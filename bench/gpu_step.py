@@ -1,4 +1,4 @@
-"""Training steps on one GPU: in its own memory, with host memory, with NVMe; tokens per second beside the floor.
+"""Training steps on one GPU: in its own memory, with host memory, with NVMe; tokens per second beside the drives' lower bound.
 
     python bench/gpu_step.py --params 1B,7B --ways device,host,nvme --nvme-path /local_nvme --save
 
@@ -63,8 +63,8 @@ def run(order: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
         return {**label, "failed": f"no end after {timeout_seconds:g} s"}
     if done.returncode != 0:
         return {**label, "failed": (done.stderr.strip().splitlines() or ["no word"])[-1][:300]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
 
 
 def measure(order: dict[str, Any]) -> dict[str, Any]:
@@ -121,13 +121,13 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         line["peak_device_bytes"] = torch.cuda.max_memory_allocated()
     if engine.swap is not None:
         rates = measure_drive(order["nvme_path"], nbytes=256 * MIB, rounds=2)
-        floor = engine.step_lower_bound_seconds(
+        lower_bound = engine.step_lower_bound_seconds(
             compute_seconds=0.0, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
         ahead = engine.swap.device_ahead
         line |= {
-            "drive_floor_seconds": floor,
-            "share_of_drive_lower_bound": floor / taken,
+            "drive_lower_bound_seconds": lower_bound,
+            "share_of_drive_lower_bound": lower_bound / taken,
             "step_bytes": engine.swap.step_bytes(),
         }
         line |= {
@@ -142,7 +142,7 @@ def show(lines: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("parameters", "way", "s per step", "tokens/s", "of the drives' floor", "peak on the device")
+    table = Table("parameters", "way", "s per step", "tokens/s", "of the lower bound", "peak on the device")
     for line in lines:
         if "failed" in line:
             table.add_row(line["params"], line["way"], line["failed"], "", "", "")

@@ -113,8 +113,8 @@ def main() -> None:
         drive = Drive(folder, args)
         for _ in range(args.rounds):
             for name, (priority, busy) in cases.items():
-                found, rate = drive.run(args.seconds, priority, busy=busy)
-                latencies[name] += found
+                seconds, rate = drive.run(args.seconds, priority, busy=busy)
+                latencies[name] += seconds
                 rates[name].append(rate)
         backend = drive.engine.backend
         drive.close()

@@ -86,8 +86,8 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        found: dict[str, Any] = json.loads(self._answer())
-        return found
+        result: dict[str, Any] = json.loads(self._answer())
+        return result
 
     def close(self) -> None:
         self._process.kill()
@@ -106,7 +106,10 @@ class Worker:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--params", type=kept(parse_count, at_least=1), default="40M", help="size of the model (default: %(default)s)"
+        "--params",
+        type=checked(parse_count, at_least=1),
+        default="40M",
+        help="size of the model (default: %(default)s)",
     )
     parser.add_argument(
         "--ways", default="memory,backward,forward,step", help=f"of {', '.join(WAYS)} (default: %(default)s)"
@@ -140,7 +143,7 @@ def main() -> int:
     parser.add_argument("--nvme-path", default=str(HERE.parent / ".nvme"))
     parser.add_argument(
         "--drive-file",
-        type=kept(parse_bytes, at_least=FILE_BYTES_MIN),
+        type=checked(parse_bytes, at_least=FILE_BYTES_MIN),
         default="2GiB",
         help="size of the file that the drive is measured with (default: %(default)s); with a large one it may give less",
     )
@@ -149,7 +152,7 @@ def main() -> int:
     return run_program(parser, None)
 
 
-def kept(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], str]:
+def checked(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], str]:
     """A type for argparse: a number in words, checked, and kept as it was given for the JSON line."""
     check = checked_value(parse, at_least=at_least)
 
@@ -177,11 +180,11 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     while len(rows) < args.rounds:
         rows += take_rounds(args, order, pythons, done=len(rows), drive_first=drive_first)
         drive_first = not drive_first
-    found = {way: summarize(rows, way) for way in pythons}
-    show(found)
-    line = {"bench": "step", **machine(), "params": rows[0][ways[0]]["numel"], "ways": found}
+    results = {way: summarize(rows, way) for way in pythons}
+    show(results)
+    line = {"bench": "step", **machine(), "params": rows[0][ways[0]]["numel"], "ways": results}
     line |= {name: getattr(args, name) for name in ("rounds", "redraw", "drive_file", *_ORDERED)}
-    drives = [row[way]["drive"] for row in rows for way in found]
+    drives = [row[way]["drive"] for row in rows for way in results]
     line |= {"drive_gb_per_s": [median(rates[k] / 1e9 for rates in drives) for k in range(len(Workload))]}
     print(json.dumps(line))
     if args.save:
@@ -259,62 +262,68 @@ def median(values: Iterable[float]) -> float:
 def summarize(rows: list[dict[str, Any]], way: str) -> dict[str, Any]:
     """Medians over the rounds; every ratio is taken within its round first."""
     steps = [row[way] for row in rows]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         part: median(step[part] for step in steps)
         for part in ("seconds", "forward", "backward", "step", "cpu_seconds", "ring_cpu_seconds")
         if part in steps[0]
     }
-    found["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
-    found["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
-    found["loss"] = steps[-1]["loss"]
+    summary["min_max_seconds"] = [round(pick(step["seconds"] for step in steps), 4) for pick in (min, max)]
+    summary["peak_rss_gib"] = round(steps[-1]["peak_rss_bytes"] / GIB, 2)
+    summary["loss"] = steps[-1]["loss"]
     numel = steps[0]["numel"]
     for name in ("disk_read_bytes", "disk_written_bytes"):
         if name in steps[0]:
-            found[f"{name}_per_param"] = median(step[name] / numel for step in steps)
+            summary[f"{name}_per_param"] = median(step[name] / numel for step in steps)
     if "memory" in rows[0]:
-        found["over_memory"] = median(row[way]["seconds"] / row["memory"]["seconds"] for row in rows)
+        summary["over_memory"] = median(row[way]["seconds"] / row["memory"]["seconds"] for row in rows)
     update, _, variant = way.partition("-")
     if variant and update in rows[0]:
-        found[f"over_{update}"] = median(row[way]["seconds"] / row[update]["seconds"] for row in rows)
+        summary[f"over_{update}"] = median(row[way]["seconds"] / row[update]["seconds"] for row in rows)
     if "deepspeed" in rows[0]:
-        found["deepspeed_over_this"] = median(row["deepspeed"]["seconds"] / row[way]["seconds"] for row in rows)
+        summary["deepspeed_over_this"] = median(row["deepspeed"]["seconds"] / row[way]["seconds"] for row in rows)
     if (without := f"{way}-unchecked") in rows[0]:
         for part in ("seconds", "step", "cpu_seconds"):
             if part in steps[0]:
-                found[f"{part}_over_unchecked"] = median(row[way][part] / row[without][part] for row in rows)
+                summary[f"{part}_over_unchecked"] = median(row[way][part] / row[without][part] for row in rows)
     if "ring_cpu_seconds" in steps[0] and without in rows[0]:
         extra = [row[way]["ring_cpu_seconds"] - row[without]["ring_cpu_seconds"] for row in rows]
-        found["ring_cpu_beyond_unchecked"] = median(extra)
-        found["of_all_cpu"] = median(more / row[without]["cpu_seconds"] for more, row in zip(extra, rows, strict=True))
+        summary["ring_cpu_beyond_unchecked"] = median(extra)
+        summary["of_all_cpu"] = median(
+            more / row[without]["cpu_seconds"] for more, row in zip(extra, rows, strict=True)
+        )
     if "step_bytes" not in steps[0]:
-        return found
+        return summary
     for name in ("read_bytes", "written_bytes"):
-        found[f"{name}_per_param"] = median(step[name] / numel for step in steps)
-    found["stall_seconds"] = median(step["stall_seconds"] for step in steps)
-    found["pinned_mib"] = round(steps[-1]["pinned_bytes"] / MIB)
-    found["drive_seconds"] = median(drive_seconds(row, way) for row in rows)
+        summary[f"{name}_per_param"] = median(step[name] / numel for step in steps)
+    summary["stall_seconds"] = median(step["stall_seconds"] for step in steps)
+    summary["pinned_mib"] = round(steps[-1]["pinned_bytes"] / MIB)
+    summary["drive_seconds"] = median(drive_seconds(row, way) for row in rows)
     if "memory" in rows[0]:
-        floors = [max(drive_seconds(row, way), row["memory"]["seconds"]) for row in rows]
-        found["over_lower_bound"] = median(row[way]["seconds"] / floor for row, floor in zip(rows, floors, strict=True))
+        lower_bounds = [max(drive_seconds(row, way), row["memory"]["seconds"]) for row in rows]
+        summary["over_lower_bound"] = median(
+            row[way]["seconds"] / lower_bound for row, lower_bound in zip(rows, lower_bounds, strict=True)
+        )
     if "memory" in rows[0] and update == "forward":
-        found["over_forward_lower_bound"] = median(row[way]["seconds"] / forward_lower_bound(row, way) for row in rows)
+        summary["over_forward_lower_bound"] = median(
+            row[way]["seconds"] / forward_lower_bound(row, way) for row in rows
+        )
     if update == "step" and variant not in ("full", "spilled"):  # as much is read as written, both at once
         optimizer = [step["step"] for step in steps]
         on_drive = [2 * step["step_bytes"][1] / step["drive"][2] for step in steps]
-        found |= ratio("optimizer_over_drive", optimizer, on_drive)
+        summary |= ratio("optimizer_over_drive", optimizer, on_drive)
         if steps[0]["phases"]:
             transfers = [statistics.mean(step["phases"]) for step in steps]
-            found |= ratio("optimizer_over_transfers", optimizer, transfers)
-            found |= ratio("transfers_over_drive", transfers, on_drive)
-            found |= ratio("optimizer_over_moved", optimizer, [phase_seconds(row, way) for row in rows])
-            found["drive_busy_share"] = median(step["busy_share"] for step in steps)
-    return found
+            summary |= ratio("optimizer_over_transfers", optimizer, transfers)
+            summary |= ratio("transfers_over_drive", transfers, on_drive)
+            summary |= ratio("optimizer_over_moved", optimizer, [phase_seconds(row, way) for row in rows])
+            summary["drive_busy_share"] = median(step["busy_share"] for step in steps)
+    return summary
 
 
-def ratio(name: str, seconds: list[float], beside: list[float]) -> dict[str, float]:
+def ratio(name: str, seconds: list[float], others: list[float]) -> dict[str, float]:
     """The median over the rounds of the ratio within each, and the ratio of what all rounds took together."""
-    pairs = zip(seconds, beside, strict=True)
-    return {name: median(a / b for a, b in pairs), f"{name}_in_all": round(sum(seconds) / sum(beside), 4)}
+    pairs = zip(seconds, others, strict=True)
+    return {name: median(a / b for a, b in pairs), f"{name}_in_all": round(sum(seconds) / sum(others), 4)}
 
 
 def drive_seconds(row: dict[str, Any], way: str) -> float:
@@ -333,9 +342,9 @@ def phase_seconds(row: dict[str, Any], way: str) -> float:
     """What the bytes that were moved within the optimizer's phase take at the drive's bandwidth of that round: as many as were
     both read and written, at once; the rest alone. State that the backward read ahead is not among them."""
     read, written = row[way]["phase_bytes"]
-    read_rate, write_rate, together = row[way]["drive"]
+    read_rate, write_rate, mixed_rate = row[way]["drive"]
     both = min(read, written)
-    return float(2 * both / together + (read - both) / read_rate + (written - both) / write_rate)
+    return float(2 * both / mixed_rate + (read - both) / read_rate + (written - both) / write_rate)
 
 
 def forward_lower_bound(row: dict[str, Any], way: str) -> float:
@@ -350,7 +359,7 @@ def forward_lower_bound(row: dict[str, Any], way: str) -> float:
     )
 
 
-def show(found: dict[str, dict[str, Any]]) -> None:
+def show(results: dict[str, dict[str, Any]]) -> None:
     """A table for people, on standard error."""
     columns = {
         "step s": "seconds",
@@ -359,7 +368,7 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "optimizer": "step",
         "stall": "stall_seconds",
         "/ memory": "over_memory",
-        "/ floor": "over_lower_bound",
+        "/ lower bound": "over_lower_bound",
         "/ forward's": "over_forward_lower_bound",
         "optimizer / drive": "optimizer_over_drive",
         "/ moved": "optimizer_over_moved",
@@ -371,9 +380,9 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "CPU s": "cpu_seconds",
         "DeepSpeed /": "deepspeed_over_this",
     }
-    columns = {title: key for title, key in columns.items() if any(key in values for values in found.values())}
+    columns = {title: key for title, key in columns.items() if any(key in values for values in results.values())}
     table = Table("way", *columns)
-    for way, values in found.items():
+    for way, values in results.items():
         table.add_row(way, *(f"{values[key]:.3g}" if key in values else "" for key in columns.values()))
     Console(stderr=True, width=150).print(table)
 

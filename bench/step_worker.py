@@ -89,20 +89,20 @@ def infinity_way(order: dict[str, Any]) -> Step:
             engine.swap.stager.settle_all()
         ended = time.perf_counter()
         after = engine.swap_stats()
-        found = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
-        found |= {"seconds": ended - began, "loss": loss.item(), "numel": engine.numel, "phases": phases}
+        measured = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
+        measured |= {"seconds": ended - began, "loss": loss.item(), "numel": engine.numel, "phases": phases}
         if before is not None and after is not None and engine.swap is not None:
-            found |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
-            found["step_bytes"] = engine.swap.step_bytes()
-            found["pinned_bytes"] = after.pinned_bytes
+            measured |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
+            measured["step_bytes"] = engine.swap.step_bytes()
+            measured["pinned_bytes"] = after.pinned_bytes
         if between is not None and after is not None and "phase" in variants:  # nothing was on its way when it began
-            found["phase_bytes"] = [
+            measured["phase_bytes"] = [
                 getattr(after, name) - getattr(between, name) for name in ("read_bytes", "written_bytes")
             ]
         if "phase" in variants:
-            found["busy_share"] = engine.stop_trace().drives[0].busy_share
+            measured["busy_share"] = engine.stop_trace().drives[0].busy_share
             phases.append(phase())
-        return found
+        return measured
 
     return step
 
@@ -158,8 +158,8 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         backward = time.perf_counter()
         engine.step()
         ended = time.perf_counter()
-        found = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
-        return found | {
+        measured = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
+        return measured | {
             "seconds": ended - began,
             "loss": loss.item(),
             "numel": sum(p.ds_numel for p in model.parameters()),
@@ -184,8 +184,8 @@ def _loss(logits: Any, batch: Any) -> Any:
 
 def disk_bytes() -> tuple[int, int]:
     """Read and written by this process, as the kernel's block layer was asked for them."""
-    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(found["read_bytes"]), int(found["write_bytes"])
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
 def cpu_seconds() -> float:
@@ -212,13 +212,16 @@ def main() -> None:
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
         before, cpu_before, rings_before = disk_bytes(), cpu_seconds(), ring_cpu_seconds()
-        found = step()
+        measured = step()
         after = disk_bytes()
-        if not found.get("phases"):  # which are not the step's
-            found |= {"cpu_seconds": cpu_seconds() - cpu_before, "ring_cpu_seconds": ring_cpu_seconds() - rings_before}
-            found |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
-        found["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps(found), file=answers, flush=True)
+        if not measured.get("phases"):  # which are not the step's
+            measured |= {
+                "cpu_seconds": cpu_seconds() - cpu_before,
+                "ring_cpu_seconds": ring_cpu_seconds() - rings_before,
+            }
+            measured |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
+        measured["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps(measured), file=answers, flush=True)
     os._exit(0)  # what is on the drive is not wanted any more, and some frameworks take long to let go of it
 
 

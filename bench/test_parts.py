@@ -60,8 +60,8 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_lease_and_give_back(benchmark: BenchmarkFixture) -> None:
     pool = PinnedPool(64 * MIB)
-    kept = [pool.lease(MIB) for _ in range(32)]  # a pool in use has holes
-    for lease in kept[::2]:
+    leases = [pool.lease(MIB) for _ in range(32)]  # a pool in use has holes
+    for lease in leases[::2]:
         lease.give_back()
     benchmark(lambda: pool.lease(2 * MIB).give_back())
 

@@ -69,13 +69,13 @@ class Worker:
         )
         self._answer()
 
-    def ask(self, what: str) -> dict[str, float]:
+    def ask(self, request: str) -> dict[str, float]:
         """Do "step" or "evaluate"; CPU seconds of the training thread by phase, and "seconds" of the clock."""
         assert self._process.stdin is not None
-        self._process.stdin.write(what + "\n")
+        self._process.stdin.write(request + "\n")
         self._process.stdin.flush()
-        found: dict[str, float] = json.loads(self._answer())
-        return found
+        result: dict[str, float] = json.loads(self._answer())
+        return result
 
     def close(self) -> None:
         self._process.kill()
@@ -102,12 +102,12 @@ def work(order: dict[str, Any]) -> None:
         act = line.strip()
         profile = cProfile.Profile(time.thread_time) if order["profile"] else contextlib.nullcontext()
         with profile:
-            found = acts[act](step if act == "step" else evaluate)
+            result = acts[act](step if act == "step" else evaluate)
         if order["profile"]:
             with Path(order["profile"]).open("a") as file:
                 print(f"{order['way']}: {act}", file=file)
                 pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(45)
-        print(json.dumps(found), file=answers, flush=True)
+        print(json.dumps(result), file=answers, flush=True)
     os._exit(0)
 
 
@@ -117,8 +117,8 @@ def _measured(order: dict[str, Any], *, training: bool) -> Callable[[Callable[[]
     def act(run: Callable[[], list[float]]) -> dict[str, float]:
         began = time.perf_counter()
         marks = run()
-        found = {name: after - before for name, before, after in zip(phases, marks, marks[1:], strict=False)}
-        return {**found, "cpu_seconds": marks[-1] - marks[0], "seconds": time.perf_counter() - began}
+        seconds = {name: after - before for name, before, after in zip(phases, marks, marks[1:], strict=False)}
+        return {**seconds, "cpu_seconds": marks[-1] - marks[0], "seconds": time.perf_counter() - began}
 
     return act
 
@@ -188,10 +188,10 @@ def _made(order: dict[str, Any]) -> tuple[Callable[[], list[float]], Callable[[]
         return stock_step, stock_evaluate
     update, _, variant = order["way"].partition("-")
     device = {"device": "none"} if update == "memory" else {"device": "nvme", "nvme_path": order["nvme_path"]}
-    own: dict[str, Any] = {"wrap": ["Block"], "run_name": f"bench-{os.getpid()}"}
+    ours: dict[str, Any] = {"wrap": ["Block"], "run_name": f"bench-{os.getpid()}"}
     if update != "memory":
-        own |= {"update": update, "pinned_bytes_max": order["pool_bytes"]}
-    own |= {"durable": {"durability": "step"}, "spilled": {"gradient_bytes_max": 0}}.get(variant, {})
+        ours |= {"update": update, "pinned_bytes_max": order["pool_bytes"]}
+    ours |= {"durable": {"durability": "step"}, "spilled": {"gradient_bytes_max": 0}}.get(variant, {})
     config = {
         "bf16": {"enabled": True},
         "steps_per_print": 0,
@@ -203,7 +203,7 @@ def _made(order: dict[str, Any]) -> tuple[Callable[[], list[float]], Callable[[]
             "sub_group_size": SUB_GROUP_NUMEL if order["cut"] else "auto",
             "stage3_param_persistence_threshold": 0,
         },
-        "infinity": own,
+        "infinity": ours,
     }
     engine = infinity.initialize(model=model, config=config)[0]
 
@@ -260,7 +260,7 @@ def measure(args: argparse.Namespace, ways: list[str], **size: int) -> dict[str,
     finally:
         for worker in workers.values():
             worker.close()
-    return {way: _medians(found) for way, found in rows.items()}
+    return {way: _medians(measured) for way, measured in rows.items()}
 
 
 def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -268,10 +268,10 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(row[name] for row in rows if name in row), 5) for name in names}
 
 
-def show(found: dict[str, dict[str, dict[str, float]]]) -> None:
+def show(results: dict[str, dict[str, dict[str, float]]]) -> None:
     """A table for people, on standard error."""
     table = Table("size", "way", "CPU s a step", "forward", "backward", "step", "evaluation", "s")
-    for size, ways in found.items():
+    for size, ways in results.items():
         for way, row in ways.items():
             names = ("cpu_seconds", "forward", "backward", "step", "evaluate", "seconds")
             table.add_row(size, way, *(f"{row[name]:.4g}" for name in names))
@@ -293,13 +293,13 @@ def main() -> int:
     if args.worker:
         work(json.loads(args.worker))
     ways = args.ways.split(",")
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for groups in filter(None, args.groups.split(",")):
-        found[f"{groups} groups"] = measure(args, ways, groups=int(groups))
+        results[f"{groups} groups"] = measure(args, ways, groups=int(groups))
     for sub_groups in filter(None, args.sub_groups.split(",")):
-        found[f"{sub_groups} sub-groups"] = measure(args, ways, sub_groups=int(sub_groups))
-    show(found)
-    line = {"bench": "thread_cost", **machine(), "rounds": args.rounds, "pool_share": args.pool_share, "found": found}
+        results[f"{sub_groups} sub-groups"] = measure(args, ways, sub_groups=int(sub_groups))
+    show(results)
+    line = {"bench": "thread_cost", **machine(), "rounds": args.rounds, "pool_share": args.pool_share, "found": results}
     if args.save:
         save("thread_cost", {"code": args.save, **line})
     print(json.dumps(line))

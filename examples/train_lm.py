@@ -146,8 +146,8 @@ def block_of(config: Any, *path: str) -> dict[str, Any]:
         config = config.get(name)
         if not isinstance(config, dict):
             return {}
-    found: dict[str, Any] = config
-    return found
+    block: dict[str, Any] = config
+    return block
 
 
 def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
             place["device"] = "none"
         elif place.get("device") == "nvme" and (args.nvme_path or place.get("nvme_path") in (None, "auto")):
             place["nvme_path"] = str(args.nvme_path or HERE.parent / ".nvme")
-    own = {"pinned_bytes_max": args.pinned_bytes_max, "durability": args.durability}
-    for key, value in own.items():
+    overrides = {"pinned_bytes_max": args.pinned_bytes_max, "durability": args.durability}
+    for key, value in overrides.items():
         if value is not None:
             config.setdefault("infinity", {})
             block_of(config, "infinity")[key] = value
@@ -289,7 +289,7 @@ def measure_drive(path: str, console: Console) -> infinity.DriveRates | None:
     try:
         return infinity.measure_drive(path)
     except infinity.StoreError as error:
-        console.print(f"the drive is not measured, the floor counts compute only ({error})", style="yellow")
+        console.print(f"the drive is not measured, the lower bound counts compute only ({error})", style="yellow")
         return None
 
 
@@ -395,16 +395,16 @@ def summarize(
     engine: infinity.Engine, args: argparse.Namespace, records: list[dict[str, Any]], facts: dict[str, Any], rates: Any
 ) -> dict[str, Any]:
     """The closing figures of this rank; see the table for what they mean."""
-    own = engine.shard_numel
+    shard_numel = engine.shard_numel
     # The first step also makes buffers and records the trace, and may have nothing to update.
     steady = records[1:] or records
     median = {key: statistics.median(r[key] for r in steady) for key in ("seconds", "stall_seconds")}
     moved = {key: statistics.mean(r[key] for r in steady) for key in ("read_bytes", "written_bytes")}
     compute = statistics.median(r["seconds"] - r["stall_seconds"] for r in steady)
-    floor = compute
+    lower_bound = compute
     stats = engine.swap_stats()
     if stats is not None and rates is not None:
-        floor = engine.step_lower_bound_seconds(
+        lower_bound = engine.step_lower_bound_seconds(
             compute_seconds=compute, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
     peak = peak_rss_bytes()
@@ -419,14 +419,14 @@ def summarize(
         "nvme_bytes": stats.arena_bytes if stats is not None else 0,
         "step_seconds": median["seconds"],
         "stall_seconds": median["stall_seconds"],
-        "lower_bound_seconds": floor,
-        "read_bytes_per_param": moved["read_bytes"] / own,
-        "written_bytes_per_param": moved["written_bytes"] / own,
+        "lower_bound_seconds": lower_bound,
+        "read_bytes_per_param": moved["read_bytes"] / shard_numel,
+        "written_bytes_per_param": moved["written_bytes"] / shard_numel,
         "peak_rss_bytes": peak,
         "baseline_rss_bytes": facts["baseline_rss_bytes"],
         "pinned_bytes": pinned,
         "gradient_bytes": gradients,
-        "in_memory_bytes": peak if stats is None else peak - pinned - gradients + 16 * own,
+        "in_memory_bytes": peak if stats is None else peak - pinned - gradients + 16 * shard_numel,
         "drive": None
         if rates is None
         else {"read_bytes_per_s": rates.read_bytes_per_s, "write_bytes_per_s": rates.write_bytes_per_s},
@@ -443,8 +443,8 @@ def show(console: Console, summary: dict[str, Any]) -> None:
     losses = [record["loss"] for record in summary["steps"]]
     first, last = summary["held_out_loss_first"], summary["held_out_loss_last"]
     named = ("baseline_rss_bytes", "pinned_bytes", "gradient_bytes")
-    rest = format_bytes(max(0, summary["peak_rss_bytes"] - sum(summary[name] for name in named)))
-    seconds, floor = summary["step_seconds"], summary["lower_bound_seconds"]
+    other_bytes = format_bytes(max(0, summary["peak_rss_bytes"] - sum(summary[name] for name in named)))
+    seconds, lower_bound = summary["step_seconds"], summary["lower_bound_seconds"]
     rows = [
         ("parameters", format_count(summary["params"])),
         ("training loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),
@@ -452,7 +452,7 @@ def show(console: Console, summary: dict[str, Any]) -> None:
         ("peak resident memory", size("peak_rss_bytes")),
         ("  Python, torch and the text", size("baseline_rss_bytes")),
         ("  gradients", size("gradient_bytes")),
-        ("  live groups and activations", rest),
+        ("  live groups and activations", other_bytes),
         ("step, median", f"{seconds:.2f} s, {summary['stall_seconds']:.2f} s of it waiting for the drive"),
     ]
     if not summary["in_memory"]:
@@ -462,7 +462,10 @@ def show(console: Console, summary: dict[str, Any]) -> None:
         rows.insert(3, ("on NVMe", f"{size('nvme_bytes')}, through {summary['backend']}"))
         rows.insert(4, ("moved per parameter and step", f"{moved[0]:.2f} B read, {moved[1]:.2f} B written"))
         rows.append(
-            ("floor", f"{floor:.2f} s, the larger of compute and bytes over bandwidth: {seconds / floor:.2f} x")
+            (
+                "lower bound",
+                f"{lower_bound:.2f} s, the larger of compute and bytes over bandwidth: {seconds / lower_bound:.2f} x",
+            )
         )
         if drive is not None:
             rates = drive["read_bytes_per_s"] / 1e9, drive["write_bytes_per_s"] / 1e9
@@ -563,9 +566,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         summary = run(args, console)
     except KeyboardInterrupt:
-        kept = args.durability == "step"
+        durable = args.durability == "step"
         console.print(
-            f"interrupted: {'--resume goes on' if kept else 'the space on the drive is given back'}", style="yellow"
+            f"interrupted: {'--resume goes on' if durable else 'the space on the drive is given back'}", style="yellow"
         )
         return 130
     except infinity.InfinityError as error:

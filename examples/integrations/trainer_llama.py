@@ -112,8 +112,8 @@ def main() -> None:
     trainer.save_model(str(options.output / "final"))
 
     model = trainer.model.eval()
-    together = {"synced_gpus": trainer.args.world_size > 1}  # ranks gather the same groups at the same time
-    generated = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False, **together)
+    on_all_ranks = {"synced_gpus": trainer.args.world_size > 1}  # ranks gather the same groups at the same time
+    generated = model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False, **on_all_ranks)
     if trainer.is_world_process_zero():
         print("generated:", generated.tolist())
         history = [line for line in trainer.state.log_history if "loss" in line or "eval_loss" in line]

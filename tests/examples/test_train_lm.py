@@ -45,7 +45,7 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
         "held-out loss",
         "on NVMe",
         "peak resident memory",
-        "floor",
+        "lower bound",
         "def ",
     ):
         assert words in shown
