@@ -183,8 +183,8 @@ class ZeroConfig(Block):
     )
     stage3_param_persistence_threshold: Count = Field(
         default=100_000,
-        description="Parameters of fewer elements keep their 16-bit copy in host memory where the others' are on NVMe. "
-        "auto is 10 · hidden size.",
+        description="Parameters of fewer elements keep their compute parameter (16-bit) in host memory where the others' "
+        "are on NVMe. auto is 10 · hidden size.",
     )
     stage3_model_persistence_threshold: Count = Field(
         default=sys.maxsize,

@@ -73,8 +73,8 @@ class InfinityConfig(Block):
     )
     host_cache_bytes: Annotated[int, CACHE_BYTES] = Field(
         default=0,
-        description="So much of the pinned memory, in bytes, keeps 16-bit copies and optimizer state from step to "
-        "step, those that spare the most transfers; they take no space on the drive. Counted in "
+        description="So much of the pinned memory, in bytes, keeps compute parameters (16-bit) and optimizer state from step "
+        "to step, those that spare the most transfers; they take no space on the drive. Counted in "
         "`pinned_bytes_max`; no more is taken than there is to keep.",
     )
     gradient_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
