@@ -1,5 +1,5 @@
-"""What the docs promise: every link leads somewhere, in the repository and on the site; and the site that `make docs` builds
-shows the step that was traced for it, or is not built."""
+"""What the docs promise: every link leads somewhere, in the repository and on the site, and every note that they cite is in the
+code; and the site that `make docs` builds shows the step that was traced for it, or is not built."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)", re.MULTILINE)
+NOTE = re.compile(r"\[Note:\s([^]]*)\]")
 
 
 def load() -> ModuleType:
@@ -71,6 +72,7 @@ def break_link(pages: Path, link: str) -> None:
     page.write_text(page.read_text() + f"\n[somewhere]({link})\n")
 
 
+CODE_SUFFIXES = {".py", ".h", ".cpp", ".inc"}
 BROKEN = ["architecture.md#the-summ", "../README.txt", "#nowhere", "../csrc/aio", "/docs/plan.md"]
 
 
@@ -78,6 +80,13 @@ def test_all_links_lead_somewhere(pages: Path) -> None:
     assert list(broken_links(pages)) == []
     listed = (ROOT / "tools" / "mkdocs.yml").read_text()
     assert [name for page in pages.rglob("*.md") if f": {(name := str(page.relative_to(pages)))}\n" not in listed] == []
+
+
+def test_every_note_that_is_cited_is_written(pages: Path) -> None:
+    code = [file for room in ("infinity", "csrc") for file in (ROOT / room).rglob("*") if file.suffix in CODE_SUFFIXES]
+    written = {" ".join(name.split()) for file in code for name in NOTE.findall(file.read_text())}
+    cited = {" ".join(name.split()) for page in pages.rglob("*.md") for name in NOTE.findall(page.read_text())}
+    assert written and cited - written - {"..."} == set()
 
 
 @pytest.mark.parametrize("link", BROKEN)
