@@ -120,8 +120,8 @@ def everywhere(folder: Path) -> None:
 
 
 def apart(folder: Path) -> None:
-    """Rank 1 begins its step anew where rank 0 goes on, as after an exception that came in rank 1's own lines. No number is
-    given out, and both end soon, whatever their operations made of each other's bytes."""
+    """Rank 1 begins its step anew where rank 0 goes on, or closes, as after an exception that came in rank 1's own lines. No
+    number is given out, and both end soon, whatever their operations made of each other's bytes."""
     for begins_anew_after in ("forward", "backward"):
         engine = make(folder, Case(), durability="none")
         step(engine)
@@ -138,6 +138,16 @@ def apart(folder: Path) -> None:
         assert "the ranks are in different passes" in words, words
         assert "the ranks have parted" in error_of(step, engine)
         engine.close()
+    engine = make(folder, Case())
+    step(engine)
+    if dist.get_rank() == 1:
+        try:
+            raise Crash
+        except Crash:
+            engine.close()
+    else:
+        words = error_of(engine.close)
+        assert "rank 0 in a close of step 1.1, rank 1 in a close after an error of step 1.1" in words, words
     print("told", flush=True)
 
 

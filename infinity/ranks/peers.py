@@ -159,8 +159,8 @@ class Peers:
             yield
             return
         had_parted = self.parted
+        running = _Pass()  # goes with this frame, at whatever line an exception ends it
         try:
-            running = _Pass()  # goes with this frame, at whatever line an exception ends it
             self._pass = weakref.ref(running)
             self.check()
             self._passes += 1
@@ -169,12 +169,22 @@ class Peers:
             self._check_names(running)
         except BaseException as error:
             if not had_parted:
-                self._fail(error, standing())
+                self._fail(error, standing(), running)
             raise
         finally:
             self._pass = _no_pass
         if self._cause is not None:  # operations that were aborted end as if they had been done
             raise self._cause.as_error()
+
+    def leave(self, what: str, standing: Callable[[], list[str]]) -> None:
+        """Tell the others that this rank runs no more passes, as `what` says ("a close after an error"); no collective.
+
+        Ranks that wait for it in a pass are ended, as by one in another pass.
+        """
+        if self._others and not self.parted:
+            self._passes += 1
+            with contextlib.suppress(RuntimeError, OSError):  # the store has ended: whoever served it has left
+                self._tell_name(_Pass(), f"{what} of {standing()[0]}")
 
     def close(self) -> None:
         """Idempotent; no collective."""
@@ -183,11 +193,13 @@ class Peers:
             self._watcher.join()
             self._watcher = None
 
-    def _fail(self, error: BaseException, standing: list[str]) -> None:
+    def _fail(self, error: BaseException, standing: list[str], running: _Pass) -> None:
         """The pass has failed here. Returns where this rank's own error is to be raised; raises that of another rank."""
         own = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
         try:
             cause = self._known_cause()
+            if cause is None and running.number and (parted := self._parted_ways(running)) is not None:
+                cause = self._settled_cause(parted)
             if cause is None and self._all_failed_alike(own):
                 return
             cause = cause or self._settled_cause(own)

@@ -13,8 +13,8 @@ from torch import nn
 
 from infinity.checkpoint import arena as checkpoint_arena
 from infinity.checkpoint import dcp as checkpoint
-from infinity.checkpoint.stored_arena import is_arena_checkpoint
 from infinity.checkpoint.draft import find
+from infinity.checkpoint.stored_arena import is_arena_checkpoint
 from infinity.errors import CheckpointError, ConfigError
 from infinity.fsdp2.materialize import named_full_tensors
 from infinity.fsdp2.names import buffer_names, parameter_names

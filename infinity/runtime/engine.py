@@ -459,9 +459,12 @@ class Engine(DeepSpeedSurface):
                 last.callback(self.activations.close)
             last.callback(self._checkpoints.finish_alone)
             last.callback(self.peers.close)
-            if sys.exc_info()[0] is None and not self.peers.parted:
-                self._offload.commit()
-                self.finish_checkpoint()
+            if sys.exc_info()[0] is not None:
+                self.peers.leave("a close after an error", self.standing)
+            elif not self.peers.parted:
+                with self.peers.in_pass("a close", self.standing):
+                    self._offload.commit()
+                    self.finish_checkpoint()
                 if self.flops_profile is not None:
                     self.flops_profile.tell_unused(self.global_steps)
 
