@@ -1,10 +1,10 @@
-"""Floor 6. Where reduced gradients wait for their update: which stay in host memory, and what the others move.
+"""Floor 6. Where reduced gradients wait for their update: in host memory, or on NVMe with so many bytes moved.
 
 [Note: Gradients that spill]
 A gradient waits from the backward that brings it to the update that takes it. Where updates are in the forward, the gradients
-that come first wait longest: those of the last groups, which the forward reaches last. So the last groups' spill, which leaves
-most time to write them and to read them again. Each element moves its bytes once each way, whichever group it is of; with n
-micro-batches, whose sum it holds, n times. Where updates are in the backward, gradients don't wait.
+that come first wait longest: those of the last groups, which the forward reaches last. So the last groups' gradients spill,
+which leaves most time to write them and to read them again. Each element moves its bytes once each way; with n micro-batches,
+whose sum it holds, n times. Where updates are in the backward, gradients don't wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GRADIENT_BYTES = 4
 """One element of a reduced gradient (fp32)."""
 
 NARROW_GRADIENT_BYTES = 2
-"""The same where 16 bits hold all of it: see [Note: Gradients in 16 bits] in infinity/swap/gradients.py."""
+"""The same where it fits in 16 bits: see [Note: Gradients in 16 bits] in infinity/swap/gradients.py."""
 
 
 def gradient_itemsize(*, ranks: int, micro_batches: int, reduced_in_16_bits: bool, computed_in_16_bits: bool) -> int:

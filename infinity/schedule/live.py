@@ -5,7 +5,7 @@ FSDP2 gathers the root group first and keeps it from forward to backward. Any ot
 after it, gathered again for its backward and released after that. Four levers change this: a group may stay gathered from
 forward to backward (`reshard_after_forward` False), or from one micro-batch's backward to the next one's forward
 (`reshard_after_backward` False); a group may gather others ahead of their forward, or of their backward; without a list of its
-own for backward, it gathers whichever group ran forward before it.
+own for backward, it gathers the group that ran forward before it.
 
 A group that stays gathered in one of these ways is counted at every instant: an evaluation, which has no backward, leaves it
 gathered, and then it is there in the next forward too. Beside those that stay, the groups in compute are gathered (a group, and
@@ -55,7 +55,7 @@ class LivePlan:
 
 
 def least_live(groups: Sequence[LiveGroup], order: Sequence[int]) -> tuple[int, int]:
-    """The fewest elements with which a pass can run, nothing kept and nothing gathered ahead, and the group that takes them."""
+    """The fewest elements with which a pass can run, and the group that takes them: none stays, and none is gathered ahead."""
     model = _Model(groups, order, {ROOT})
     worst = max(range(len(groups)), key=lambda group: model.in_compute(group, backward=True))
     return model.staying_numel + model.in_compute(worst, backward=True), worst
@@ -87,7 +87,7 @@ def plan_live(
     least, worst = least_live(groups, order)
     if least > live_numel_max:
         raise ValueError(f"group {worst} needs {least} elements gathered at once, more than {live_numel_max}")
-    after_forward, after_backward = _kept(groups, order, live_numel_max, reuse_numel_max, micro_batches)
+    after_forward, after_backward = _staying(groups, order, live_numel_max, reuse_numel_max, micro_batches)
     model = _Model(groups, order, {ROOT, *after_forward, *after_backward})
     forward = _windows(model, (ROOT, *order), live_numel_max, prefetch_numel or 0, least_groups=0, backward=False)
     sequence = (ROOT, *reversed(_completed(groups, order)))
@@ -134,24 +134,24 @@ class _Model:
         return self.staying_numel + self.in_compute(group, backward=True) + next(others, 0) <= live_numel_max
 
     def _sum_lingering(self) -> list[int]:
-        """For each group what may linger when its backward begins; everything for one that is not in the order."""
-        lingering = [self.ahead(group) if each.lingers else 0 for group, each in enumerate(self.groups)]
-        found = [sum(lingering)] * len(self.groups)
-        left = found[ROOT]
+        """For each group the elements that may linger when its backward begins; all for a group that is not in the order."""
+        lingering = [self.ahead(number) if group.lingers else 0 for number, group in enumerate(self.groups)]
+        left = sum(lingering)
+        lingering_after = [left] * len(self.groups)
         for group in self.order:
             left -= lingering[group]
-            found[group] = left
-        found[ROOT] = 0  # begins before any other
-        return found
+            lingering_after[group] = left
+        lingering_after[ROOT] = 0  # begins before any other
+        return lingering_after
 
 
 def _stack(groups: Sequence[LiveGroup], group: int | None) -> list[int]:
     """The group and those it lies in, the root aside."""
-    found = []
+    stack = []
     while group is not None and group != ROOT:
-        found.append(group)
+        stack.append(group)
         group = groups[group].outer
-    return found
+    return stack
 
 
 def _completed(groups: Sequence[LiveGroup], order: Sequence[int]) -> list[int]:
@@ -165,7 +165,7 @@ def _completed(groups: Sequence[LiveGroup], order: Sequence[int]) -> list[int]:
     return done + running[::-1]
 
 
-def _kept(
+def _staying(
     groups: Sequence[LiveGroup], order: Sequence[int], live_numel_max: int, reuse_numel_max: int, micro_batches: int
 ) -> tuple[set[int], set[int]]:
     """The groups that stay gathered (after forward, after backward): nearest uses first, until one does not fit."""
@@ -179,9 +179,9 @@ def _kept(
     def peak(count: int) -> int:
         return _bare_peak(groups, order, {ROOT, *(group for _, _, group in near[:count])})
 
-    # Whatever stays gathered in addition never lowers the peak, so the first that does not fit can be searched by halves.
-    kept = near[: bisect_right(range(1, len(near) + 1), live_numel_max, key=peak)]
-    return {group for _, backward, group in kept if not backward}, {group for _, backward, group in kept if backward}
+    # One group more never lowers the peak, so the first that does not fit is found by bisection.
+    stay = near[: bisect_right(range(1, len(near) + 1), live_numel_max, key=peak)]
+    return {group for _, backward, group in stay if not backward}, {group for _, backward, group in stay if backward}
 
 
 def _bare_peak(groups: Sequence[LiveGroup], order: Sequence[int], staying: set[int]) -> int:

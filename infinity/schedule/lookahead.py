@@ -3,23 +3,22 @@
 "Groups" are whatever is staged as a whole: groups of parameters and, where they are updated in the passes, sub-groups.
 
 [Note: Farthest next use]
-What is held is what is used soonest, whether it is still to be read or was used just now; so a group that was used is given up
-exactly when its next use is farther than that of all others that fit. From the end of forward into backward, where the order
-turns round, these are the groups used last, and each byte that is held there spares a read: as many as any way of holding so
-many bytes spares, to within the group that fits in part only (a group is gathered from one piece of memory).
+The groups used soonest are held, whether they are still to be read or were used just now. So a used group is given up exactly
+when its next use is farther than that of all others that fit. From the end of forward into backward, where the order turns
+round, these are the groups used last, and each byte held there spares a read. No way of holding so many bytes spares more, but
+for the group that fits in part only (a group is gathered from one piece of memory).
 
 [Note: As early as the bytes allow]
-Reads start in the order of need, which is that of their deadlines, each as soon as its bytes fit. Bandwidth and compute times
-say when a read has to start at the latest, and the bytes that may be held when it can start at the earliest; nothing is gained
-by waiting in between, since room that stays empty serves nobody, and a drive that rests now is later for everything after. So
-the times are needed to predict a stall (simulator.py), not to decide.
+Reads start in the order of need, each as soon as its bytes fit. Bandwidth and compute times say when a read has to start at the
+latest; the bytes that may be held say when it can start at the earliest. Waiting in between gains nothing: empty room serves
+nobody, and an idle drive delays all that comes after. So the times are needed to predict a stall (simulator.py), not to decide.
 
   No way to order and to time the reads lets any use begin earlier: (1) where all groups have the same size; (2) whatever their
   sizes, if it has the largest group's bytes less to hold, even if it may read them in pieces, by turns.
 
 Proof. Let S be another way, and look at the first use i that begins earlier in S than with us. All before it begin with us no
-later than in S, so at every moment up to then we have given free whatever S has. Go back from the end of our read of i to the
-last moment t at which our drive rested; from t on it read q, ..., i without a pause. If t is the beginning, S can't have read
+later than in S, so at every moment up to then we have freed whatever S has. Go back from the end of our read of i to the last
+moment t at which our drive was idle; from t on it read q, ..., i without a pause. If t is the beginning, S can't have read
 the groups up to i before us. If not, q didn't fit just before t: it and what we held of the groups before it were more than L
 bytes. (1) So we held as many groups as anybody may hold; of those up to i, S has begun to read no more than we have, needs as
 long for the others, and is not earlier. (2) We held more than L less q, at least what S may hold; so S has read no more bytes
@@ -38,7 +37,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 UNTIL_THE_END = math.inf
-"""The place of what no use passes: it comes after all of them."""
+"""The place after all uses: no use passes it."""
 
 _NOW = -1.0
 
@@ -64,8 +63,8 @@ def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ah
 def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
     """What `groups_to_stage` chooses at every place of a known step, in one pass over it.
 
-    A run asks anew at every use, for only then it knows that the step still goes as expected, and looks no farther than its
-    bytes reach; the simulator asks for all places at once, where asking anew would cost the square of the step.
+    A run asks anew at every use, since only then it knows that the step still goes as expected, and looks no farther than its
+    bytes reach. The simulator asks for all places at once; asking anew would cost it the square of the step.
 
     With `place` uses behind us, the groups of `uses[place : ends[place]]` should be staged; `ends` is returned, one longer
     than `uses`. It never falls, so a reader that walks along it starts every read once.
@@ -90,12 +89,12 @@ def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_
 
 
 class LookAhead:
-    """What `groups_to_stage` chooses of what comes next, kept up to date as uses pass: whatever comes is looked at once when it
-    enters and once when it leaves, where asking anew would cost as much as is held, at every use.
+    """What `groups_to_stage` chooses of the uses to come, kept up to date as uses pass. It looks at a use once when it enters
+    and once when it leaves; asking anew would cost as much as is held, at every use.
 
-    Units are numbers. What comes is a sequence of (place, unit): the use at `place` needs the unit, places never fall, and
-    one use may need several. ~unit stands for a unit that is needed there only until it is `done`. In front of all is what
-    is needed `now`.
+    Units are numbers. The uses to come are a sequence of (place, unit): the use at `place` needs the unit, places never fall,
+    and one use may need several. ~unit stands for a unit that is needed there only until it is `done`. Units that are needed
+    `now` come before all.
 
     The sequence is pulled as far as it is chosen, and one further. After any change, `fit` chooses anew.
 
@@ -113,7 +112,7 @@ class LookAhead:
         self._first = 0
         """The number of its first entry; those that follow have the numbers that follow."""
         self._given_up: list[tuple[float, int]] = []
-        """What was pulled and not chosen, soonest last."""
+        """Entries that were pulled and are not chosen, soonest last."""
         self._keys: dict[int, deque[int]] = {}
         """By unit that is chosen: twice the number of each of its entries, and one more where it is needed until it is done."""
         self._done: set[int] = set()
@@ -137,7 +136,7 @@ class LookAhead:
         return keys[0] if keys is not None else None
 
     def pass_to(self, place: float) -> None:
-        """The uses before `place` are over, and so is what was needed now."""
+        """The uses before `place` are over, and nothing is needed now any more."""
         self._passed = max(self._passed, place)
         while self._sequence and self._sequence[0][0] < place:
             _, unit = self._sequence.popleft()
@@ -147,7 +146,7 @@ class LookAhead:
             self._given_up.pop()
 
     def need_now(self, units: Sequence[int]) -> None:
-        """These are needed before all else (as ~unit: until they are done), and not what was before."""
+        """These units are needed before all others (as ~unit: until they are done), instead of those told before."""
         self.pass_to(_NOW + 1)
         for unit in reversed(units):
             self._first -= 1
@@ -159,8 +158,7 @@ class LookAhead:
         self._done.add(unit)
         keys = self._keys.get(unit)
         if keys is not None:
-            kept = deque(key for key in keys if not key & 1)
-            self._set(unit, kept)
+            self._set(unit, deque(key for key in keys if not key & 1))
 
     def fit(self) -> None:
         """Choose as much as the limits allow."""
@@ -182,7 +180,7 @@ class LookAhead:
         return None
 
     def _fits(self, unit: int | None) -> bool:
-        """Whether what is chosen fits, with one entry more if it is told."""
+        """Whether the chosen units fit, together with `unit` if one is given."""
         if unit is not None:
             unit = unit if unit >= 0 else ~unit
             if unit in self._keys or not self._keys:
@@ -222,7 +220,7 @@ class LookAhead:
             self._set(unit, keys)
 
     def _set(self, unit: int, keys: deque[int]) -> None:
-        """These entries are left of a unit."""
+        """Only these entries of a unit are left."""
         if keys:
             self._keys[unit] = keys
             self.changed[unit] = None
@@ -237,14 +235,14 @@ class LookAhead:
 
 
 def cycle_read_bytes(uses: Sequence[int], read_bytes: Sequence[int], *limits: tuple[Sequence[int], int]) -> int:
-    """Bytes read in a cycle of uses when what is chosen of the rest stays after each.
+    """Bytes read in a cycle of uses when after each use the units stay staged that a look-ahead chooses.
 
-    A use reads nothing where what is used stayed since its last use.
+    A use reads nothing if its unit stayed since its last use.
 
     Args:
-        uses: numbers of what is used, in order. Nothing stays beyond its end.
-        read_bytes: by place in `uses`, what staging it there reads.
-        limits: as for `LookAhead`, which chooses.
+        uses: the unit of each use, in order. Nothing stays beyond the end.
+        read_bytes: by place in `uses`, the bytes that staging the unit there reads.
+        limits: as for `LookAhead`.
     """
     total = 0
     ahead = LookAhead(((float(place), unit) for place, unit in enumerate(uses)), *limits)

@@ -1,12 +1,12 @@
 """Floor 6. The pinned budget as one visible sum, a line per user: what the pool of a rank must hold at once.
 
-A group is gathered, or updated before it is: the pool must hold what the larger of the two needs at once, and beside either
-the buffer through which single tensors are read and written, and what stays from step to step.
+A group is gathered, or updated before that: the pool must hold what the larger of the two needs at once. It also holds the
+buffer through which single tensors are read and written, and the host cache.
 
 [Note: Why the worst case fits]
-Leases lie anywhere in the slab. What is in use in k places leaves k + 1 holes, so with room for k + 1 times what is asked for
-the largest hole holds it. Everything else in the pool (what is staged and not used yet, what is on its way back) is dropped or
-waited for. So whoever asks gets it, whatever else there is:
+Leases lie anywhere in the slab. k leases in use leave k + 1 holes, so with room for k + 1 times the bytes asked for the largest
+hole holds them. Everything else in the pool (staged and not used yet, or being written) is dropped or waited for. So whoever
+asks for a lease gets it, whatever else there is:
 
     in use                asked for                    least pool
     2 groups of G         a group                      2 G + 3 G
@@ -16,10 +16,10 @@ waited for. So whoever asks gets it, whatever else there is:
 A group is leased before the first of its sub-groups, when no other sub-group is in use: no group is asked for beside one.
 
 [Note: What waits for its gradients]
-A group that is updated in the backward has its copies and all of its state in the pool before its gradients are computed, and
-then needs all of it at once. A drive that shall not rest meanwhile needs as much room again, for what it reads for the next
-group and for what it still writes of the one before. With less, it rests while compute goes on, and then compute while it
-reads, by turns; at worst the shorter of the two is lost. This is for speed alone, so it leaves most of the memory to others.
+A group that is updated in the backward has its compute parameters and all of its state in the pool before its gradients are
+computed, and then needs all of it at once. A drive that never idles meanwhile needs as much room again, to read for the next
+group and to write for the one before. With less, the drive idles while compute goes on, and then compute while the drive reads;
+at worst the shorter of the two times is lost. This is for speed alone, so it leaves most of the memory to others.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ PIPELINE_DEPTH = 3
 """Sub-groups in memory during the step: one being read, one updated, one written."""
 
 WAITING_SHARE = 1 / 4
-"""Of a rank's memory: what the pool may grow to for state that waits for its gradients."""
+"""The share of a rank's memory up to which the pool may grow for state that waits for its gradients."""
 
 SUB_GROUP_NUMEL_DEFAULT = 4 << 20
-"""Elements: 56 MiB of state with a 16-bit copy, long past the size where a drive is at its limit."""
+"""Elements: 56 MiB of state with 16-bit compute parameters, long past the size where a drive is at its limit."""
 
 
 @dataclass(frozen=True)
 class PinnedBudget:
-    """What the pool holds (bytes): the larger of `gather_bytes` and `pipeline_bytes`, `access_bytes`, `cache_bytes` and what
-    saved activations pass through on their way to NVMe and back."""
+    """The pool (bytes): the larger of `gather_bytes` and `pipeline_bytes`, the access buffer, the host cache, and the buffer of
+    saved activations on their way to NVMe and back."""
 
     gather_bytes: int
     pipeline_bytes: int
@@ -75,16 +75,16 @@ def gather_bytes(group_bytes_max: int) -> int:
 
 
 def pipeline_bytes(group_bytes_max: int, sub_group_bytes: int) -> int:
-    """Bytes that updating needs: beside the groups in use, between which the next one is updated, the sub-groups of the
-    pipeline. (One is in use; with the groups in use it leaves holes, of which the largest holds it.)"""
+    """Bytes that updating needs: the groups in use, between which the next one is updated, and the sub-groups of the pipeline.
+    (One of these is in use; the leases in use leave holes, of which the largest holds the next one.)"""
     return GATHERS_IN_USE * align_up(group_bytes_max) + PIPELINE_DEPTH * sub_group_bytes
 
 
 def comfortable_bytes(gather: int, sub_group_bytes: int, waiting_bytes: int = 0, memory_bytes: float = math.inf) -> int:
     """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight.
 
-    Where groups are updated in the backward, also `waiting_bytes`, the copies and the state of the two largest of them, as far
-    as the pool stays within WAITING_SHARE of `memory_bytes`: see [Note: What waits for its gradients].
+    Where groups are updated in the backward, also `waiting_bytes`, the compute parameters and the state of the two largest of
+    them, as far as the pool stays within WAITING_SHARE of `memory_bytes`: see [Note: What waits for its gradients].
     """
     group_bytes_max = gather // GROUPS_HELD
     gather_room = gather + GATHERS_IN_USE * group_bytes_max
@@ -96,7 +96,7 @@ def comfortable_bytes(gather: int, sub_group_bytes: int, waiting_bytes: int = 0,
 
 
 def look_ahead_room(pinned_bytes: int, group_bytes_max: int) -> int:
-    """Bytes of the pool that may hold groups read ahead: what the groups in use and the access buffer leave."""
+    """Bytes of the pool that may hold groups read ahead: all but the groups in use and the access buffer."""
     return max(0, pinned_bytes - ACCESS_BYTES - GATHERS_IN_USE * group_bytes_max)
 
 

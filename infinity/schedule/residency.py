@@ -1,40 +1,40 @@
 """Floor 6. Which bytes stay in host memory from step to step: the optimum over all ways of caching. Integers only.
 
 [Note: What stays]
-A step repeats. It reads the copies of the parameters in its passes (forward and backward of each micro-batch), and it updates
-each byte of state once, which reads and writes it: in an optimizer step of its own, or in one of the passes ([Note: Schemes] in
-scheme.py). A copy is a part of that state, or it is written anew. Beyond what the pipeline needs there are C bytes of host
-memory. They may hold other bytes at every moment, and a part of an extent as well as all of it. What is changed in memory has
-to be written before it is forgotten, unless it is overwritten before anybody reads it.
+A step repeats. It reads the compute parameters in its passes (forward and backward of each micro-batch), and it updates each
+byte of state once, which reads and writes it: in an optimizer step of its own, or in one of the passes ([Note: Schemes] in
+scheme.py). A compute parameter is a part of that state, or it is written anew. Beyond what the pipeline needs there are C bytes
+of host memory. They may hold other bytes at every moment, and a part of an extent as well as all of it. Bytes that were changed
+in memory must be written before they are forgotten, unless they are overwritten before anybody reads them.
 
 Minimised is the cost of a step's transfers: `read_cost` for each byte read and `write_cost` for each byte written. The worth of
-a byte is the cost that it causes when it never stays: its reads and a write for a copy (no write where it is frozen), one read
-and one write for the rest of the state.
+a byte is the cost that it causes when it never stays: its reads and a write for a compute parameter (no write where it is
+frozen), one read and one write for other state.
 
   The optimum keeps the same bytes all the time: those of the greatest worth, as many as C holds.
 
-Proof. Look into the memory at u moments of each step, one before each pass that reads copies (the optimizer step too, where it
-does). A byte of a copy is read at most once between two of them, so being there at k of the u moments spares it at most k
-reads; and the write only if k = u, for otherwise it was forgotten between two updates, or between its update and its last
-reading. In both cases that is at most k/u of its worth. The rest of the state is used once a step: it is spared its worth if
-k = u, and nothing otherwise. So what is spared in a step is at most the sum of (k/u) · worth over all bytes, where no k/u is
-above 1 and they sum up to C at most (all moments together hold u · C bytes). The greatest such sum is that of the fractional
-knapsack: C bytes of the greatest worth with k = u. Keeping just these at all times spares just that. (Copies that the update
-makes before the forward are dead when it begins: leave out that moment. A copy that one of the passes doesn't read has
-the fewer reads to be spared.) ∎
+Proof. Look into the memory at u moments of each step, one before each pass that reads compute parameters (the optimizer step
+too, where it does). A byte of these is read at most once between two moments, so being there at k of the u moments spares it at
+most k reads; and the write only if k = u, for otherwise it was forgotten between two updates, or between its update and its
+last reading. In both cases that is at most k/u of its worth. Other state is used once a step: it is spared its worth if k = u,
+and nothing otherwise. So a step is spared at most the sum of (k/u) · worth over all bytes, where no k/u is above 1 and they sum
+up to C at most (all moments hold u · C bytes). The greatest such sum is that of the fractional knapsack: C bytes of the
+greatest worth with k = u. Keeping just these at all times spares just that. (Compute parameters that the update makes before
+the forward are dead when it begins: leave out that moment. Those that one of the passes doesn't read have the fewer reads to be
+spared.) ∎
 
-Farthest next use, which is optimal for any order of reads (Belady), comes to the same: the passes are over more than C bytes,
-so it keeps what it has and lets the rest pass by. tests/schedule/test_residency.py searches all ways of caching small steps of
-every scheme, copies that stay gathered until backward among them, and finds none that is cheaper. (Only where copies that leave
-out one of the u moments meet frozen ones that leave out another there can be: each in the same bytes at its time.)
+Farthest next use, which is optimal for any order of reads (Belady), comes to the same: the passes go over more than C bytes, so
+it keeps what it has and lets all else pass by. tests/schedule/test_residency.py searches all ways of caching small steps of
+every scheme, groups that stay gathered until backward among them, and finds none that is cheaper. (There can be one only where
+compute parameters that leave out one of the u moments meet frozen ones that leave out another: both in the same bytes by
+turns.)
 
-Costs: whatever reads and writes cost, no trained copy is worth less than other state, of which each byte is read and written
-once too. Only frozen copies against state depend on it: the copies first where reads cost more, state where writes do. Equal
-costs, which the swap manager uses, move the fewest bytes, and don't make the layout of a model a matter of what a drive did
-in some measurement.
+Costs: whatever reads and writes cost, no trained compute parameter is worth less than other state, of which each byte is read
+and written once too. Only frozen ones against state depend on it: they come first where reads cost more, state where writes do.
+Equal costs, which the swap manager uses, move the fewest bytes, and make the layout of a model independent of measurements.
 
-What stays is whole units (a page of each field). The proof is for bytes; so all that is lost is a rest of C that holds no unit
-of the next candidate.
+Whole units stay (a page of each field). The proof is for bytes; so all that is lost is a remainder of C that holds no unit of
+the next candidate.
 """
 
 from __future__ import annotations
@@ -61,21 +61,22 @@ def choose_resident(
     """How many units of each candidate stay in `cache_bytes` of memory so that a step costs least: see [Note: What stays].
 
     Args:
-        candidates: of those whose worth and reads are the same, those that come first are kept first; but those that are read
-            once an even share of each, so that the drive has as much to do in each part of a step.
-        read_cost: of a byte; for the least time, the drive's write bandwidth (any unit) ...
-        write_cost: ... and its read bandwidth here, since a byte takes 1 / bandwidth.
+        candidates: of those with the same worth and reads, the first stay first; but of those that are read once, an even share
+            of each, so that the drive has as much to do in each part of a step.
+        read_cost, write_cost: of a byte. For the least time, give the drive's write bandwidth for reads and its read bandwidth
+            for writes (any unit), since a byte takes 1 / bandwidth.
 
     With equal costs the bytes moved are the least possible, and among all choices that move as few, those read.
     """
 
-    def rank(each: Candidate) -> tuple[int, int]:
-        return -(each.reads * read_cost + each.writes * write_cost), -each.reads
+    def rank(index: int) -> tuple[int, int]:
+        candidate = candidates[index]
+        return -(candidate.reads * read_cost + candidate.writes * write_cost), -candidate.reads
 
     chosen = [0] * len(candidates)
     left = cache_bytes
-    moving = [index for index, each in enumerate(candidates) if each.reads or each.writes]
-    for _, equals in groupby(sorted(moving, key=lambda index: rank(candidates[index])), lambda i: rank(candidates[i])):
+    moving = [index for index, candidate in enumerate(candidates) if candidate.reads or candidate.writes]
+    for _, equals in groupby(sorted(moving, key=rank), rank):
         indices = list(equals)
         total_bytes = sum(candidates[index].units * candidates[index].unit_bytes for index in indices)
         if candidates[indices[0]].reads == 1 and total_bytes > left:
@@ -83,15 +84,18 @@ def choose_resident(
                 chosen[index] = candidates[index].units * left // total_bytes
             left -= sum(chosen[index] * candidates[index].unit_bytes for index in indices)
         for index in indices:
-            each = candidates[index]
-            more = min(each.units - chosen[index], left // each.unit_bytes)
+            candidate = candidates[index]
+            more = min(candidate.units - chosen[index], left // candidate.unit_bytes)
             chosen[index] += more
-            left -= more * each.unit_bytes
+            left -= more * candidate.unit_bytes
     return chosen
 
 
 def moved_bytes(candidates: Sequence[Candidate], resident: Sequence[int]) -> tuple[int, int]:
     """Bytes (read, written) of a step in which so many units of each candidate stay in memory."""
-    away = [(each.units - kept) * each.unit_bytes for each, kept in zip(candidates, resident, strict=True)]
-    read = sum(nbytes * each.reads for nbytes, each in zip(away, candidates, strict=True))
-    return read, sum(nbytes * each.writes for nbytes, each in zip(away, candidates, strict=True))
+    read = written = 0
+    for candidate, staying in zip(candidates, resident, strict=True):
+        moving_bytes = (candidate.units - staying) * candidate.unit_bytes
+        read += moving_bytes * candidate.reads
+        written += moving_bytes * candidate.writes
+    return read, written

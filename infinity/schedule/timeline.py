@@ -1,4 +1,4 @@
-"""Floor 6. A timeline: what did what from when to when, measured or simulated, as figures and as Chrome's trace events.
+"""Floor 6. A timeline: intervals of work by resource, measured or simulated, as figures and as Chrome's trace events.
 
 Pure: names and seconds in, figures and dicts out.
 """
@@ -19,23 +19,21 @@ _WORKING = ("gather", "update", "gradients", "copy", "stall")
 
 
 class Interval(NamedTuple):
-    """`resource` does `what` from `start` to `end` (seconds since the step began)."""
+    """`resource` works on `name` from `start` to `end` (seconds since the step began)."""
 
     resource: str
-    what: str
+    name: str
     start: float
     end: float
 
 
 class Moved(NamedTuple):
-    """What one drive moved of a transfer: `nbytes` of `what`, its first block submitted at `start`, its last done at `end`.
-
-    `waited`: for how long it was queued before that (all in seconds, since the trace began).
-    """
+    """The part of a transfer that one drive moved: `nbytes` of `name`, the first block submitted at `start`, the last done at
+    `end` (seconds since the trace began). `waited`: for how long it was queued before that (seconds)."""
 
     drive: int
     writes: bool
-    what: str
+    name: str
     start: float
     end: float
     nbytes: int
@@ -53,7 +51,7 @@ Spans = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class DriveUse:
-    """What one drive did in a trace (bytes), and in which part of its time it was reading, writing, or either (0 to 1)."""
+    """What one drive moved in a trace (bytes), and the shares of its time in which it read, wrote, or did either (0 to 1)."""
 
     read_bytes: int
     written_bytes: int
@@ -67,14 +65,14 @@ class TraceSummary:
     """A trace as numbers (seconds, of one rank).
 
     Attributes:
-        seconds: from `start_trace` until, in `stop_trace`, everything under way had ended.
+        seconds: from `start_trace` until, in `stop_trace`, all transfers had ended.
         steps: optimizer steps that ended in it.
         drives: what each drive did, in the order of the paths.
         stall_seconds: the training thread waited for a drive, as `swap_stats()` counts it.
-        hidden_io_seconds: some drive was busy, and the training thread did something else than wait for one.
+        hidden_io_seconds: some drive was busy, and the training thread did not wait for one.
         exposed_io_seconds: some drive was busy, and the training thread waited for one.
         update_seconds, gather_seconds: it updated, gathered (without the waiting, copies and updates in it).
-        compute_seconds: the rest of its time.
+        compute_seconds: all other time.
     """
 
     seconds: float
@@ -88,7 +86,7 @@ class TraceSummary:
     compute_seconds: float
 
     def in_words(self) -> dict[str, str]:
-        """Rows of a table: what, and how much of it."""
+        """Rows of a table: a quantity and its value, in words."""
         rows = {}
         for number, drive in enumerate(self.drives):
             rows["drive busy" if len(self.drives) == 1 else f"drive {number} busy"] = (
@@ -110,34 +108,34 @@ def summarize(
     intervals: Sequence[Interval], moved: Sequence[Moved], *, seconds: float, steps: int, drives: int
 ) -> TraceSummary:
     """The figures of a trace that lasted `seconds` over so many drives."""
-    lanes = {lane: united((each.start, each.end) for each in intervals if each.resource == lane) for lane in LANES}
+    lanes = {lane: united(_spans_of(some for some in intervals if some.resource == lane)) for lane in LANES}
     waiting = lanes["stall"]
-    busy = united((each.start, each.end) for each in moved)
+    busy = united(_spans_of(moved))
     exposed = total(common(busy, waiting))
-    aside = united([*waiting, *lanes["copy"]])
+    waiting_or_copying = united([*waiting, *lanes["copy"]])
     return TraceSummary(
         seconds=seconds,
         steps=steps,
         drives=tuple(_use_of(drive, moved, seconds) for drive in range(drives)),
-        stall_seconds=sum(each.end - each.start for each in intervals if each.resource == "stall"),
+        stall_seconds=sum(some.end - some.start for some in intervals if some.resource == "stall"),
         hidden_io_seconds=total(busy) - exposed,
         exposed_io_seconds=exposed,
-        update_seconds=total(without(lanes["update"], aside)),
-        gather_seconds=total(without(lanes["gather"], united([*aside, *lanes["update"]]))),
-        compute_seconds=sum(each.end - each.start for each in compute_between(intervals, seconds)),
+        update_seconds=total(without(lanes["update"], waiting_or_copying)),
+        gather_seconds=total(without(lanes["gather"], united([*waiting_or_copying, *lanes["update"]]))),
+        compute_seconds=sum(part.end - part.start for part in compute_between(intervals, seconds)),
     )
 
 
 def compute_between(intervals: Sequence[Interval], seconds: float) -> list[Interval]:
-    """What the training thread did beside everything that was noted of it, by the part of the step in which it did it."""
-    working = united((each.start, each.end) for each in intervals if each.resource in _WORKING)
-    phases = sorted((each for each in intervals if each.resource == "step"), key=lambda each: each.start)
-    outside = without([(0.0, seconds)], united((each.start, each.end) for each in phases))
-    parts = [*phases, *(Interval("step", "between" if phases else "compute", *span) for span in outside)]
-    found = [
-        Interval("compute", part.what, *span) for part in parts for span in without([(part.start, part.end)], working)
+    """The time of the training thread in which it did nothing that was noted: intervals named by the part of the step."""
+    working = united(_spans_of(some for some in intervals if some.resource in _WORKING))
+    phases = sorted((some for some in intervals if some.resource == "step"), key=_start_of)
+    between = without([(0.0, seconds)], united(_spans_of(phases)))
+    parts = [*phases, *(Interval("step", "between" if phases else "compute", *span) for span in between)]
+    computing = [
+        Interval("compute", part.name, *span) for part in parts for span in without([(part.start, part.end)], working)
     ]
-    return sorted(found, key=lambda each: each.start)
+    return sorted(computing, key=_start_of)
 
 
 def one_after_another(moved: Iterable[Moved]) -> list[Moved]:
@@ -146,33 +144,33 @@ def one_after_another(moved: Iterable[Moved]) -> list[Moved]:
     A drive has many in flight at once. Each gets the time from the end of the one before it, or from when one of those left
     was submitted; so the lane is busy exactly when the drive was.
     """
-    by_end = sorted(moved, key=lambda each: each.end)
+    by_end = sorted(moved, key=lambda transfer: transfer.end)
     earliest, begun = float("inf"), []
-    for each in reversed(by_end):
-        earliest = min(earliest, each.start)
+    for transfer in reversed(by_end):
+        earliest = min(earliest, transfer.start)
         begun.append(earliest)
-    laid, free = [], 0.0
-    for each, start in zip(by_end, reversed(begun), strict=True):
-        laid.append(each._replace(start=min(max(start, free), each.end)))
-        free = each.end
-    return laid
+    in_turn, free = [], 0.0
+    for transfer, start in zip(by_end, reversed(begun), strict=True):
+        in_turn.append(transfer._replace(start=min(max(start, free), transfer.end)))
+        free = transfer.end
+    return in_turn
 
 
 def trace_events(timeline: Iterable[Interval], *, process: int = 0) -> list[dict[str, Any]]:
     """Events of Chrome's trace format (microseconds), a row per resource in the order in which they come."""
-    return _events([(each.resource, each.what, each.start, each.end, {}) for each in timeline], process)
+    return _events([(*interval, {}) for interval in timeline], process)
 
 
 def measured_events(intervals: Sequence[Interval], moved: Sequence[Moved], *, process: int) -> list[dict[str, Any]]:
     """The same of a trace: the drives' rows, with the bytes of each transfer, above the training thread's."""
     rows: list[tuple[str, str, float, float, Mapping[str, Any]]] = []
-    for lane in sorted({each.lane for each in moved}):
-        for each in one_after_another(each for each in moved if each.lane == lane):
-            rows.append((lane, each.what, each.start, each.end, {"bytes": each.nbytes, "queued_ms": 1e3 * each.waited}))
+    for lane in sorted({transfer.lane for transfer in moved}):
+        for one in one_after_another(transfer for transfer in moved if transfer.lane == lane):
+            rows.append((lane, one.name, one.start, one.end, {"bytes": one.nbytes, "queued_ms": 1e3 * one.waited}))
     for lane in LANES:
-        rows += [(lane, each.what, each.start, each.end, {}) for each in intervals if each.resource == lane]
+        rows += [(*interval, {}) for interval in intervals if interval.resource == lane]
     events = _events(rows, process)
-    for number in {each["tid"] for each in events}:  # else a viewer may sort the rows by name
+    for number in {event["tid"] for event in events}:  # else a viewer may sort the rows by name
         where = {"ph": "M", "pid": process, "tid": number}
         events.append({"name": "thread_sort_index", **where, "args": {"sort_index": number}})
     return [*events, {"name": "process_name", "ph": "M", "pid": process, "args": {"name": f"rank {process}"}}]
@@ -180,32 +178,32 @@ def measured_events(intervals: Sequence[Interval], moved: Sequence[Moved], *, pr
 
 def united(spans: Iterable[tuple[float, float]]) -> Spans:
     """Their union."""
-    found: Spans = []
+    union: Spans = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def common(left: Spans, right: Spans) -> Spans:
     """What lies in both."""
-    found: Spans = []
+    spans: Spans = []
     i = j = 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
         if start < end:
-            found.append((start, end))
+            spans.append((start, end))
         if left[i][1] < right[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return spans
 
 
 def without(spans: Spans, taken: Spans) -> Spans:
-    """What of `spans` lies outside `taken`."""
+    """`spans` without the parts that `taken` covers."""
     edges = [float("-inf"), *(edge for span in taken for edge in span), float("inf")]
     return common(spans, list(zip(edges[::2], edges[1::2], strict=True)))
 
@@ -215,19 +213,27 @@ def total(spans: Spans) -> float:
     return sum(end - start for start, end in spans)
 
 
+def _spans_of(some: Iterable[Interval | Moved]) -> Iterable[tuple[float, float]]:
+    return ((one.start, one.end) for one in some)
+
+
+def _start_of(interval: Interval) -> float:
+    return interval.start
+
+
 def _use_of(drive: int, moved: Sequence[Moved], seconds: float) -> DriveUse:
-    own = [each for each in moved if each.drive == drive]
-    reads, writes = ([each for each in own if each.writes is way] for way in (False, True))
+    reads = [transfer for transfer in moved if transfer.drive == drive and not transfer.writes]
+    writes = [transfer for transfer in moved if transfer.drive == drive and transfer.writes]
 
     def share(some: list[Moved]) -> float:
-        return total(united((each.start, each.end) for each in some)) / seconds if seconds > 0 else 0.0
+        return total(united(_spans_of(some))) / seconds if seconds > 0 else 0.0
 
     return DriveUse(
-        read_bytes=sum(each.nbytes for each in reads),
-        written_bytes=sum(each.nbytes for each in writes),
+        read_bytes=sum(transfer.nbytes for transfer in reads),
+        written_bytes=sum(transfer.nbytes for transfer in writes),
         read_share=share(reads),
         write_share=share(writes),
-        busy_share=share(own),
+        busy_share=share(reads + writes),
     )
 
 
@@ -236,8 +242,8 @@ def _events(rows: Sequence[tuple[str, str, float, float, Mapping[str, Any]]], pr
     events: list[dict[str, Any]] = []
     for lane, number in numbers.items():
         events.append({"name": "thread_name", "ph": "M", "pid": process, "tid": number, "args": {"name": lane}})
-    for lane, what, start, end, details in rows:
-        event = {"name": what, "cat": lane, "ph": "X", "pid": process, "tid": numbers[lane]}
+    for lane, name, start, end, details in rows:
+        event = {"name": name, "cat": lane, "ph": "X", "pid": process, "tid": numbers[lane]}
         event |= {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
         events.append(event | ({"args": dict(details)} if details else {}))
     return events

@@ -37,7 +37,7 @@ class Trace:
         self._before: tuple[int, ...] = ()
         self._used: set[int] = set()
         self._place = 0
-        self._surprised = False
+        self._mispredicted = False
         self._excused = 0
         self.mispredictions = 0
         """Uses that came when another was expected (or none), since the first cycle was complete."""
@@ -69,7 +69,7 @@ class Trace:
             return
         place = self._followed.next_use(group, self._place)
         if place != self._place:
-            self._surprised = True
+            self._mispredicted = True
             self.mispredictions += 1
         if place is not None:  # else not expected in the rest of this cycle: stay, the next use may fit again
             self._place = place + 1
@@ -80,7 +80,7 @@ class Trace:
 
     def restart(self) -> None:
         """An exception ended this cycle: it begins anew, and may differ for that reason, and the next one from it."""
-        self._recorded, self._used, self._place, self._surprised = [], set(), 0, False
+        self._recorded, self._used, self._place, self._mispredicted = [], set(), 0, False
         self.interrupt()
 
     def end_cycle(self) -> bool:
@@ -91,16 +91,16 @@ class Trace:
         if not self._recorded:
             return False
         if self.known and self._place < len(self.cycle):
-            self._surprised = True
+            self._mispredicted = True
             self.mispredictions += 1
         recorded, excused = tuple(self._recorded), self._excused > 0
         new = recorded != self._before
-        surprised = self._surprised and new and not excused
+        unexcused = self._mispredicted and new and not excused
         if not (self.known and new and excused):
             self._followed = _Cycle(recorded)
         self._before, self._excused = recorded, max(0, self._excused - 1)
-        self._recorded, self._used, self._place, self._surprised = [], set(), 0, False
-        return surprised
+        self._recorded, self._used, self._place, self._mispredicted = [], set(), 0, False
+        return unexcused
 
     def upcoming(self, *, into_next: bool = False) -> Iterator[int]:
         """The uses expected in the rest of this cycle, `into_next`: and in the next one. Empty until one is known.

@@ -1,26 +1,26 @@
 """Floor 8. What to stage when: the traces of a paged model, whose pass it is, and how far reads run ahead.
 
-Decides and moves nothing: is told what happens, and says which chunks should be staged. Used by the training thread only.
+Moves nothing: is told what happens, and says which chunks should be staged. Used by the training thread only.
 
 [Note: Phases]
-Training and evaluation have a trace each. A gather is training's when it happens in a backward, or in a forward of the whole
-model in training mode with gradients; anything else, generation included, is evaluation's, whatever mode one submodule is in.
-The optimizer step ends a cycle of training, the end of a forward one of evaluation; where parts of the model are called without
-the whole, an evaluation begins anew when a group comes again. Reads are each rank's own affair: no collective depends on a
-trace, so where the traces of two ranks differ, no more than their reads on demand do.
+Training and evaluation have a trace each. A gather belongs to training if it happens in a backward, or in a forward of the
+whole model in training mode with gradients. Any other gather, generation included, belongs to evaluation, whatever mode one
+submodule is in. The optimizer step ends a cycle of training; the end of a forward ends one of evaluation. Where parts of the
+model are called without the whole, an evaluation begins anew when a group comes again. No collective depends on a trace: where
+the traces of two ranks differ, only their demand reads do.
 
 [Note: State before its gradients]
-Once the last groups of a backward are on their way, nothing is left to read before the step, and room comes free. The step
-changes all copies, so none is worth reading; but the state that it begins with is already as the step will find it, and is read
-then, as much as the pool holds: those updates wait for nothing, and the step has so many bytes less to read. State whose
-gradients wait on NVMe comes with these, and so after them. Whoever writes to a sub-group in between drops what was read of it
-(`PagedModel.access`, `set_state`); a skipped step leaves it, good for the next one.
+Once the last groups of a backward are read, nothing is left to read before the step, and room comes free. The step changes all
+compute parameters, so none is worth reading. But the state that the step updates first is already final, and is read then, as
+much as the pool holds: those updates wait for nothing, and the step has so many bytes less to read. State whose gradients wait
+on NVMe is read with these, and so after them. Whoever writes to a sub-group in between drops what was read of it
+(`PagedModel.access`, `set_state`); a skipped step leaves it staged, valid for the next one.
 
 [Note: Following what comes]
-What comes next is one sequence (`_coming`), and each use takes a step along it; each update that is done leaves it. So what is
-wanted is not chosen anew: a look-ahead follows, as long as the sequence is the same one. That is known from what it is made of:
-the cycle that is followed, the updates that the step left, and how far along both of them anybody is. An exception in the
-middle of following leaves no look-ahead, and the next one begins where everything is by then.
+What comes next is one sequence (`_coming`). Each use goes one step along it, and each update that is done leaves it. So what is
+wanted is not chosen anew: a look-ahead follows for as long as the sequence stays the same one. The sequence is the same if the
+followed cycle is, and the updates that the step left, and if the place in the cycle never fell. An exception in the middle of
+following leaves no look-ahead, and the next one begins at the place where everything is by then.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StagingPolicy:
         paged: the model.
         update: when the optimizer updates its parameters.
         pool_bytes: of the pinned pool, without what stays cached.
-        look_ahead_bytes: how far reads run ahead of use (the next group is always read); as far as the pool allows where None.
+        look_ahead_bytes: how far reads run ahead of use; the next group is always read. None: as far as the pool allows.
     """
 
     def __init__(self, paged: PagedModel, update: Update, pool_bytes: int, look_ahead_bytes: int | None) -> None:
@@ -65,13 +65,13 @@ class StagingPolicy:
         """Whether the forward of the whole model that is going on is training's; None where none is going on."""
         self._forwards: Counter[int] = Counter()
         """By group: how often it was called in training since the last step."""
-        self._told_surprise = False
-        copies = [group.chunk for group in paged.groups]
+        self._logged_misprediction = False
+        compute = [group.chunk for group in paged.groups]
         states = [sub.chunk if sub.moves else None for sub in paged.sub_groups]
-        self._units: list[Chunk | None] = [*copies, *states, *[None] * len(copies)]
-        """What is staged: by number of its group, then by number of its sub-group; then, again by number of its group, room for
-        copies that the step is still to make."""
-        group_bytes = [_lease_bytes(chunk) for chunk in copies]
+        self._units: list[Chunk | None] = [*compute, *states, *[None] * len(compute)]
+        """What is staged, by unit: first the groups by their number, then the sub-groups by theirs; then, again by number of
+        the group, room for compute parameters that the step is still to make."""
+        group_bytes = [_lease_bytes(chunk) for chunk in compute]
         self._numbers = {chunk: unit for unit, chunk in enumerate(self._units) if chunk is not None}
         self._unit_bytes = [*group_bytes, *map(_lease_bytes, states), *group_bytes]
         self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
@@ -84,12 +84,12 @@ class StagingPolicy:
         self._look_ahead_bytes = self._room_bytes
         """... and as many of them as the user allows."""
         if look_ahead_bytes is not None:
-            # One is gathered for the backward before another, whose copies wait for its update, is done with them.
+            # A group is gathered for its backward while the one before it still needs its compute parameters for its update.
             least = 2 * largest_group if update == "backward" else 0
             self._look_ahead_bytes = min(self._room_bytes, max(look_ahead_bytes, least))
         self._limits = (self._unit_bytes, self._room_bytes), (self._gathered_bytes, self._look_ahead_bytes)
-        """What should be staged of what comes next: as much as the pool has room for, and gathers as far as they may run ahead;
-        what the updates of a group need counts with the group."""
+        """The limits of the look-ahead: the room in the pool, and how far gathers may run ahead. What the updates of a group
+        need counts as part of the group."""
         self._following: _Following | None = None
         """See [Note: Following what comes]."""
 
@@ -129,7 +129,7 @@ class StagingPolicy:
         """A group is gathered now; `module_trains`: by a module in training mode."""
         self._phase = training = self._is_training(module_trains)
         trace = self._traces[training]
-        # What one phase leaves gathered, the other doesn't ask for: no other path.
+        # The other phase doesn't ask for what this one leaves gathered: that is no other path.
         self._traces[not training].interrupt()
         if not training and self._pass_trains is None and trace.used(group.index):
             self._end_evaluation()
@@ -138,7 +138,7 @@ class StagingPolicy:
     def begin_update(self, group: PagedGroup) -> None:
         """Members of a group are updated in the backward now."""
         self._phase = True
-        self._forwards[group.index] += 1  # whoever brings more gradients is too late
+        self._forwards[group.index] += 1  # gradients that come after this are too late
 
     def use_state(self, sub: PagedSubGroup) -> None:
         """A sub-group was updated in the backward."""
@@ -155,7 +155,7 @@ class StagingPolicy:
     def end_step(self) -> None:
         """The optimizer step is over."""
         if self._traces[True].end_cycle():
-            self._tell_surprise()
+            self._log_misprediction()
         self._phase = True
         self._forwards.clear()
 
@@ -197,7 +197,7 @@ class StagingPolicy:
             times = 2 * micro_batches if gathers is None else gathers[group.name]
             spared = self._update == "forward"  # the first gather after a step takes what was just updated
             if self._update == "backward" and group.completes is not None:
-                times = max(times, 2)  # its update in the backward takes the copies that were read for it
+                times = max(times, 2)  # its update in the backward takes the compute parameters that were read for it
             frozen = _compute_bytes(group, stepped=False)
             read += frozen * times + (_compute_bytes(group) - frozen) * (times - spared)
         return read, written
@@ -212,18 +212,18 @@ class StagingPolicy:
 
     def _end_evaluation(self) -> None:
         if self._traces[False].end_cycle():
-            self._tell_surprise()
+            self._log_misprediction()
 
-    def _tell_surprise(self) -> None:
-        if not self._told_surprise:
-            self._told_surprise = True
+    def _log_misprediction(self) -> None:
+        if not self._logged_misprediction:
+            self._logged_misprediction = True
             log.info("the model took another path than in the pass before; reads follow the new one from now on")
 
     def _unit(self, sub: PagedSubGroup) -> int:
         return len(self._paged.groups) + sub.layout.index
 
     def _room_for(self, group: PagedGroup) -> int:
-        """The number that stands for copies of a group that the step is still to make."""
+        """The unit that stands for compute parameters of a group that the step is still to make."""
         return len(self._paged.groups) + len(self._paged.sub_groups) + group.index
 
     def _goes_on(self, following: _Following) -> bool:
@@ -241,7 +241,7 @@ class StagingPolicy:
         )
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
-        """Go along to where everything is now."""
+        """Go along to the current place."""
         ahead, trace = following.ahead, self._traces[self._phase]
         if following.pending:
             self._leave_out_done(following, using)
@@ -257,8 +257,8 @@ class StagingPolicy:
         ahead.fit()
 
     def _leave_out_done(self, following: _Following, using: PagedGroup | None) -> None:
-        """Updates that were run since: of the group that was in use, in their order; of those that were used meanwhile; or, on
-        some other way, of any."""
+        """Tell the look-ahead which updates were run since. Cheapest first: those of the group that was in use, in their order;
+        those of groups used meanwhile; all."""
         updates, pending, waiting = self._paged.updates, following.pending, following.waiting
         done: list[PagedSubGroup] = []
         while waiting and waiting[0] not in updates:
@@ -286,24 +286,24 @@ class StagingPolicy:
         return any(sub in self._paged.updates for sub in reversed(group.members))  # they are run in their order
 
     def _coming(self, trains: bool, cycle: Sequence[int], place: int) -> Iterator[tuple[float, int]]:
-        """What is to be staged from a place of a cycle on, soonest first: (place, number in `_units`) of each group and of what
-        its updates need, for `LookAhead`; in evaluation also for the next cycle."""
+        """The uses from a place of a cycle on, soonest first, for `LookAhead`: (place, unit) of each group and of what its
+        updates need; in evaluation those of the next cycle too."""
         paged = self._paged
         groups = paged.groups
         for at in range(place, len(cycle) if trains else 2 * len(cycle)):
             index = cycle[at % len(cycle)]
-            if index >= len(groups):  # an update in the backward, which needs the copies too
+            if index >= len(groups):  # an update in the backward, which needs the compute parameters too
                 yield from ((at, unit) for unit in self._with_compute(index))
                 continue
-            copies = index if not paged.may_go_direct(groups[index]) else ~index
-            yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, copies, until_done=True))
+            compute = index if not paged.may_go_direct(groups[index]) else ~index
+            yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, compute, until_done=True))
         yield from ((UNTIL_THE_END, ~self._unit(sub)) for sub in tuple(paged.updates) if sub in paged.updates)
         if trains:
             yield from ((UNTIL_THE_END, unit) for unit in self._next_step(cycle))
 
     def _next_step(self, cycle: Sequence[int]) -> Iterator[int]:
-        """What the coming step updates, if it is like the last, in its order and up to what can't be read before it: see
-        [Note: State before its gradients]. Where that is in the next forward, with room for the copies that it will gather."""
+        """The units of the coming step, if it is like the last one, in its order, up to the first that can't be read before it:
+        see [Note: State before its gradients]. Where groups are updated in the forward, with room for what that gathers."""
         if self._update == "backward":
             return
         stepped = dict.fromkeys(self._paged.updates.stepped)
@@ -316,28 +316,28 @@ class StagingPolicy:
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
     def _units_of(
-        self, group: PagedGroup, updated: Container[PagedSubGroup], copies: int, *, until_done: bool = False
+        self, group: PagedGroup, updated: Container[PagedSubGroup], compute: int, *, until_done: bool = False
     ) -> Iterator[int]:
-        """What a gather needs staged, its copies as number `copies`: the updates that it brings come before and after them.
+        """The units that a gather needs: its compute parameters, as unit `compute`, between the sub-groups updated for it.
 
-        `until_done`: these are needed for that update alone, as ~unit says.
+        `until_done`: the sub-groups are needed for that update alone, as ~unit says.
         """
         resident_sub_groups = [self._unit(sub) for sub in group.resident_sub_groups if sub in updated]
         members = [self._unit(sub) for sub in group.members if sub in updated]
         yield from (~unit if until_done else unit for unit in resident_sub_groups)
         if members or not self._paged.may_go_direct(group):
-            yield copies
+            yield compute
         yield from (~unit if until_done else unit for unit in members)
 
     def _with_compute(self, unit: int) -> Iterator[int]:
-        """A sub-group that is updated in the backward, and before it the group whose copies that needs."""
+        """A sub-group that is updated in the backward, and before it the group whose compute parameters that needs."""
         sub = self._paged.sub_groups[unit - len(self._paged.groups)]
         if self._paged.groups[sub.layout.space].completes is not None:
             yield sub.layout.space
         yield unit
 
     def _gathers_of(self, cycle: Sequence[int]) -> int:
-        """Bytes that the gathers of a cycle read, beside what the updates read that come with them."""
+        """Bytes that the gathers of a cycle read, without those that the updates for them read."""
         groups = self._paged.groups
         waiting = set(self._trained if self._update == "forward" else ())
         uses, reads = [], []
@@ -345,11 +345,11 @@ class StagingPolicy:
         direct_bytes = 0
         for index in cycle:
             if index >= len(groups):
-                *copies, unit = self._with_compute(index)
-                if copies != updating:  # in use from the first member's update to the last one's
-                    uses += copies
-                    reads += [_compute_bytes(groups[each]) for each in copies]
-                updating = copies
+                *gathered, unit = self._with_compute(index)
+                if gathered != updating:  # in use from the first member's update to the last one's
+                    uses += gathered
+                    reads += [_compute_bytes(groups[number]) for number in gathered]
+                updating = gathered
                 uses.append(unit)
                 reads.append(0)
                 continue
@@ -357,7 +357,7 @@ class StagingPolicy:
             resident_sub_groups = [sub for sub in group.resident_sub_groups if sub in waiting]
             updated = [sub for sub in group.members if sub in waiting]
             waiting -= {*resident_sub_groups, *updated}
-            if not updated and self._paged.may_go_direct(group):  # what is in host memory beside it is not kept for it
+            if not updated and self._paged.may_go_direct(group):  # read past host memory: none of them is staged
                 uses += map(self._unit, resident_sub_groups)
                 reads += [0] * len(resident_sub_groups)
                 direct_bytes += _compute_bytes(group)
@@ -369,7 +369,7 @@ class StagingPolicy:
 
 @dataclass(eq=False)
 class _Following:
-    """A look-ahead, and what it was told of."""
+    """A look-ahead, and the state that it has been told."""
 
     ahead: LookAhead
     wanted: Wanted
@@ -378,7 +378,7 @@ class _Following:
     place: int
     stepped: Sequence[PagedSubGroup]
     pending: dict[PagedSubGroup, None]
-    """Updates that were left. While `stepped` is the same they only get fewer; so they are the same where they are as many."""
+    """Updates that were left. They only get fewer while `stepped` is the same; so equally many are the same ones."""
     using: PagedGroup | None = None
     waiting: deque[PagedSubGroup] = field(default_factory=deque)
     """Its members that waited for an update."""
@@ -389,6 +389,6 @@ def _lease_bytes(chunk: Chunk | None) -> int:
 
 
 def _compute_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
-    """What gathering a group reads where nothing of it is staged; `stepped`: the copies of what is trained too."""
+    """Bytes that a gather of a group reads if nothing of it is staged; `stepped`: with those of trained parameters."""
     members = [sub for sub in group.members if stepped or not sub.layout.trained]
     return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.gathers_from_nvme)

@@ -78,7 +78,7 @@ class Timeline:
         name = _PREFIXES["gather"] + group
         with self.span("gather", group):
             yield
-        if last is not None and not self._gather_ended and self._intervals[last].what == name:
+        if last is not None and not self._gather_ended and self._intervals[last].name == name:
             self._intervals[last] = self._intervals[last]._replace(end=self._intervals.pop().end)
         else:
             self._gather = len(self._intervals) - 1
@@ -87,7 +87,7 @@ class Timeline:
     def gathered(self, group: str, *, at_once: bool) -> None:
         """FSDP2 has gathered a shard of `group`; `at_once`: it did nothing else since it was asked for."""
         last = self._gather
-        if last is not None and self._intervals[last].what == _PREFIXES["gather"] + group:
+        if last is not None and self._intervals[last].name == _PREFIXES["gather"] + group:
             self._gather_ended = True
             if at_once:
                 self._intervals[last] = self._intervals[last]._replace(end=time.perf_counter())
@@ -132,7 +132,7 @@ class Timeline:
                 Moved(
                     drive=int(row["drive"]),
                     writes=bool(row["operation"]),
-                    what=self._started[place][1] if place >= 0 else "something else",
+                    name=self._started[place][1] if place >= 0 else "something else",
                     start=float(row["submitted"]) - self._began,
                     end=float(row["done"]) - self._began,
                     nbytes=int(row["bytes"]),

@@ -452,7 +452,7 @@ def test_on_a_slow_drive_saved_activations_set_the_pace() -> None:
     assert with_them.fits
     assert with_them.step_seconds >= moved / (4 * GB / 8) + moved / (2 * GB / 8)
     assert with_them.step_seconds > without.step_seconds
-    assert {each.what for each in with_them.simulated.timeline if each.resource == "write"} >= {
+    assert {each.name for each in with_them.simulated.timeline if each.resource == "write"} >= {
         "activations of group 0"
     }
 

@@ -43,7 +43,7 @@ def test_spans_are_sets_of_instants(left: list[tuple[float, float]], right: list
 def test_a_lane_holds_one_transfer_at_a_time_and_is_busy_when_the_drive_was(found: list[tuple[float, float]]) -> None:
     moved = [Moved(0, False, str(k), start, end, k) for k, (start, end) in enumerate(found)]
     laid = one_after_another(moved)
-    assert {each.what: each.nbytes for each in laid} == {each.what: each.nbytes for each in moved}
+    assert {each.name: each.nbytes for each in laid} == {each.name: each.nbytes for each in moved}
     assert all(0 <= each.start <= each.end for each in laid)
     assert all(one.end <= other.start for one, other in pairwise(laid))
     before, after = (united((each.start, each.end) for each in some) for some in (moved, laid))

@@ -72,7 +72,7 @@ def test_a_change_of_path_is_counted_and_the_same_path_is_not(first: list[int], 
     assert (trace.mispredictions > 0) == (first != second)
 
 
-def test_a_use_left_out_costs_one_surprise_and_the_place_is_found_again() -> None:
+def test_a_use_left_out_costs_one_misprediction_and_the_place_is_found_again() -> None:
     trace = Trace()
     follow(trace, [0, 1, 2, 3, 4])
     assert follow(trace, [0, 1, 3, 4]) == [True, True, False, True]
@@ -87,7 +87,7 @@ def test_an_unknown_use_is_recorded_and_the_place_is_kept() -> None:
     assert follow(trace, [0, 9, 1, 2]) == [True] * 4
 
 
-def test_a_cycle_that_stops_early_is_a_surprise() -> None:
+def test_a_cycle_that_stops_early_is_a_misprediction() -> None:
     trace = Trace()
     follow(trace, [0, 1, 2])
     assert follow(trace, [0, 1]) == [True, True]
