@@ -95,7 +95,7 @@ class Sets:
             pieces=[GradPiece(0, self.grad[at] if grad is None else grad[at])],
             exp_avg=self.exp_avg[at],
             exp_avg_sq=self.exp_avg_sq[at],
-            copy=self.copy[at],
+            compute_param=self.copy[at],
             remainder=self.remainder[at],
             ties=self.ties[at.start],
         )
@@ -112,7 +112,7 @@ class Sets:
             exp_avg=self.exp_avg[at],
             exp_avg_sq=self.exp_avg_sq[at],
             master=self.master[at],
-            copy=self.copy[at],
+            compute_param=self.copy[at],
         )
         # The copy is that of the master in full from now on; what a later way makes of it and the old remainder is of no use,
         # but takes as long.

@@ -1,10 +1,10 @@
 """Floor 6. Any element-wise torch optimizer, stepped on pieces of tensors: its own `step`, on views that it is handed.
 
 [Note: What can be stepped piece by piece]
-An optimizer can be if each element is updated by its own gradient and by what is kept of itself alone, and all that is kept are
-fp32 numbers per element and perhaps the number of steps. No list of names says that of an optimizer, and one of a user's own is
-in no list; so each is tried: a few steps on a matrix as a whole, beside the same on pieces of it, which must agree in every
-bit. What looks at whole rows, at norms, at shapes or at random numbers shows in that.
+An optimizer can be, if it updates each element from that element's gradient and state alone, and if its state is fp32 numbers
+per element and perhaps the number of steps. No list of names says that of an optimizer, and a user's own is in no list. So each
+is tried: a few steps on a whole matrix and on pieces of it must agree in every bit. One that looks at whole rows, norms, shapes
+or random numbers doesn't.
 
 The numbers are those of the optimizer with the same arguments on the CPU: of torch's plain loop, or of its fused kernel where
 `fused` is set.
@@ -38,7 +38,7 @@ class Settings:
     @staticmethod
     def of(group: dict[str, Any]) -> Settings:
         """Raises ConfigError for those with which pieces can't be stepped."""
-        found = []
+        values = []
         for name, value in group.items():
             if name == "params":
                 continue
@@ -46,8 +46,8 @@ class Settings:
                 raise ConfigError(f"{name} is a tensor, which is not available for paged parameters: pass a number")
             if value and name in ("capturable", "differentiable"):
                 raise ConfigError(f"{name} is not available for paged parameters")
-            found.append((name, tuple(value) if isinstance(value, list) else value))
-        return Settings(tuple(found))
+            values.append((name, tuple(value) if isinstance(value, list) else value))
+        return Settings(tuple(values))
 
     def __hash__(self) -> int:
         return hash(tuple(name for name, _ in self.values))  # values of an optimizer of one's own may be anything
@@ -59,7 +59,7 @@ class Stepper:
     Args:
         like: the optimizer, with its parameter groups; it is left as it is, and may hold any parameters.
 
-    moments: what it keeps of each element, by its names. counts_steps: whether it keeps a "step" beside.
+    moments: what it keeps of each element, by its names. counts_steps: whether it also keeps a "step".
     Raises ConfigError, saying why, where that can't be done: see [Note: What can be stepped piece by piece].
     """
 
@@ -90,18 +90,18 @@ class Stepper:
         """
         groups = [{**dict(settings.values), "params": masters}]
         worker = self._begin(groups) if first else _bare(self._like, groups)
-        for master, grad, own, step in zip(masters, grads, moments, steps, strict=True):
+        for master, grad, state, step in zip(masters, grads, moments, steps, strict=True):
             master.grad = grad
             if not first:
-                worker.state[master] = {**own, **({"step": step.clone()} if self.counts_steps else {})}
+                worker.state[master] = {**state, **({"step": step.clone()} if self.counts_steps else {})}
         with torch.no_grad():
             inspect.unwrap(type(worker).step)(worker)
-        for master, own in zip(masters, moments, strict=True):
+        for master, state in zip(masters, moments, strict=True):
             master.grad = None
-            made = worker.state[master]
-            for name, view in own.items():
-                if made.get(name) is not None and made[name] is not view:
-                    view.copy_(made[name])
+            new_state = worker.state[master]
+            for name, view in state.items():
+                if new_state.get(name) is not None and new_state[name] is not view:
+                    view.copy_(new_state[name])
 
     def _begin(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """One that has taken no step, with the state that it has then: some are made with state."""
@@ -113,14 +113,15 @@ class Stepper:
         return made
 
     def _try(self, settings: Settings) -> None:
-        what = f"optimizer {type(self._like).__name__} can't be paged"
-        way_out = "pass another one, or leave parameters and optimizer state off NVMe"
         try:
             reason = self._reason_against(settings)
         except Exception as error:  # whatever an optimizer of one's own does
             reason = f"a step of it failed ({type(error).__name__}: {error})"
         if reason:
-            raise ConfigError(f"{what}, where state is stepped piece by piece: {reason}; {way_out}")
+            raise ConfigError(
+                f"optimizer {type(self._like).__name__} can't be paged, where state is stepped piece by piece: {reason}; pass "
+                "another one, or leave parameters and optimizer state off NVMe"
+            )
 
     def _reason_against(self, settings: Settings) -> str | None:
         """In words, why it can't be stepped in pieces with such settings; notes what it keeps."""
@@ -130,7 +131,7 @@ class Stepper:
         real = self._begin(groups)
         before = copy.copy(groups[0])
         flat = whole.detach().clone().view(-1)
-        kept: dict[str, torch.Tensor] = {}
+        moments: dict[str, torch.Tensor] = {}
         for done in range(_STEPS):
             grad = torch.randn(_SHAPE, generator=random)
             whole.grad = grad.clone()
@@ -138,20 +139,20 @@ class Stepper:
             if done == 0:
                 if reason := self._note_state(real.state[whole]):
                     return reason
-                kept = {name: torch.zeros(flat.numel()) for name in self.moments}
+                moments = {name: torch.zeros(flat.numel()) for name in self.moments}
             self.step(
                 settings,
                 masters=[*_cut(flat)],
                 grads=[*_cut(grad.view(-1))],
-                moments=[dict(zip(kept, own, strict=True)) for own in zip(*map(_cut, kept.values()), strict=True)]
+                moments=[dict(zip(moments, cut, strict=True)) for cut in zip(*map(_cut, moments.values()), strict=True)]
                 or [{} for _ in _CUTS[1:]],
                 steps=[torch.tensor(float(done)) for _ in _CUTS[1:]],
                 first=done == 0,
             )
         if any(value != before.get(name) for name, value in real.param_groups[0].items() if name != "params"):
             return "it keeps numbers for a whole parameter group"
-        theirs = {name: each for name, each in real.state[whole].items() if name in kept and each is not None}
-        same = _same(flat, whole.detach()) and all(_same(kept[name], each) for name, each in theirs.items())
+        expected = {name: value for name, value in real.state[whole].items() if name in moments and value is not None}
+        same = _same(flat, whole.detach()) and all(_same(moments[name], value) for name, value in expected.items())
         return None if same else "it does not update each element by itself (pieces of a matrix come out otherwise)"
 
     def _note_state(self, state: dict[str, Any]) -> str | None:

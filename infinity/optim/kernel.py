@@ -1,7 +1,7 @@
 """Floor 6. The update kernel: torch's fused Adam and AdamW, bit for bit, in one pass over memory.
 
-The gradient is converted, unscaled and clipped on the way in; the 16-bit copy is made on the way out, and the master weight
-may be kept as that copy and what its rounding left. Tensors are updated in place, on the caller's thread and a few more.
+The gradient is converted, unscaled and clipped on the way in, and the compute parameter is made on the way out. A master may be
+split into that and its remainder. Tensors are updated in place, on the caller's thread and a few more.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PageSums:
     """The checksums of the pages in which the fields of a sub-group lie: an update verifies each page before it changes it, and
     sums it after, while it is in a cache; see [Note: Sums on the way] in csrc/optim/adam.h.
 
-    pages: the memory (uint8, whole pages of 4 KiB, aligned to them, in host memory); fields outside are left alone.
+    pages: the memory (uint8, whole pages of 4 KiB, aligned to them, in host memory); what lies between fields is left alone.
     expected: as `infinity.aio.File.checksums` gives it, 4 bytes per page; zeros for pages that are not to be verified.
     After the update, new: the checksums anew, in the same form, zeros for pages of no field; wrong_page: the number of the
     first page that did not hold what it must, or None. Where there is one, the fields are torn.
@@ -76,27 +76,39 @@ def update_full(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     master: torch.Tensor,
-    copy: torch.Tensor | None = None,
+    compute_param: torch.Tensor | None = None,
     sums: PageSums | None = None,
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> None:
     """One step of Adam on the elements of a sub-group that `pieces` name, in place.
 
-    exp_avg, exp_avg_sq and master (fp32) and copy (bf16 or fp16, set from the new master) are the whole sub-group: 1-D and
-    contiguous, in host memory, of one length. Pieces ascend without overlap, and their gradients have one dtype. `step`
-    counts this step, from 1. Gradients are multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads`
-    share the work (torch's number, if None); the calling thread is one of them, and the GIL is released. `sums`: to be verified
-    and made anew on the way.
+    exp_avg, exp_avg_sq and master (fp32) are the whole sub-group, and so is compute_param (bf16 or fp16), which is set from the
+    new master: 1-D and contiguous, in host memory, of one length. Pieces ascend without overlap, and their gradients have one
+    dtype. `step` counts this step, from 1. Gradients are multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging).
+    `threads` share the work (torch's number if None); the calling thread is one of them, and the GIL is released. `sums`: to be
+    verified and made anew on the way.
 
     The numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for
     pieces that do not fit.
     """
     _check([exp_avg, exp_avg_sq, master], (torch.float32,), "exp_avg, exp_avg_sq and master", exp_avg.numel())
-    if copy is not None:
-        _check([copy], tuple(_COMPUTE_DTYPES), "the copy", exp_avg.numel())
+    if compute_param is not None:
+        _check([compute_param], tuple(_COMPUTE_DTYPES), "the compute parameter", exp_avg.numel())
     _update(
-        settings, step, grad_scale, pieces, exp_avg, exp_avg_sq, master, copy, None, None, threads, instructions, sums
+        settings,
+        step,
+        grad_scale,
+        pieces,
+        exp_avg,
+        exp_avg_sq,
+        master,
+        compute_param,
+        None,
+        None,
+        threads,
+        instructions,
+        sums,
     )
 
 
@@ -108,19 +120,19 @@ def update_split(
     pieces: Sequence[GradPiece],
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    copy: torch.Tensor,
+    compute_param: torch.Tensor,
     remainder: torch.Tensor,
     ties: torch.Tensor,
     sums: PageSums | None = None,
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
-    """As `update_full`, for a master weight that is kept as `copy` (bf16), `remainder` (int16 or uint16) and `ties`.
+    """As `update_full`, for a master that is split into `compute_param` (bf16), `remainder` (int16 or uint16) and `ties`.
 
     Returns the ties of the whole sub-group anew: those that lie in no piece are the old ones. See `split`.
     """
     _check([exp_avg, exp_avg_sq], (torch.float32,), "exp_avg and exp_avg_sq", exp_avg.numel())
-    _check_split(copy, remainder, exp_avg.numel())
+    _check_split(compute_param, remainder, exp_avg.numel())
     return _update(
         settings,
         step,
@@ -129,7 +141,7 @@ def update_split(
         exp_avg,
         exp_avg_sq,
         None,
-        copy,
+        compute_param,
         remainder,
         ties,
         threads,
@@ -140,33 +152,33 @@ def update_split(
 
 def split(
     master: torch.Tensor,
-    copy: torch.Tensor,
+    compute_param: torch.Tensor,
     remainder: torch.Tensor,
     *,
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
-    """Set `copy` (bf16, rounded to nearest even as torch converts) and `remainder` (int16 or uint16) from `master` (fp32).
+    """Set `compute_param` (bf16, rounded to nearest even as torch converts) and `remainder` (int16 or uint16) from `master`.
 
-    Returns the ties: ascending indices (int32) of the elements that lay halfway between two copies and were rounded up, about
-    one in 131072. `join` gives the master back from the three, bit for bit but for the payload of a NaN. All are 1-D and
-    contiguous, in host memory, of one length.
+    Returns the ties: ascending indices (int32) of the elements that lay halfway between two bf16 numbers and were rounded up,
+    about one in 131072. `join` gives the master back from the three, bit for bit but for the payload of a NaN. `master` is
+    fp32. All are 1-D and contiguous, in host memory, of one length.
     """
     _check([master], (torch.float32,), "the master", master.numel())
-    _check_split(copy, remainder, master.numel())
-    found = _optim.split(
+    _check_split(compute_param, remainder, master.numel())
+    ties = _optim.split(
         master=master.data_ptr(),
         numel=master.numel(),
-        copy=copy.data_ptr(),
+        copy=compute_param.data_ptr(),
         remainder=remainder.data_ptr(),
         threads=threads or torch.get_num_threads(),
         instructions=instructions,
     )
-    return torch.from_numpy(found)
+    return torch.from_numpy(ties)
 
 
 def join(
-    copy: torch.Tensor,
+    compute_param: torch.Tensor,
     remainder: torch.Tensor,
     ties: torch.Tensor,
     *,
@@ -174,14 +186,14 @@ def join(
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
-    """The master (fp32) of which `split` made `copy` and `remainder`, and returned `ties`; into `out` where it is given."""
-    master = torch.empty(copy.numel(), dtype=torch.float32) if out is None else out
-    _check([master], (torch.float32,), "out", copy.numel())
-    _check_split(copy, remainder, copy.numel())
+    """The master (fp32) that `split` made these of, into `out` where it is given."""
+    master = torch.empty(compute_param.numel(), dtype=torch.float32) if out is None else out
+    _check([master], (torch.float32,), "out", compute_param.numel())
+    _check_split(compute_param, remainder, compute_param.numel())
     _optim.join(
-        copy=copy.data_ptr(),
+        copy=compute_param.data_ptr(),
         remainder=remainder.data_ptr(),
-        numel=copy.numel(),
+        numel=compute_param.numel(),
         ties=ties.numpy(),
         master=master.data_ptr(),
         threads=threads or torch.get_num_threads(),
@@ -196,7 +208,7 @@ def join(
 # compared with the torch that is there, once for each way through the arithmetic.
 _CHECK_STEPS = 2
 _CHECK_SIZES = (4096, 1021, 77, 5)
-_found_equal: dict[tuple[object, ...], bool] = {}
+_equal_to_torch: dict[tuple[object, ...], bool] = {}
 
 
 def matches_torch(settings: AdamSettings) -> bool:
@@ -211,15 +223,15 @@ def matches_torch(settings: AdamSettings) -> bool:
     threads = torch.get_num_threads()
     decays = settings.weight_decay != 0
     key = (settings.decoupled_weight_decay, decays, settings.maximize, 1 - settings.betas[0] < 0.5, threads)
-    if key not in _found_equal:
-        _found_equal[key] = all(_same_steps(settings, numel) for numel in _CHECK_SIZES)
-        if not _found_equal[key] and sum(not equal for equal in _found_equal.values()) == 1:
+    if key not in _equal_to_torch:
+        _equal_to_torch[key] = all(_same_steps(settings, numel) for numel in _CHECK_SIZES)
+        if not _equal_to_torch[key] and sum(not equal for equal in _equal_to_torch.values()) == 1:
             log.warning(
                 "torch %s rounds Adam differently from infinity's update kernel on this machine: using torch's own, "
                 "which takes more passes over memory",
                 torch.__version__,
             )
-    return _found_equal[key]
+    return _equal_to_torch[key]
 
 
 def _same_steps(settings: AdamSettings, numel: int) -> bool:
@@ -264,7 +276,7 @@ def _update(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     master: torch.Tensor | None,
-    copy: torch.Tensor | None,
+    compute_param: torch.Tensor | None,
     remainder: torch.Tensor | None,
     ties: torch.Tensor | None,
     threads: int | None,
@@ -279,7 +291,7 @@ def _update(
         _check([piece.grad], tuple(_GRAD_DTYPES), "gradients", piece.grad.numel())
         if piece.grad.dtype is not grad_dtype:
             raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
-    found, new, wrong = _optim.update(
+    new_ties, new_sums, wrong_page = _optim.update(
         lr=settings.lr,
         beta1=settings.betas[0],
         beta2=settings.betas[1],
@@ -290,13 +302,13 @@ def _update(
         step=step,
         grad_scale=grad_scale,
         grad_dtype=_GRAD_DTYPES[grad_dtype],
-        compute_dtype=_COMPUTE_DTYPES[copy.dtype] if copy is not None else "bfloat16",
+        compute_dtype=_COMPUTE_DTYPES[compute_param.dtype] if compute_param is not None else "bfloat16",
         pieces=[piece.row for piece in pieces],
         numel=exp_avg.numel(),
         exp_avg=exp_avg.data_ptr(),
         exp_avg_sq=exp_avg_sq.data_ptr(),
         master=_address(master),
-        copy=_address(copy),
+        copy=_address(compute_param),
         remainder=_address(remainder),
         ties=(torch.empty(0, dtype=torch.int32) if ties is None else ties).numpy(),
         pages=_address(sums.pages if sums is not None else None),
@@ -305,22 +317,23 @@ def _update(
         instructions=instructions,
     )
     if sums is not None:
-        sums.new, sums.wrong_page = new.astype("<u4", copy=False).tobytes(), wrong if wrong >= 0 else None
-    return torch.from_numpy(found)
+        sums.new = new_sums.astype("<u4", copy=False).tobytes()
+        sums.wrong_page = wrong_page if wrong_page >= 0 else None
+    return torch.from_numpy(new_ties)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _check_split(copy: torch.Tensor, remainder: torch.Tensor, numel: int) -> None:
-    _check([copy], (torch.bfloat16,), "the copy", numel)
+def _check_split(compute_param: torch.Tensor, remainder: torch.Tensor, numel: int) -> None:
+    _check([compute_param], (torch.bfloat16,), "the compute parameter", numel)
     _check([remainder], _BITS, "the remainder", numel)
 
 
-def _check(tensors: list[torch.Tensor], dtypes: tuple[torch.dtype, ...], what: str, numel: int) -> None:
+def _check(tensors: list[torch.Tensor], dtypes: tuple[torch.dtype, ...], named: str, numel: int) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"{what} must be 1-D, contiguous and in host memory for the update kernel")
+            raise ValueError(f"{named} must be 1-D, contiguous and in host memory for the update kernel")
         if tensor.dtype not in dtypes or tensor.numel() != numel:
-            raise ValueError(f"{what} must be {numel} elements of {dtypes}, got {tensor.numel()} of {tensor.dtype}")
+            raise ValueError(f"{named} must be {numel} elements of {dtypes}, got {tensor.numel()} of {tensor.dtype}")

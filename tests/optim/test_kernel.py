@@ -1,5 +1,5 @@
 """What the update kernel promises: the bits of torch's own sequence of operations, whatever the lengths, dtypes, cuts, threads
-and instructions; and that a master weight comes back from its copy and remainder."""
+and instructions; and that a master weight comes back from its compute parameter and remainder."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ class State:
 
 
 class SplitState(State):
-    """The same, with the master as copy and remainder."""
+    """The same, with the master as compute parameter and remainder."""
 
     def __init__(self, whole: State, instructions: str = kernel.INSTRUCTIONS[0]) -> None:
         self.numel = whole.numel
-        self.copy = torch.empty(self.numel, dtype=torch.bfloat16)
+        self.compute_param = torch.empty(self.numel, dtype=torch.bfloat16)
         self.remainder = torch.empty(self.numel, dtype=torch.int16)
-        self.ties = kernel.split(whole.master, self.copy, self.remainder, instructions=instructions)
+        self.ties = kernel.split(whole.master, self.compute_param, self.remainder, instructions=instructions)
         self.exp_avg, self.exp_avg_sq = whole.exp_avg.clone(), whole.exp_avg_sq.clone()
 
     def step(self, chosen: AdamSettings, pieces: list[GradPiece], step: int, **more: Any) -> None:
@@ -112,14 +112,14 @@ class SplitState(State):
             pieces=pieces,
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
-            copy=self.copy,
+            compute_param=self.compute_param,
             remainder=self.remainder,
             ties=self.ties,
             **{"grad_scale": 1.0, **more},
         )
 
     def fields(self) -> list[torch.Tensor]:
-        return [kernel.join(self.copy, self.remainder, self.ties), self.exp_avg, self.exp_avg_sq]
+        return [kernel.join(self.compute_param, self.remainder, self.ties), self.exp_avg, self.exp_avg_sq]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,18 +213,18 @@ def test_gradients_are_converted_and_scaled_as_by_torch(dtype: torch.dtype, scal
 
 @every_instruction_set
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_copy_is_rounded_as_by_torch(dtype: torch.dtype, instructions: str) -> None:
+def test_a_compute_parameter_is_rounded_as_by_torch(dtype: torch.dtype, instructions: str) -> None:
     """At rest, with decay off, a step writes every master as it was: here all that round in some way of their own."""
     upper = torch.arange(1 << 16, dtype=torch.int64)
     lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF]
     state = State((1 << 16) * len(lower))
     state.master = torch.cat([(upper << 16) + low for low in lower]).to(torch.int32).view(torch.float32)
     before = state.master.clone()
-    copy = torch.empty(state.numel, dtype=dtype)
+    compute_param = torch.empty(state.numel, dtype=dtype)
     grad = torch.zeros(state.numel)
     at_rest = settings_of(lr=0.0, weight_decay=0.0)
-    state.step(at_rest, [GradPiece(0, grad)], 1, copy=copy, instructions=instructions)
-    assert equal_bits([state.master, copy], [before, before.to(dtype)])
+    state.step(at_rest, [GradPiece(0, grad)], 1, compute_param=compute_param, instructions=instructions)
+    assert equal_bits([state.master, compute_param], [before, before.to(dtype)])
 
 
 @every_instruction_set
@@ -236,14 +236,14 @@ def test_a_split_master_takes_the_same_steps(way: str, decoupled: bool, instruct
     whole.master[::3] = whole.master[::3].half().float()  # weights that came from fp16: one in eight is a tie
     parts = SplitState(whole, instructions)
     assert parts.ties.numel() > 400
-    copy = torch.empty(whole.numel, dtype=torch.bfloat16)
+    compute_param = torch.empty(whole.numel, dtype=torch.bfloat16)
     for step in range(1, STEPS + 1):
         grad = whole.draw()
         grad[::2] = 0
-        whole.step(chosen, [GradPiece(0, grad)], step, copy=copy, instructions=instructions)
+        whole.step(chosen, [GradPiece(0, grad)], step, compute_param=compute_param, instructions=instructions)
         parts.step(chosen, [GradPiece(0, grad)], step, instructions=instructions)
         assert equal_bits(whole.fields(), parts.fields())
-        assert equal_bits([parts.copy], [copy])
+        assert equal_bits([parts.compute_param], [compute_param])
 
 
 # Pieces of a sub-group
@@ -310,8 +310,8 @@ def test_no_pieces_change_nothing() -> None:
         ({"exp_avg_sq": torch.zeros(15)}, "16 elements"),
         ({"master": torch.zeros(16, dtype=torch.bfloat16)}, "float32"),
         ({"master": torch.zeros(4, 4)}, "1-D"),
-        ({"copy": torch.zeros(16)}, "bfloat16"),
-        ({"copy": torch.zeros(17, dtype=torch.bfloat16)}, "16 elements"),
+        ({"compute_param": torch.zeros(16)}, "bfloat16"),
+        ({"compute_param": torch.zeros(17, dtype=torch.bfloat16)}, "16 elements"),
         ({"threads": -1}, "threads"),
         ({"instructions": "sse9"}, "sse9"),
     ],
@@ -343,7 +343,7 @@ class Pages:
         memory = torch.empty(12 * numel + PAGE, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGE
         self.bytes = memory[start : start + 12 * numel]
-        for name, before in (("copy", 0), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 8)):
+        for name, before in (("compute_param", 0), ("remainder", 2), ("exp_avg", 4), ("exp_avg_sq", 8)):
             field = getattr(state, name)
             place = self.bytes[before * numel : (before + field.itemsize) * numel].view(field.dtype)
             setattr(self, name, place.copy_(field))
@@ -352,7 +352,7 @@ class Pages:
         return page_checksums(memoryview(self.bytes.numpy()))
 
     def step(self, pieces: list[GradPiece], sums: PageSums | None, **more: Any) -> None:
-        fields = {name: getattr(self, name) for name in ("copy", "remainder", "exp_avg", "exp_avg_sq")}
+        fields = {name: getattr(self, name) for name in ("compute_param", "remainder", "exp_avg", "exp_avg_sq")}
         given = {"step": 1, "grad_scale": 1.0, "pieces": pieces, "ties": self.ties, "sums": sums, **fields, **more}
         self.ties = kernel.update_split(settings_of(), **given)
 
@@ -416,16 +416,16 @@ def test_what_fills_no_whole_pages_is_not_summed() -> None:
             pages.step([GradPiece(0, torch.ones(4096))], sums, **change)
     odd = Pages(4096, seed=6)
     odd.numel = 1000
-    fields = {name: getattr(odd, name)[:1000] for name in ("copy", "remainder", "exp_avg", "exp_avg_sq")}
+    fields = {name: getattr(odd, name)[:1000] for name in ("compute_param", "remainder", "exp_avg", "exp_avg_sq")}
     with pytest.raises(ValueError, match="whole pages"):
         odd.step([GradPiece(0, torch.ones(1000))], PageSums(odd.bytes, odd.sums()), **fields)
 
 
 def test_ties_out_of_the_sub_group_are_refused() -> None:
-    copy, remainder = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int16)
+    compute_param, remainder = torch.zeros(16, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.int16)
     for ties in ([16], [-1], [3, 2], [5, 5]):
         with pytest.raises(ValueError, match="ties"):
-            kernel.join(copy, remainder, torch.tensor(ties, dtype=torch.int32))
+            kernel.join(compute_param, remainder, torch.tensor(ties, dtype=torch.int32))
 
 
 # Threads
@@ -486,7 +486,7 @@ def test_the_gil_is_released() -> None:
     assert counted > 3
 
 
-# The master as copy and remainder
+# The master as compute parameter and remainder
 
 any_bits = st.lists(
     st.one_of(
@@ -506,15 +506,15 @@ def masters_of(values: list[int]) -> torch.Tensor:
 
 
 def check_split(master: torch.Tensor, instructions: str) -> None:
-    copy = torch.empty(master.numel(), dtype=torch.bfloat16)
+    compute_param = torch.empty(master.numel(), dtype=torch.bfloat16)
     remainder = torch.empty(master.numel(), dtype=torch.uint16)
-    ties = kernel.split(master, copy, remainder, instructions=instructions)
-    assert equal_bits([copy], [master.bfloat16()])
+    ties = kernel.split(master, compute_param, remainder, instructions=instructions)
+    assert equal_bits([compute_param], [master.bfloat16()])
     value = master.view(torch.int32).numpy()
     tied = ((value & 0x1FFFF) == 0x18000) & ~np.isnan(master.numpy())
     assert ties.dtype is torch.int32
     assert ties.tolist() == np.flatnonzero(tied).tolist()
-    assert equal_bits([kernel.join(copy, remainder, ties, instructions=instructions)], [master])
+    assert equal_bits([kernel.join(compute_param, remainder, ties, instructions=instructions)], [master])
 
 
 @every_instruction_set
@@ -534,9 +534,12 @@ def test_join_inverts_split_for_every_upper_half(instructions: str) -> None:
 @given(values=any_bits)
 def test_torchs_way_to_split_is_understood(values: list[int]) -> None:
     master = masters_of(values)
-    copy, remainder = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
-    ties = torch_split(master, copy, remainder)
-    assert equal_bits([kernel.join(copy, remainder, ties)], [master])
+    compute_param, remainder = (
+        torch.empty(len(values), dtype=torch.bfloat16),
+        torch.empty(len(values), dtype=torch.int16),
+    )
+    ties = torch_split(master, compute_param, remainder)
+    assert equal_bits([kernel.join(compute_param, remainder, ties)], [master])
 
 
 # Whether to use it
@@ -562,7 +565,7 @@ def test_another_rounding_is_noticed_and_said_once(
         lists["exp_avg_sqs"][0][-1:].nextafter_(torch.ones(1))
 
     monkeypatch.setattr(kernel, "adam_", rounds_otherwise)
-    monkeypatch.setattr(kernel, "_found_equal", {})
+    monkeypatch.setattr(kernel, "_equal_to_torch", {})
     with caplog.at_level(logging.WARNING, "infinity"):
         assert not any(kernel.matches_torch(settings_of(decoupled=decoupled)) for decoupled in (True, False, True))
     assert [torch.__version__ in record.message for record in caplog.records] == [True]
