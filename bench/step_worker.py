@@ -69,7 +69,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
         assert engine.swap is not None
         began = time.perf_counter()
         engine.swap.paged.updates.defer({sub: lambda lease: None for sub in engine.swap.paged.sub_groups})
-        engine.swap.finish_updates()
+        engine.swap.paging.finish_updates()
         engine.swap.stager.settle_all()
         return time.perf_counter() - began
 

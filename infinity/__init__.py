@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
     from infinity.runtime.engine import Engine as DeepSpeedEngine
     from infinity.runtime.initialize import initialize
-    from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, PagingOptions, SwapManager
+    from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, PagingOptions, SwapManager, TensorStore
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ __all__ = [
     "PagingOptions",
     "StoreError",
     "SwapManager",
+    "TensorStore",
     "__version__",
     "add_config_arguments",
     "checkpointing",
@@ -96,7 +97,7 @@ _NAMES_OF = {
         "get_fp32_state_dict_from_zero_checkpoint",
     ),
     "infinity.drive.probe": ("DriveRates", "measure_drive"),
-    "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "PagingOptions", "SwapManager"),
+    "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "PagingOptions", "SwapManager", "TensorStore"),
 }
 _ALIASES = {"DeepSpeedEngine": "Engine"}
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}

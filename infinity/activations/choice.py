@@ -32,13 +32,13 @@ def make_activations(
     """What moves saved activations, or None where nothing does; and notes. "nvme" takes a model that `swap` pages."""
     if options.device == "none":
         return None, []
-    device = swap.device if swap is not None else device_for(torch_device)
+    device = swap.paging.device if swap is not None else device_for(torch_device)
     if options.device == "cpu" and not device.is_discrete:
         return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
     store: ActivationStore
     if options.device == "nvme":
         assert swap is not None
-        store = ArenaActivationStore(*swap.activation_buffers())
+        store = ArenaActivationStore(*swap.paging.activation_buffers())
     else:
         store = HostActivationStore(
             device, HostBuffers(device, pin=options.pin_memory, bytes_max=options.host_bytes_max)

@@ -7,6 +7,8 @@ from infinity.swap.options import PagingOptions
 from infinity.swap.paged_adam import PagedAdam, PagedAdamW
 from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.paging import Paging
+from infinity.swap.tensor_store import TensorStore
 
 __all__ = [
     "HostedOptimizer",
@@ -15,8 +17,10 @@ __all__ = [
     "PagedOptimizer",
     "PagedSGD",
     "PagedTensor",
+    "Paging",
     "PagingOptions",
     "SwapManager",
     "SwapStats",
+    "TensorStore",
     "TraceSummary",
 ]

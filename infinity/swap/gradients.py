@@ -11,7 +11,7 @@ fp32 first, and stay in host memory until the update. So what is kept is always 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +46,11 @@ class _Held:
 class Gradients:
     """Keeps the reduced gradients of the groups that it `takes`, in `dtype`, until their update.
 
-    `stager` and `home` give what moves them, as long as that is open.
+    home: brings them from the device.
     """
 
-    def __init__(
-        self, paged: PagedModel, stager: Callable[[], Stager], home: Callable[[], HostGradients], dtype: torch.dtype
-    ) -> None:
-        self._open_stager, self._home = stager, home
+    def __init__(self, paged: PagedModel, home: HostGradients, dtype: torch.dtype) -> None:
+        self._open, self._home = paged.open, home
         self._dtype = dtype
         self._spilled = {sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient is not None}
         self._spilling = {sub.layout.space for sub in self._spilled}
@@ -69,7 +67,7 @@ class Gradients:
 
     @property
     def _stager(self) -> Stager:
-        return self._open_stager()
+        return self._open.stager
 
     @property
     def held_bytes(self) -> int:
@@ -101,7 +99,7 @@ class Gradients:
                     self._spill(sub, pieces, grads)
                 else:
                     if sub not in self._held:
-                        self._held[sub] = _Held(self._home().memory(sub.layout.numel, self._dtype))
+                        self._held[sub] = _Held(self._home.memory(sub.layout.numel, self._dtype))
                     held = self._held[sub]
                     if any(piece.shard in self._came for piece in pieces):
                         held.wait()  # for what the last micro-batch brought, not for anything of this one
@@ -143,8 +141,8 @@ class Gradients:
             grad = grad[piece.start : piece.start + numel]
             place = kept[piece.offset : piece.offset + numel]
             if piece.shard in self._came:
-                grad.add_(self._home().take_back(place))
-            copy_event = self._home().fetch(grad, place)
+                grad.add_(self._home.take_back(place))
+            copy_event = self._home.fetch(grad, place)
         return copy_event
 
     def _spill(self, sub: PagedSubGroup, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
@@ -156,7 +154,7 @@ class Gradients:
         try:
             copy_event = self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
         except BaseException:
-            self._home().settle()
+            self._home.settle()
             self._stager.release(chunk, keep=False)
             raise
         self._stager.write_back(chunk, copy_event=copy_event)

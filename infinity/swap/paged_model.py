@@ -8,6 +8,7 @@ parameter_lap.py, gradients and updates in gradient_lap.py and pending_updates.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from infinity.device import HostBuffer, HostBuffers
 from infinity.store import Arena, Field, Layout
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import SUM_BYTES
+from infinity.store.files import StoredFile
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
 from infinity.swap.open_stager import OpenStager
@@ -145,10 +147,17 @@ class PagedModel:
         """Give a sub-group new values and ties: see `Values.set_sub_group`."""
         self._values.set_sub_group(sub, ties, fill)
 
-    def start_copying(self, copying: Copying) -> None:
-        """A checkpoint has begun to copy all values as they are now; none waits for an update, and all are written."""
+    def start_copying(self, path: Path, finish: Callable[[StoredFile], None]) -> Copying:
+        """Begin to copy all values as they are now into the new file `path`, while training goes on; then run `finish` with it
+        on the thread that copied. To be ended, by `join` or `cancel`, before the next one begins and before `close`.
+
+        No update may wait, and all must be written. Raises IoError, OSError.
+        """
         assert not self.updates
+        sections = [sub.sources() for sub in self.sub_groups]
+        copying = Copying(self._arena, sections, path, finish)
         self._slots.start_copying(copying)
+        return copying
 
     def page_sums(self) -> bytes:
         """What each page of the state must hold, sub-group by sub-group; empty where the arena keeps no checksums."""

@@ -47,8 +47,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _adopt(self, swap: SwapManager) -> None:
         """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
         did, and where it has no place for the moments."""
-        self._swap = swap
-        self._fields = dict(zip(swap.arena_layout.moments, FIELDS, strict=False))
+        self._paging = swap.paging
+        self._fields = dict(zip(self._paging.arena_layout.moments, FIELDS, strict=False))
         if not self._fields.keys() >= set(self.moments):
             raise ConfigError(
                 f"{type(self).__name__} keeps {kept_in_words(self.moments)} of each element, and there is room for "
@@ -84,7 +84,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 shard = trained_shard(parameter)
-                if swap.update_at == "backward" or swap.gradients.takes(shard.group):
+                if self._paging.options.update == "backward" or self._paging.gradients.takes(shard.group):
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else _move_out
                     parameter.register_post_accumulate_grad_hook(came)
 
@@ -104,58 +104,58 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             with torch.enable_grad():
                 loss = closure()
         self.prepare(grad_scale)
-        with self._swap.paged.health.change("an optimizer step"):
+        with self._paging.paged.health.change("an optimizer step"):
             self.apply(grad_scale)
         return loss
 
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
         """All of a step that may fail and leave everything as it was: checks, and updates that the last step left."""
-        self._swap.leave_unfinished_pass()
-        with self._swap.entered():
-            self._swap.paged.check_not_torn()
+        self._paging.leave_unfinished_pass()
+        with self._paging.entered():
+            self._paging.paged.check_not_torn()
             if self._taking:
                 raise InfinityError(
                     "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
                     "step anew with its first micro-batch"
                 )
             self._check_used(grad_scale)
-            self._swap.finish_updates()
+            self._paging.finish_updates()
             self.take_gradients()
 
     @torch.no_grad()
     def apply(self, grad_scale: float = 1.0) -> None:
         """The rest of a step that was prepared, inside a change of the model's health."""
-        with self._swap.entered():
+        with self._paging.entered():
             stepping = self._stepping(grad_scale)
             updates = {}
-            for sub in self._swap.paged.sub_groups:
+            for sub in self._paging.paged.sub_groups:
                 own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
                 if own:
-                    updates[sub] = partial(self._update, sub, own, self._swap.gradients.claim(sub))
-            self._swap.paged.updates.defer(updates)
+                    updates[sub] = partial(self._update, sub, own, self._paging.gradients.claim(sub))
+            self._paging.paged.updates.defer(updates)
             for each in stepping.values():
                 self._note_step_of(each)
-            if self._swap.update_at != "step":
+            if self._paging.options.update != "step":
                 for each in stepping.values():
                     each.parameter.grad = None  # whoever changed it would change the update
             else:
-                self._swap.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
+                self._paging.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
             self._end_backward()
-            self._swap.end_step()
+            self._paging.end_step()
 
     def skip(self) -> None:
         """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
         self._end_backward()
-        self._swap.end_step()
+        self._paging.end_step()
 
     def discard(self) -> None:
         """Forget the gradients, because all values are set anew; until they are, a step that the backward began is torn."""
-        health = self._swap.paged.health
+        health = self._paging.paged.health
         if health.state is Health.AHEAD:
             health.tear("a step that was not taken to its end")
         self._end_backward()
-        self._swap.discard_step()
+        self._paging.policy.discard_step()
         self.zero_grad()
 
     def show_taken(self) -> None:
@@ -182,7 +182,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
-        if self._swap.update_at != "backward":
+        if self._paging.options.update != "backward":
             for group in list(self._arrived):
                 self._take(group)
         return self.norms
@@ -191,25 +191,25 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
         self._forget_shown()
         super().zero_grad(set_to_none)
-        if self._swap.paged.health.state is not Health.AHEAD:
+        if self._paging.paged.health.state is not Health.AHEAD:
             self._end_backward()
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
         """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken."""
-        with self._swap.entered():
+        with self._paging.entered():
             self._note_gradient(parameter)
 
     def _note_gradient(self, parameter: nn.Parameter) -> None:
         group = trained_shard(parameter).group
-        in_backward = self._swap.update_at == "backward"
+        in_backward = self._paging.options.update == "backward"
         if parameter in self._used:
-            self._swap.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
+            self._paging.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
             raise InfinityError(
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
                 '(PagingOptions.update) to "forward" for a model that is used more than once per step'
             )
-        if in_backward and not self._swap.gradients_are_final(group):
+        if in_backward and not self._paging.policy.gradients_are_final(group):
             return
         arrived = self._arrived.setdefault(group, {})
         arrived[parameter] = None
@@ -228,7 +228,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for parameter in arrived:
             assert parameter.grad is not None
             grads[trained_shard(parameter).index] = _local_of(parameter.grad).view(-1)
-        self._swap.gradients.take(group, grads)
+        self._paging.gradients.take(group, grads)
         for parameter in arrived:
             assert parameter.grad is not None
             self.norms[parameter] = torch._foreach_norm([parameter.grad])[0]
@@ -237,7 +237,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _apply(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
-        self._swap.paged.health.go_ahead()
+        self._paging.paged.health.go_ahead()
         stepping = self._stepping(1.0, self._arrived.pop(group))
         updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         for sub in group.members:
@@ -250,7 +250,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._used[each.parameter] = each.settings
             self._note_step_of(each)
             each.parameter.grad = None
-        behind = self._swap.groups_coming
+        behind = self._paging.groups_coming
         if behind and not self._coming:
             Variable._execution_engine.queue_callback(self._apply_coming)
         self._coming.append((group, updates))
@@ -259,7 +259,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def _apply_coming(self, *, leave: int = 0) -> None:
         """Update the groups whose gradients are on their way, but for the last `leave`."""
         while len(self._coming) > leave:
-            self._swap.update_in_backward(*self._coming.pop(0))
+            self._paging.update_in_backward(*self._coming.pop(0))
 
     def _check_used(self, grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than this step would, ConfigError where the
@@ -276,14 +276,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             )
 
     def _end_backward(self) -> None:
-        self._swap.gradients.forget()
+        self._paging.gradients.forget()
         self.norms.clear()
         self._coming.clear()
         self._arrived.clear()
         self._used.clear()
         self._taking = False
         self._places.clear()
-        self._swap.paged.health.arrive()
+        self._paging.paged.health.arrive()
 
     def init_state(self) -> None:
         """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""
@@ -304,7 +304,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
-        self._swap.paged.health.check_not_ahead()
+        self._paging.paged.health.check_not_ahead()
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
             moments = {name: loaded[name] for name in self.moments if loaded.get(name) is not None}
@@ -315,19 +315,19 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if self.counts_steps:
                 self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._end_backward()  # what a torn step had applied, and had not
-        self._swap.discard_step()
-        self._swap.paged.health.mend()
+        self._paging.policy.discard_step()
+        self._paging.paged.health.mend()
 
     def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
-        has = self._swap.gradients.has
+        has = self._paging.gradients.has
         chosen = [
             (parameter, group)
             for parameter, group in self._with_groups(only)
             if parameter.grad is not None or has(trained_shard(parameter))
         ]
         left = {trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
-        grads = dict(zip(left, self._swap.host_gradients.start([*left.values()]), strict=True))
+        grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
         found: dict[int, Stepping] = {}
         settings: dict[int, Any] = {}
         for parameter, group in chosen:
@@ -376,9 +376,9 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Step the pieces of one sub-group in place and refresh its copies. `kept`: its gradients where they were taken."""
         if kept is None and any(each.grad is None for each in stepping.values()):
             assert lease is not None
-            kept = self._swap.gradients.staged(sub, lease)
+            kept = self._paging.gradients.staged(sub, lease)
         elif kept is not None:
-            self._swap.host_gradients.settle()
+            self._paging.host_gradients.settle()
         batches: dict[Any, list[Piece]] = {}
         for piece in sub.layout.pieces:
             each = stepping.get(piece.shard)
@@ -393,7 +393,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)
         elif not self._step_and_verify(sub, batches, lease):
-            self._swap.stager.io.verify(sub.chunk)
+            self._paging.paged.open.stager.io.verify(sub.chunk)
             self._step_pieces(sub, batches, lease)
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:
@@ -414,7 +414,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             state["step"] = torch.zeros((), dtype=torch.float32)
         was_stepped = shard.stepped
         for name in self.moments:
-            local = PagedTensor.over(shard, self._fields[name], self._swap, data.device)
+            local = PagedTensor.over(shard, self._fields[name], self._paging, data.device)
             state[name] = DTensor.from_local(
                 local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
             )

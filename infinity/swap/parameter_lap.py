@@ -126,6 +126,10 @@ class ParameterLap:
         if self.ahead is not None:
             self.ahead.recover()
 
+    def close(self) -> None:
+        """Let go of what reads past host memory."""
+        self._direct = None
+
     # The stages of a gather.
 
     def _check(self, shard: PagedShard, dtype: torch.dtype) -> None:

@@ -101,7 +101,7 @@ def test_plans_that_cannot_be_are_refused(rates: dict[str, float]) -> None:
 
 def test_a_swap_manager_takes_a_plan(nvme_path: Path) -> None:
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB", faults=FaultPlan(io=1.0, after_blocks=1)) as swap:
-        swap.register("first", torch.ones(4096))
+        swap.tensors.register("first", torch.ones(4096))
         swap.flush()
-        with pytest.raises(infinity.IoError, match="EIO"), swap.use("first"):
+        with pytest.raises(infinity.IoError, match="EIO"), swap.tensors.use("first"):
             pass

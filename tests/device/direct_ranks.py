@@ -21,6 +21,7 @@ from quiet import come_to_rest  # noqa: E402
 
 from infinity.device import StreamDevice  # noqa: E402
 from infinity.swap import machinery, manager  # noqa: E402
+from infinity.swap.paging import Paging  # noqa: E402
 
 
 def main() -> None:
@@ -33,17 +34,18 @@ def main() -> None:
     patched.direct_reader_for = lambda torch_device, descriptors: FakeReader(runtime, descriptors)
     steps: list[tuple[int, int]] = []
     bounds: list[int] = []
-    end_step = manager.SwapManager.end_step
+    end_step = Paging.end_step
 
-    def end(swap: manager.SwapManager) -> None:
+    def end(paging: Paging) -> None:
+        swap: Any = paging.owner
         swap.stager.settle_all()  # what is read ahead of the next step is then the same after each
-        end_step(swap)
+        end_step(paging)
         assert swap.device_ahead is not None
         bounds.append(swap.device_ahead.bytes_max)
         come_to_rest(swap)
         steps.append((swap.stats().read_bytes, swap.step_bytes()[0]))
 
-    manager.SwapManager.end_step = end  # type: ignore[method-assign]
+    Paging.end_step = end  # type: ignore[method-assign]
     training.STEPS = 4
     case = dataclasses.replace(
         training.CASES["updated in the step"],

@@ -29,6 +29,7 @@ from infinity.errors import IoError
 from infinity.swap import direct as direct_reads
 from infinity.swap import machinery, manager
 from infinity.swap.chunk import Chunk, Span
+from infinity.swap.paging import Paging
 from infinity.swap.parameter_lap import ParameterLap
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
@@ -65,10 +66,11 @@ class Machine:
         self._fails = fails
         monkeypatch.setattr(manager, "device_for", lambda torch_device: StreamDevice(runtime))
         monkeypatch.setattr(machinery, "direct_reader_for", self._reader)
-        end_step = manager.SwapManager.end_step
+        end_step = Paging.end_step
 
-        def end(swap: manager.SwapManager) -> None:
-            end_step(swap)
+        def end(paging: Paging) -> None:
+            swap: Any = paging.owner
+            end_step(paging)
             assert swap.reads_directly and swap.device_ahead is not None
             self.bounds.append(swap.device_ahead.bytes_max)
             come_to_rest(swap)
@@ -76,7 +78,7 @@ class Machine:
 
         self.steps: list[tuple[int, int]] = []
         """After each step: bytes read so far, and what the next one is to read."""
-        monkeypatch.setattr(manager.SwapManager, "end_step", end)
+        monkeypatch.setattr(Paging, "end_step", end)
 
     def _reader(self, torch_device: torch.device, descriptors: Sequence[int]) -> FakeReader:
         self.readers.append(FakeReader(self.runtime, descriptors, fails=self._fails))
@@ -135,14 +137,14 @@ def test_a_step_reads_what_it_says(name: str, nvme_path: Path, monkeypatch: pyte
     machine = Machine(LateRuntime(), monkeypatch)
     start_ahead, look_ahead = ParameterLap.start_ahead, ParameterLap.look_ahead
     ending: list[bool] = []
-    end_step = manager.SwapManager.end_step
+    end_step = Paging.end_step
 
-    def end(swap: manager.SwapManager) -> None:
+    def end(paging: Paging) -> None:
         ending.append(True)
-        end_step(swap)
+        end_step(paging)
         ending.pop()
 
-    monkeypatch.setattr(manager.SwapManager, "end_step", end)
+    monkeypatch.setattr(Paging, "end_step", end)
     monkeypatch.setattr(ParameterLap, "look_ahead", lambda s, *a, **k: ending or look_ahead(s, *a, **k))
     monkeypatch.setattr(ParameterLap, "start_ahead", lambda s, *a, **k: ending or start_ahead(s, *a, **k))
     machine.train(dataclasses.replace(CASES[name], evaluate=False), nvme_path)
@@ -166,13 +168,14 @@ def test_nothing_is_staged_that_goes_past(nvme_path: Path, monkeypatch: pytest.M
     case = dataclasses.replace(training.CASES["only parameters on NVMe"], persistence_threshold=0)
     machine = Machine(FakeRuntime(), monkeypatch)
     read = []
-    end_step = manager.SwapManager.end_step
+    end_step = Paging.end_step
 
-    def end(swap: manager.SwapManager) -> None:
-        end_step(swap)
+    def end(paging: Paging) -> None:
+        swap: Any = paging.owner
+        end_step(paging)
         read.append(swap._open().engine.read_bytes)
 
-    monkeypatch.setattr(manager.SwapManager, "end_step", end)
+    monkeypatch.setattr(Paging, "end_step", end)
     machine.train(case, nvme_path)
     assert len(set(read)) == 1 and machine.steps[-1][0] > machine.steps[0][0], "after what set it up"
 

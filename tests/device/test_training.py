@@ -21,6 +21,7 @@ import infinity
 from infinity.device import StreamDevice, streams
 from infinity.swap import gradients, host_gradients, manager, parameter_lap
 from infinity.swap.chunk import ChunkState
+from infinity.swap.paging import Paging
 from infinity.swap.stager import Stager
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
@@ -99,11 +100,12 @@ def test_groups_are_on_their_way_before_they_are_asked_for(
     runtime = FakeRuntime()
     demanded: list[tuple[int, int]] = []
     largest = []
-    end_step = manager.SwapManager.end_step
+    end_step = Paging.end_step
 
-    def end(swap: manager.SwapManager) -> None:
+    def end(paging: Paging) -> None:
+        swap: Any = paging.owner
         swap.stager.settle_all()  # what is still being written can't be read ahead
-        end_step(swap)
+        end_step(paging)
         assert swap.device_ahead is not None
         demanded.append((swap.device_ahead.late, len(swap.paged.groups)))
         largest.append(swap.device_ahead.bytes_max)
@@ -115,7 +117,7 @@ def test_groups_are_on_their_way_before_they_are_asked_for(
         self._paged.open.stager._engine.drain()  # a drive that is never late
         start(self, **options)
 
-    monkeypatch.setattr(manager.SwapManager, "end_step", end)
+    monkeypatch.setattr(Paging, "end_step", end)
     monkeypatch.setattr(parameter_lap.ParameterLap, "start_ahead", start_when_read)
     case = dataclasses.replace(training.CASES[name], evaluate=False, update="step")
     on_fake(runtime, case, nvme_path, monkeypatch)
@@ -135,14 +137,15 @@ def test_a_bound_on_live_parameters_leaves_no_room_ahead(nvme_path: Path, monkey
         training.CASES["plain"], live=root + sum(p.numel() for p in model.blocks[0].parameters())
     )
     bounds = []
-    end_step = manager.SwapManager.end_step
+    end_step = Paging.end_step
 
-    def end(swap: manager.SwapManager) -> None:
-        end_step(swap)
+    def end(paging: Paging) -> None:
+        swap: Any = paging.owner
+        end_step(paging)
         assert swap.device_ahead is not None
         bounds.append((swap.device_ahead.bytes_max, swap.device_ahead.late))
 
-    monkeypatch.setattr(manager.SwapManager, "end_step", end)
+    monkeypatch.setattr(Paging, "end_step", end)
     expected = training.with_engine(training.CASES["plain"], None)
     assert not training.differences(expected, on_fake(FakeRuntime(), case, nvme_path, monkeypatch))
     assert {nbytes for nbytes, _ in bounds} == {0}

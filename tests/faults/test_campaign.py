@@ -46,22 +46,22 @@ def use_tensors(swap: infinity.SwapManager, draw: random.Random) -> str:
         try:
             if len(stored) < TENSORS and (act == "register" or not names):
                 value = torch.full((draw.randrange(1, 300_000),), float(number))
-                swap.register(f"tensor {number}", value)
+                swap.tensors.register(f"tensor {number}", value)
                 stored[f"tensor {number}"] = value
             elif act == "use":
-                with swap.use(name) as tensor:
+                with swap.tensors.use(name) as tensor:
                     assert torch.equal(tensor, stored[name]), f"{name} is wrong"
             elif act == "update":
-                with swap.update(name) as tensor:
+                with swap.tensors.update(name) as tensor:
                     assert torch.equal(tensor, stored[name]), f"{name} is wrong"
                     tensor.add_(1)
                     stored[name] = tensor.clone()
             elif act == "prefetch":
-                swap.prefetch(name)
+                swap.tensors.prefetch(name)
             elif act == "flush":
                 swap.flush()
             elif act == "fail":  # an update that the user breaks off changes nothing
-                with contextlib.suppress(ZeroDivisionError), swap.update(name) as tensor:
+                with contextlib.suppress(ZeroDivisionError), swap.tensors.update(name) as tensor:
                     tensor.zero_()
                     raise ZeroDivisionError
         except infinity.InfinityError as error:

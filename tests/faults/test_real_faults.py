@@ -154,18 +154,18 @@ def test_an_arena_truncated_underneath_is_an_error(nvme_path: Path) -> None:
 @pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "read ahead"])
 def test_what_was_in_a_truncated_arena_before_it_grew_again_is_an_error(ahead: bool, nvme_path: Path) -> None:
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
-        swap.register("first", torch.ones(MIB))
+        swap.tensors.register("first", torch.ones(MIB))
         swap.flush()
         os.truncate(arena_descriptor(nvme_path), 4096)
-        swap.register("second", torch.full((MIB,), 2.0))
+        swap.tensors.register("second", torch.full((MIB,), 2.0))
         swap.flush()
-        assert not ahead or swap.prefetch("first")
+        assert not ahead or swap.tensors.prefetch("first")
         told = (
             r"first, generation 1 of the extent of 4194304 bytes at offset 0 of the arena: read 4 MiB .* doesn't hold"
         )
-        with pytest.raises(infinity.IntegrityError, match=told), swap.use("first"):
+        with pytest.raises(infinity.IntegrityError, match=told), swap.tensors.use("first"):
             pass
-        with swap.use("second") as tensor:
+        with swap.tensors.use("second") as tensor:
             assert torch.equal(tensor, torch.full((MIB,), 2.0))
 
 
@@ -219,14 +219,14 @@ def test_a_bit_that_a_drive_has_changed_is_never_used(update: str, nvme_path: Pa
 
 def test_the_error_names_the_extent_and_how_often_it_was_written(nvme_path: Path) -> None:
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
-        swap.register("first", torch.ones(10))
-        swap.register("second", torch.ones(3000))
+        swap.tensors.register("first", torch.ones(10))
+        swap.tensors.register("second", torch.ones(3000))
         for _ in range(2):
-            with swap.update("second") as tensor:
+            with swap.tensors.update("second") as tensor:
                 tensor.add_(1)
         swap.flush()
         flip(arena_descriptor(nvme_path), 8 * 8192 + 3)
-        with pytest.raises(infinity.IntegrityError) as caught, swap.use("second"):
+        with pytest.raises(infinity.IntegrityError) as caught, swap.tensors.use("second"):
             pass
         error = caught.value
         assert (error.extent_offset, error.extent_bytes, error.generation) == (4096, 12288, 3)
@@ -239,10 +239,10 @@ def test_the_error_names_the_extent_and_how_often_it_was_written(nvme_path: Path
 @pytest.mark.usefixtures("one_rank")
 def test_without_checksums_nobody_finds_it(nvme_path: Path) -> None:
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB", checksums=False) as swap:
-        swap.register("first", torch.ones(MIB))
+        swap.tensors.register("first", torch.ones(MIB))
         swap.flush()
         flip(arena_descriptor(nvme_path), 8 * 4096 + 3)
-        with swap.use("first") as tensor:
+        with swap.tensors.use("first") as tensor:
             assert not torch.equal(tensor, torch.ones(MIB))
 
 

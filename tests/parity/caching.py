@@ -104,14 +104,14 @@ def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> Non
     engine, *_ = infinity.initialize(model=model, config=config)
     swap = engine.swap
     assert swap is not None
-    end_step = swap.end_step
+    end_step = swap.paging.end_step
 
     def end_written_step() -> None:
         """What is still being written can't be read ahead: let the step in which it is read not depend on the drive's mood."""
         swap.stager.settle_all()
         end_step()
 
-    swap.end_step = end_written_step  # type: ignore[method-assign]
+    swap.paging.end_step = end_written_step  # type: ignore[method-assign]
     with engine:
         moved = []
         for step in range(STEPS):

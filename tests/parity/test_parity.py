@@ -115,7 +115,7 @@ def test_a_model_paged_for_another_optimizer_is_refused_with_the_moments(nvme_pa
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         swap.page(model, infinity.PagingOptions(moments=[]))
         groups = [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.9}]
-        with pytest.raises(infinity.ConfigError, match=r"page\(model, moments=\('momentum_buffer',\)\)"):
+        with pytest.raises(infinity.ConfigError, match=r"PagingOptions\(moments=\('momentum_buffer',\)\)"):
             infinity.PagedSGD(groups, swap=swap)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity.runtime.engine_state import EngineState
+from infinity.swap.paging import Paging
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -319,7 +320,7 @@ def test_a_step_that_fails_before_its_changes_scales_no_gradient_twice(
         }
         engine, *_ = infinity.initialize(model=Model(), config=config)
 
-        def fail(self: infinity.SwapManager) -> None:
+        def fail(self: Paging) -> None:
             raise infinity.IoError("read of rank0.arena: EIO")
 
         with engine:
@@ -329,7 +330,7 @@ def test_a_step_that_fails_before_its_changes_scales_no_gradient_twice(
                 engine.backward(loss)
                 if fails and number == 1:
                     with monkeypatch.context() as patch:
-                        patch.setattr(infinity.SwapManager, "finish_updates", fail)
+                        patch.setattr(Paging, "finish_updates", fail)
                         with pytest.raises(infinity.IoError):
                             engine.step()
                 engine.step()

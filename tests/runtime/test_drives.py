@@ -69,9 +69,9 @@ def test_a_slower_drive_is_given_fewer_bytes(nvme_path: Path) -> None:
         drive_limits=limits,
     ) as swap:
         values = torch.randn(4 << 20)
-        swap.register("values", values)
+        swap.tensors.register("values", values)
         swap.flush()
-        with swap.use("values") as read:
+        with swap.tensors.use("values") as read:
             assert torch.equal(read, values)
         fast, slow = swap.stats().drives
         assert 2.5 < fast.written_bytes / slow.written_bytes < 6

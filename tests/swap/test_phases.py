@@ -109,7 +109,7 @@ class Run:
             optimizer.step()
             optimizer.zero_grad()
         self.swap.stager.settle_all()  # what is still being written can't be read ahead
-        self.swap._lap.look_ahead()
+        self.swap.paging.parameters.look_ahead()
 
     def evaluate(self, path: Collection[int] = range(BLOCKS), rows: int = 2, mode: bool = False) -> None:
         def act(model: nn.Module) -> torch.Tensor:

@@ -66,9 +66,9 @@ def swap(nvme_path: Path, backend: str) -> Iterator[SwapManager]:
 def test_tensors_of_every_dtype_and_shape_come_back(swap: SwapManager) -> None:
     tensors = {f"{dtype} {shape}": random_bits(shape, dtype, seed=len(shape)) for dtype in DTYPES for shape in SHAPES}
     for name, tensor in tensors.items():
-        swap.register(name, tensor)
+        swap.tensors.register(name, tensor)
     for name, tensor in tensors.items():
-        with swap.use(name) as found:
+        with swap.tensors.use(name) as found:
             assert same_bits(found, tensor), name
     assert leased_bytes(swap) == 0
 
@@ -76,12 +76,12 @@ def test_tensors_of_every_dtype_and_shape_come_back(swap: SwapManager) -> None:
 def test_more_than_the_pool_flows_through_it(swap: SwapManager) -> None:
     tensors = [random_bits((3 * MIB,), torch.uint8, seed=k) for k in range(6)]
     for k, tensor in enumerate(tensors):
-        swap.register(str(k), tensor)
+        swap.tensors.register(str(k), tensor)
     swap.flush()
     for k, tensor in enumerate(tensors):
-        with swap.use(str(k)) as found:
+        with swap.tensors.use(str(k)) as found:
             if k + 1 < len(tensors):
-                assert swap.prefetch(str(k + 1))
+                assert swap.tensors.prefetch(str(k + 1))
             assert same_bits(found, tensor)
     stats = swap.stats()
     assert stats.pinned_peak_bytes <= stats.pinned_bytes == POOL_BYTES
@@ -92,72 +92,72 @@ def test_more_than_the_pool_flows_through_it(swap: SwapManager) -> None:
 def test_strided_tensor_is_stored_by_its_elements(swap: SwapManager) -> None:
     base = random_bits((6, 8), torch.int32)
     for name, tensor in {"transposed": base.t(), "stepped": base[::2, 1::3], "expanded": base[0].expand(4, 8)}.items():
-        swap.register(name, tensor)
-        with swap.use(name) as found:
+        swap.tensors.register(name, tensor)
+        with swap.tensors.use(name) as found:
             assert found.is_contiguous()
             assert same_bits(found, tensor)
 
 
 def test_registered_tensor_is_a_copy(swap: SwapManager) -> None:
     tensor = torch.zeros(10, requires_grad=True)
-    swap.register("x", tensor)
+    swap.tensors.register("x", tensor)
     with torch.no_grad():
         tensor.fill_(1.0)
-    with swap.use("x") as found:
+    with swap.tensors.use("x") as found:
         assert not found.requires_grad
         assert not found.any()
 
 
 def test_update_is_seen_by_the_next_use(swap: SwapManager) -> None:
-    swap.register("x", torch.arange(5000.0))
+    swap.tensors.register("x", torch.arange(5000.0))
     for _ in range(3):
-        with swap.update("x") as found:
+        with swap.tensors.update("x") as found:
             found += 1
     swap.flush()
-    with swap.use("x") as found:
+    with swap.tensors.use("x") as found:
         assert torch.equal(found, torch.arange(5000.0) + 3)
 
 
 def test_update_that_raises_leaves_the_stored_bytes(swap: SwapManager) -> None:
-    swap.register("x", torch.ones(5000))
+    swap.tensors.register("x", torch.ones(5000))
 
     def spoil() -> None:
-        with swap.update("x") as found:
+        with swap.tensors.update("x") as found:
             found.fill_(7.0)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         spoil()
     assert leased_bytes(swap) == 0
-    with swap.use("x") as found:
+    with swap.tensors.use("x") as found:
         assert torch.equal(found, torch.ones(5000))
 
 
 def test_use_writes_nothing(swap: SwapManager) -> None:
-    swap.register("x", torch.ones(10))
+    swap.tensors.register("x", torch.ones(10))
     swap.flush()
     written = swap.stats().written_bytes
-    with swap.use("x") as found:
+    with swap.tensors.use("x") as found:
         found.fill_(3.0)
     swap.flush()
-    with swap.use("x") as found:
+    with swap.tensors.use("x") as found:
         assert torch.equal(found, torch.ones(10))
     assert swap.stats().written_bytes == written
 
 
 def test_use_that_raises_frees_its_lease(swap: SwapManager) -> None:
-    swap.register("x", torch.ones(10))
-    with pytest.raises(ZeroDivisionError), swap.use("x"):
+    swap.tensors.register("x", torch.ones(10))
+    with pytest.raises(ZeroDivisionError), swap.tensors.use("x"):
         raise ZeroDivisionError
     assert leased_bytes(swap) == 0
 
 
 def test_two_names_are_used_at_once(swap: SwapManager) -> None:
     for k in range(2):
-        swap.register(str(k), torch.full((1000,), float(k)))
-    with swap.use("0") as zero, swap.update("1") as one:
+        swap.tensors.register(str(k), torch.full((1000,), float(k)))
+    with swap.tensors.use("0") as zero, swap.tensors.update("1") as one:
         one += zero + 1
-    with swap.use("1") as one:
+    with swap.tensors.use("1") as one:
         assert one.unique().tolist() == [2.0]
 
 
@@ -165,12 +165,12 @@ def test_tensor_larger_than_the_pool_names_what_would_do(nvme_path: Path) -> Non
     tensor = torch.zeros(POOL_BYTES + 1, dtype=torch.uint8)
     with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="threads") as swap:
         with pytest.raises(BudgetError, match=r"tensor 'big' of 8\.00 MiB .*: pinned_bytes_max=8392704 would do"):
-            swap.register("big", tensor)
+            swap.tensors.register("big", tensor)
         assert swap.stats().arena_bytes == 0
         with pytest.raises(KeyError):
-            swap.prefetch("big")
+            swap.tensors.prefetch("big")
     with SwapManager(nvme_path, pinned_bytes_max=8392704, backend="threads") as swap:
-        swap.register("big", tensor)
+        swap.tensors.register("big", tensor)
 
 
 def test_pool_below_the_least_is_refused_at_once(nvme_path: Path) -> None:
@@ -180,68 +180,73 @@ def test_pool_below_the_least_is_refused_at_once(nvme_path: Path) -> None:
 
 
 def test_tensor_in_use_is_not_used_again(swap: SwapManager) -> None:
-    swap.register("x", torch.ones(10))
+    swap.tensors.register("x", torch.ones(10))
 
     def again() -> None:
-        with swap.update("x"):
+        with swap.tensors.update("x"):
             pass
 
-    with swap.use("x"):
+    with swap.tensors.use("x"):
         with pytest.raises(InfinityError, match="'x' is in use already"):
             again()
-        assert swap.prefetch("x")  # it is here
+        assert swap.tensors.prefetch("x")  # it is here
     assert leased_bytes(swap) == 0
     again()
 
 
 def test_unknown_name_is_a_key_error(swap: SwapManager) -> None:
-    with pytest.raises(KeyError, match="'nobody'"), swap.use("nobody"):
+    with pytest.raises(KeyError, match="'nobody'"), swap.tensors.use("nobody"):
         pass
-    with pytest.raises(KeyError, match="'nobody'"), swap.update("nobody"):
+    with pytest.raises(KeyError, match="'nobody'"), swap.tensors.update("nobody"):
         pass
     with pytest.raises(KeyError, match="'nobody'"):
-        swap.prefetch("nobody")
+        swap.tensors.prefetch("nobody")
 
 
 def test_name_that_is_taken_is_refused_and_its_bytes_stay(swap: SwapManager) -> None:
-    swap.register("x", torch.ones(10))
+    swap.tensors.register("x", torch.ones(10))
     with pytest.raises(ValueError, match=r"'x' is registered already: use update\(\)"):
-        swap.register("x", torch.zeros(10))
-    with swap.use("x") as found:
+        swap.tensors.register("x", torch.zeros(10))
+    with swap.tensors.use("x") as found:
         assert torch.equal(found, torch.ones(10))
 
 
 def test_tensor_without_elements_is_refused(swap: SwapManager) -> None:
     with pytest.raises(ValueError, match="has no elements"):
-        swap.register("x", torch.ones(0, 3))
+        swap.tensors.register("x", torch.ones(0, 3))
 
 
 @pytest.mark.parametrize("kind", ["meta", "sparse"])
 def test_tensor_that_can_not_be_copied_frees_its_lease(swap: SwapManager, kind: str) -> None:
     tensor = torch.ones(4, device="meta") if kind == "meta" else torch.eye(3).to_sparse()
     with pytest.raises((RuntimeError, ValueError)):
-        swap.register("x", tensor)
+        swap.tensors.register("x", tensor)
     assert leased_bytes(swap) == 0
-    swap.register("x", torch.ones(4))  # the name isn't taken
+    swap.tensors.register("x", torch.ones(4))  # the name isn't taken
 
 
 def test_prefetch_makes_the_use_no_demand_read(swap: SwapManager) -> None:
-    swap.register("x", torch.ones(10))
+    swap.tensors.register("x", torch.ones(10))
     swap.flush()
-    assert swap.prefetch("x")
-    assert swap.prefetch("x")
-    with swap.use("x"):
+    assert swap.tensors.prefetch("x")
+    assert swap.tensors.prefetch("x")
+    with swap.tensors.use("x"):
         pass
     assert swap.stats().demand_reads == 0
 
 
 def test_closed_manager_says_so(nvme_path: Path, backend: str) -> None:
     swap = SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend=backend)
-    swap.register("x", torch.ones(10))
+    swap.tensors.register("x", torch.ones(10))
     swap.close()
     swap.close()
-    calls = [lambda: swap.register("y", torch.ones(1)), lambda: swap.prefetch("x"), swap.flush, swap.stats]
-    for call in [*calls, lambda: swap.use("x").__enter__(), lambda: swap.update("x").__enter__()]:
+    calls = [
+        lambda: swap.tensors.register("y", torch.ones(1)),
+        lambda: swap.tensors.prefetch("x"),
+        swap.flush,
+        swap.stats,
+    ]
+    for call in [*calls, lambda: swap.tensors.use("x").__enter__(), lambda: swap.tensors.update("x").__enter__()]:
         with pytest.raises(InfinityError, match="closed"):
             call()
     assert list(nvme_path.iterdir()) == []
@@ -250,10 +255,10 @@ def test_closed_manager_says_so(nvme_path: Path, backend: str) -> None:
 def test_close_waits_for_updates_and_leaves_nothing(nvme_path: Path, backend: str) -> None:
     swap = SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend=backend)
     for k in range(4):
-        swap.register(str(k), torch.zeros(MIB // 4))
-        with swap.update(str(k)) as found:
+        swap.tensors.register(str(k), torch.zeros(MIB // 4))
+        with swap.tensors.update(str(k)) as found:
             found += 1
-    swap.prefetch("0")
+    swap.tensors.prefetch("0")
     swap.close()
     assert list(nvme_path.iterdir()) == []
 
@@ -261,7 +266,7 @@ def test_close_waits_for_updates_and_leaves_nothing(nvme_path: Path, backend: st
 def test_nothing_is_left_where_the_block_raised(nvme_path: Path) -> None:
     def work() -> None:
         with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="threads") as swap:
-            swap.register("x", torch.ones(10))
+            swap.tensors.register("x", torch.ones(10))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -271,7 +276,7 @@ def test_nothing_is_left_where_the_block_raised(nvme_path: Path) -> None:
 
 def test_unknown_backend_is_refused_and_leaves_nothing(nvme_path: Path) -> None:
     with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="magnets") as swap, pytest.raises(ValueError):
-        swap.register("x", torch.ones(10))
+        swap.tensors.register("x", torch.ones(10))
     assert list(nvme_path.iterdir()) == []
 
 
@@ -282,9 +287,9 @@ def lose_the_drive(swap: SwapManager) -> None:
 
 
 def test_failed_read_is_raised_by_use_and_frees_its_lease(swap: SwapManager) -> None:
-    swap.register("x", torch.ones(10))
+    swap.tensors.register("x", torch.ones(10))
     lose_the_drive(swap)
-    with pytest.raises(IoError) as caught, swap.use("x"):
+    with pytest.raises(IoError) as caught, swap.tensors.use("x"):
         pass
     assert caught.value.operation == "read"
     assert leased_bytes(swap) == 0
@@ -301,25 +306,40 @@ def test_any_order_of_calls_keeps_the_bytes(nvme_path: Path, sizes: list[int], m
     with SwapManager(nvme_path, pinned_bytes_max=POOL_BYTES, backend="threads") as swap:
         content = [0] * len(sizes)
         for k, size in enumerate(sizes):
-            swap.register(str(k), torch.zeros(size, dtype=torch.uint8))
+            swap.tensors.register(str(k), torch.zeros(size, dtype=torch.uint8))
         for move, number in moves:
             k = number % len(sizes)
             if move == "prefetch":
-                swap.prefetch(str(k))
+                swap.tensors.prefetch(str(k))
             elif move == "flush":
                 swap.flush()
             elif move == "use":
-                with swap.use(str(k)) as found:
+                with swap.tensors.use(str(k)) as found:
                     assert found.unique().tolist() == [content[k]]
             elif move == "update":
-                with swap.update(str(k)) as found:
+                with swap.tensors.update(str(k)) as found:
                     assert found.unique().tolist() == [content[k]]
                     content[k] += 1
                     found.fill_(content[k])
             else:
-                with pytest.raises(ZeroDivisionError), swap.update(str(k)) as found:
+                with pytest.raises(ZeroDivisionError), swap.tensors.update(str(k)) as found:
                     raise ZeroDivisionError(found.fill_(255))
         for k, expected in enumerate(content):
-            with swap.use(str(k)) as found:
+            with swap.tensors.use(str(k)) as found:
                 assert found.unique().tolist() == [expected]
     assert list(nvme_path.iterdir()) == []
+
+
+def test_what_the_swap_manager_did_itself_goes_on_for_one_release(swap: SwapManager) -> None:
+    with pytest.warns(DeprecationWarning, match=r"SwapManager\.tensors\.register"):
+        swap.register("x", torch.ones(3))
+    with pytest.warns(DeprecationWarning, match=r"SwapManager\.tensors\.use"), swap.use("x") as x:
+        assert torch.equal(x, torch.ones(3))
+
+
+def test_the_old_name_of_the_budget_goes_on_for_one_release(nvme_path: Path) -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="pinned_bytes_max"),
+        SwapManager(nvme_path, host_bytes_max=POOL_BYTES, backend="threads") as swap,
+    ):
+        assert swap.stats().pinned_bytes == POOL_BYTES

@@ -260,9 +260,9 @@ def test_state_dicts_make_the_values_whole_in_a_loop_of_ones_own(
 
 def test_a_plain_tensor_whose_write_failed_is_not_read(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
-        swap.register("mine", torch.ones(4096))
+        swap.tensors.register("mine", torch.ones(4096))
         swap.flush()
-        with swap.update("mine") as mine:
+        with swap.tensors.update("mine") as mine:
             mine.add_(1)
 
         def fail(self: IoEngine, transfers: Any) -> None:
@@ -272,5 +272,5 @@ def test_a_plain_tensor_whose_write_failed_is_not_read(nvme_path: Path, monkeypa
             patch.setattr(IoEngine, "wait", fail)
             with pytest.raises(infinity.IoError):
                 swap.flush()
-        with pytest.raises(infinity.InfinityError, match=r"mine.*lost.*EIO"), swap.use("mine"):
+        with pytest.raises(infinity.InfinityError, match=r"mine.*lost.*EIO"), swap.tensors.use("mine"):
             pass

@@ -173,18 +173,18 @@ def test_nothing_is_noted_while_no_trace_runs(nvme_path: Path) -> None:
 def test_a_loop_of_ones_own_is_traced_too(nvme_path: Path, tmp_path: Path) -> None:
     with SwapManager(nvme_path, pinned_bytes_max="8MiB") as swap:
         for k in range(4):
-            swap.register(f"t{k}", torch.full((MIB // 4,), float(k)))
+            swap.tensors.register(f"t{k}", torch.full((MIB // 4,), float(k)))
         swap.flush()
         swap.start_trace()
         with pytest.raises(InfinityError, match="runs already"):
             swap.start_trace()
         for k in range(4):
-            with swap.update(f"t{k}") as tensor:
+            with swap.tensors.update(f"t{k}") as tensor:
                 tensor.add_(1)
         summary = swap.stop_trace(tmp_path / "trace.json")
         with pytest.raises(InfinityError, match="no trace runs"):
             swap.stop_trace()
-        with swap.use("t3") as tensor:
+        with swap.tensors.use("t3") as tensor:
             assert float(tensor[0]) == 4
     assert (summary.drives[0].read_bytes, summary.drives[0].written_bytes, summary.steps) == (4 * MIB, 4 * MIB, 0)
     names = {each["name"] for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
@@ -195,8 +195,8 @@ def test_a_wait_for_room_says_for_whom(nvme_path: Path, tmp_path: Path) -> None:
     slow = [DriveLimit(bytes_per_s=20e6)]
     with SwapManager(nvme_path, pinned_bytes_max="8MiB", drive_limits=slow) as swap:
         swap.start_trace()
-        swap.register("first", torch.zeros(MIB))
-        swap.register("second", torch.zeros(MIB + 1))
+        swap.tensors.register("first", torch.zeros(MIB))
+        swap.tensors.register("second", torch.zeros(MIB + 1))
         swap.stop_trace(tmp_path / "trace.json")
     names = {each["name"] for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert "wait for the write of first, for room for second" in names
@@ -207,11 +207,11 @@ def test_each_drive_has_rows_of_its_own(nvme_path: Path, tmp_path: Path) -> None
     for folder in folders:
         folder.mkdir()
     with SwapManager(folders, pinned_bytes_max="16MiB", bandwidths=[1, 1]) as swap:
-        swap.register("t", torch.zeros(2 * MIB))
+        swap.tensors.register("t", torch.zeros(2 * MIB))
         swap.flush()
         before = swap.stats().drives
         swap.start_trace()
-        with swap.update("t") as tensor:
+        with swap.tensors.update("t") as tensor:
             tensor.add_(1)
         summary = swap.stop_trace(tmp_path / "trace.json")
         after = swap.stats().drives

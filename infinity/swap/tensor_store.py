@@ -1,9 +1,9 @@
-"""Floor 8. Plain tensors in the arena, by name: what the swap manager's second face does. Used by the training thread only."""
+"""Floor 8. Plain tensors in the arena, by name, for any other engine than FSDP2. Used by the training thread only."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from infinity.units import align_up, format_bytes
 
 
 @dataclass(eq=False)
-class PlainTensor:
+class StoredTensor:
     """A tensor that was registered. `lost`: why what was written of it last is not what is stored."""
 
     chunk: Chunk
@@ -29,12 +29,18 @@ class PlainTensor:
         self.lost = why
 
 
-class PlainTensors:
-    """The tensors of one run. `machinery` makes what they move with when the first one comes."""
+class TensorStore:
+    """Tensors by name on the drives of one swap manager, which come through its pinned pool: see `SwapManager.tensors`."""
 
-    def __init__(self, machinery: Callable[[], Machinery]) -> None:
-        self._machinery = machinery
-        self.by_name: dict[str, PlainTensor] = {}
+    def __init__(self, machinery: Machinery) -> None:
+        self._open: Machinery | None = machinery
+        self.by_name: dict[str, StoredTensor] = {}
+
+    @property
+    def _machinery(self) -> Machinery:
+        if self._open is None:
+            raise InfinityError("this SwapManager is closed")
+        return self._open
 
     @property
     def leases(self) -> list[Lease]:
@@ -43,10 +49,13 @@ class PlainTensors:
         return [chunk.lease for chunk in chunks if chunk.state is ChunkState.IN_USE and chunk.lease is not None]
 
     def register(self, name: str, tensor: torch.Tensor) -> None:
-        """See `SwapManager.register`."""
+        """Store a copy of `tensor` (any shape and dtype, dense, on the CPU) under `name`.
+
+        Raises ValueError for a name that is taken, StoreError without space, BudgetError when the pool is smaller than it.
+        """
         self._check_can_be_stored(name, tensor)
         nbytes = tensor.numel() * tensor.itemsize
-        machinery = self._machinery()
+        machinery = self._machinery
         if align_up(nbytes) > machinery.pool.nbytes:
             raise BudgetError(
                 f"tensor {name!r} of {format_bytes(nbytes)} is larger than the pinned pool of "
@@ -54,7 +63,7 @@ class PlainTensors:
             )
         extent = machinery.arena.reserve([nbytes], f"tensor {name!r}")[0]
         span = (Span(extent.offset, 0, extent.nbytes),)
-        entry = PlainTensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
+        entry = StoredTensor(Chunk(name, extent.nbytes, span, span), tensor.shape, tensor.dtype)
         entry.chunk.on_lost = entry.lose
         lease = machinery.stager.occupy(entry.chunk)
         try:
@@ -66,31 +75,43 @@ class PlainTensors:
         self.by_name[name] = entry
 
     def prefetch(self, name: str) -> bool:
-        """See `SwapManager.prefetch`."""
+        """Start reading `name` if there is room now; whether it is on its way or here."""
         entry = self._entry(name)
         if entry.chunk.state is not ChunkState.ON_NVME:
             return entry.chunk.state is not ChunkState.WRITING
-        return self._machinery().stager.prefetch(entry.chunk)
+        return self._machinery.stager.prefetch(entry.chunk)
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[torch.Tensor]:
-        """See `SwapManager.use`."""
+        """The tensor in pinned memory, for reading only, until the end of the block."""
         entry, tensor = self._acquire(name)
         try:
             yield tensor
         finally:
-            self._machinery().stager.release(entry.chunk, keep=False)
+            self._machinery.stager.release(entry.chunk, keep=False)
 
     @contextlib.contextmanager
     def update(self, name: str) -> Iterator[torch.Tensor]:
-        """See `SwapManager.update`."""
+        """The tensor in pinned memory, to be changed in place; written back in the background after the block.
+
+        A block that raises leaves the stored bytes as they were.
+        """
         entry, tensor = self._acquire(name)
         try:
             yield tensor
         except BaseException:
-            self._machinery().stager.release(entry.chunk, keep=False)
+            self._machinery.stager.release(entry.chunk, keep=False)
             raise
-        self._machinery().stager.write_back(entry.chunk)
+        self._machinery.stager.write_back(entry.chunk)
+
+    def flush(self) -> None:
+        """Wait until everything updated is on the drive (fdatasync). Raises IoError when a write failed."""
+        self._machinery.stager.settle_all()
+        self._machinery.arena.sync()
+
+    def close(self) -> None:
+        """No tensor can be used any more."""
+        self._open = None
 
     def _check_can_be_stored(self, name: str, tensor: torch.Tensor) -> None:
         if name in self.by_name:
@@ -102,17 +123,17 @@ class PlainTensors:
                 f"tensor {name!r} is {tensor.layout} on {tensor.device}: only ordinary dense tensors are stored"
             )
 
-    def _entry(self, name: str) -> PlainTensor:
+    def _entry(self, name: str) -> StoredTensor:
         try:
             return self.by_name[name]
         except KeyError:
             raise KeyError(f"no tensor named {name!r} is registered") from None
 
-    def _acquire(self, name: str) -> tuple[PlainTensor, torch.Tensor]:
+    def _acquire(self, name: str) -> tuple[StoredTensor, torch.Tensor]:
         entry = self._entry(name)
         if entry.chunk.state is ChunkState.IN_USE:
             raise InfinityError(f"tensor {name!r} is in use already")
-        stager = self._machinery().stager
+        stager = self._machinery.stager
         stager.settle(entry.chunk)
         if entry.lost is not None:
             raise InfinityError(

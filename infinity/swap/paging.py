@@ -1,0 +1,356 @@
+"""Floor 8. A paged model and all that moves it: what `SwapManager.page` returns, and what FSDP2 and the optimizer enter
+through.
+
+One thread at a time: see [Note: Other threads].
+
+[Note: Other threads]
+A look at a weight or a state_dict moves bytes through the same pool and the same groups as the training thread, and makes FSDP2
+release what is gathered, which that thread may be computing with. So another thread is let in between steps, where nothing is
+gathered for a backward that may follow, one at a time, and what begins meanwhile waits. (Autograd has threads of its own, for
+devices; what they do is the training thread's.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.aio import PoolPart
+from infinity.errors import InfinityError
+from infinity.fsdp2.sharding import (
+    ShardedGroup,
+    abandon_unfinished_pass,
+    guard_state_dict,
+    in_backward,
+    install,
+    is_at_rest,
+)
+from infinity.schedule.pinned import sub_groups_ahead
+from infinity.store import Arena, ArenaLayout, Field
+from infinity.swap.ahead import DeviceAhead
+from infinity.swap.gradients import Gradients
+from infinity.swap.group import PagedGroup
+from infinity.swap.health import Health
+from infinity.swap.machinery import Machinery
+from infinity.swap.options import PagingOptions
+from infinity.swap.paged_model import PagedModel
+from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.parameter_lap import ParameterLap
+from infinity.swap.policy import StagingPolicy
+from infinity.swap.shard import PagedShard
+from infinity.swap.stager import Stager
+from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
+from infinity.swap.tensor_store import TensorStore
+from infinity.swap.timeline import Timeline
+from infinity.swap.updates import finish_updates
+
+
+class Paging:
+    """Moves the state of one model for as long as its swap manager is open.
+
+    owner: the swap manager, which lives as long as a parameter does. arena_layout: how the state lies in the arena. alone:
+    whether the model is sharded over one rank. tensors: what else has leases of the pool.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        machinery: Machinery,
+        paged: PagedModel,
+        options: PagingOptions,
+        arena_layout: ArenaLayout,
+        tensors: TensorStore | None,
+        *,
+        alone: bool,
+    ) -> None:
+        self.owner, self.paged, self.options = owner, paged, options
+        self.arena_layout = arena_layout
+        self.host_gradients = machinery.gradients
+        self.device = machinery.stager.device
+        self.gradients = Gradients(paged, machinery.gradients, options.gradient_dtype)
+        """Where its gradients wait for their update."""
+        self._tensors = tensors
+        self._machinery: Machinery | None = machinery
+        self._room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes
+        """Of the pool, for what comes and goes."""
+        self._activation_part: PoolPart | None = None
+        if options.activation_buffer_bytes:
+            self._activation_part = PoolPart(
+                machinery.stager.make_room(options.activation_buffer_bytes, "saved activations")
+            )
+        self._activation_stager: Stager | None = None
+        spilling = max(sub.gradient_bytes for sub in paged.layout.sub_groups)  # a lease in the middle of a backward
+        look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
+        self.policy = StagingPolicy(paged, options.update, self._room_bytes - spilling, look_ahead_bytes)
+        ahead = self._make_ahead(machinery, look_ahead_bytes)
+        self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, alone=alone)
+        self._lock = threading.RLock()
+        """Held in whatever another floor sets off here: see `entered`."""
+        self._model: weakref.ref[nn.Module] | None = None
+        self._thread = threading.get_ident()
+        """The training thread: where the last pass began."""
+        self._backward_follows = False
+        """Whether the last forward was one that a backward may follow."""
+        self._in_use = self._broken = False
+        """Whether somebody is in here now, or an exception ended what he did."""
+
+    def take_over(self, groups: Sequence[ShardedGroup], *, resumes: bool) -> dict[nn.Parameter, nn.Parameter]:
+        """Move the values of a sharded model into the arena, unless a run that `resumes` has them there; the paged tensors that
+        are to take the parameters' place."""
+        parameters = [parameter for group in groups for parameter in group.parameters]
+        replacements: dict[nn.Parameter, nn.Parameter] = {}
+        for shard, source in zip(self.paged.shards, parameters, strict=True):
+            local = PagedTensor.over(shard, Field.MASTER, self, self.device.torch_device)
+            shard.filled = shard.shape.numel() == 0
+            if not source.local.is_meta and not resumes:
+                local.store(source.local.detach())
+            sharded = source.sharded
+            tensor = DTensor.from_local(
+                local,
+                sharded.device_mesh,
+                sharded.placements,
+                run_check=False,
+                shape=sharded.shape,
+                stride=sharded.stride(),
+            )
+            replacements[source.parameter] = nn.Parameter(tensor, requires_grad=source.parameter.requires_grad)
+        return replacements
+
+    def install(
+        self, model: nn.Module, groups: Sequence[ShardedGroup], replacements: Mapping[nn.Parameter, nn.Parameter]
+    ) -> None:
+        """From now on the model has the paged tensors, and its passes are followed."""
+        install(model, dict(replacements))
+        self._model = weakref.ref(model)
+        guard_state_dict(model, partial(_entered, weakref.ref(self)))
+        if self.options.update == "backward":
+            for number, group in enumerate(groups):
+                cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
+        model.register_forward_pre_hook(self._begin_pass, prepend=True)  # before FSDP2 gathers
+        model.register_forward_hook(self._end_pass)
+
+    # The parameter lap, entered by the paged tensors.
+
+    def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
+        """The shard's compute parameter (1-D, padded) on the device: see `ParameterLap.gather`."""
+        timeline = self.timeline
+        with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
+            if not in_backward():
+                self._thread = threading.get_ident()
+            return self.parameters.gather(shard, training=training, dtype=dtype)
+
+    def gathered(self, shard: PagedShard) -> None:
+        """FSDP2 has gathered the shard: see `ParameterLap.gathered`."""
+        with self.entered():
+            self.parameters.gathered(shard)
+
+    # The gradient lap, entered by the optimizer.
+
+    @property
+    def groups_coming(self) -> int:
+        """Of how many groups the gradients may be on their way while the one before is updated."""
+        return int(self.device.is_discrete)
+
+    def update_in_backward(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+        """Update members of a group now; see [Note: Updates in the backward] in pending_updates.py.
+
+        Raises IoError when a transfer failed; the values are torn then, as after any failure.
+        """
+        with self.entered():
+            self.parameters.give_back_copied()  # FSDP2 may have asked anew, taking it for the next; it drops what it fetched
+            self.policy.begin_update(group)
+            with self.paged.updates.backward_update(group, [*updates]) as compute:
+                for sub, update in updates.items():
+                    self.paged.updates.run_in_backward(sub, update, compute)
+                    self.policy.use_state(sub)
+                    self.parameters.look_ahead()
+
+    def finish_updates(self) -> None:
+        """Run the updates that an optimizer step left for later: see [Note: Updates that wait] in pending_updates.py.
+
+        Nobody has to: they run by themselves before anybody sees what they change. But before many things are looked at, all
+        at once is faster. Raises IoError when a transfer failed: where that was a read, the rest still waits.
+        """
+        ahead = sub_groups_ahead(self._room_bytes, self.paged.layout.sub_group_bytes_max)
+        with self.entered():
+            finish_updates(self.paged, self.paged.open.stager, ahead)
+
+    def end_step(self) -> None:
+        """The step is over; the next one's first groups are read as soon as they are written."""
+        with self.entered():
+            self.policy.end_step()
+            if self.timeline is not None:
+                self.timeline.steps += 1
+            self.parameters.look_ahead()
+            self.parameters.start_ahead(update=False)  # the step returns at once
+
+    # Who may be in here.
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Around whatever the paged tensors and the optimizer set off here, which anybody may end with an exception.
+
+        What it leaves is made anew by the next who enters. Raises InfinityError on another thread than the training one while a
+        pass is going on: see [Note: Other threads].
+        """
+        with self._lock:
+            if self._in_use:
+                yield
+                return
+            self._check_thread()
+            if self._broken:
+                self.recover()
+            self._in_use = True
+            try:
+                yield
+            except BaseException:
+                self._broken = True
+                self._in_use = False
+                raise
+            self._in_use = False
+
+    def alone(self) -> contextlib.AbstractContextManager[object]:
+        """Around what no other thread may look into: others wait."""
+        return self._lock
+
+    def recover(self) -> None:
+        """Where no pass is going on: make anew all that one leaves which an exception ended, at whatever line.
+
+        What was staged, gathered or on its way is dropped, what was being written is waited for, and a change of values that
+        never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients stay as they are.
+        """
+        with self._lock:
+            if self.paged.open.is_open:
+                kept = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
+                if self._activation_part is not None:
+                    kept.append(self._activation_part.lease)
+                self.paged.open.stager.recover(kept)
+                self.paged.recover()
+                self.policy.recover()
+                self.parameters.recover()
+            self._in_use = self._broken = False
+
+    def close(self) -> None:
+        """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
+        self.gradients.forget()
+        self.parameters.close()
+        self.paged.close()
+        self._machinery = self._activation_part = self._activation_stager = None
+
+    def recover_if_broken(self) -> None:
+        """Before the end: as `recover`, where somebody is in here or an exception ended what he did."""
+        if self._in_use or self._broken:
+            self.recover()
+
+    def leave_unfinished_pass(self, *, at_root: bool = False) -> None:
+        """Where no pass is going on: make anew what is left of one that an exception ended. Where that was a backward which had
+        updated a part of the model, the values are torn.
+
+        `at_root`: the root's own forward begins, perhaps out of another method of it that FSDP2 takes for its forward.
+        """
+        assert self._model is not None
+        model = self._model()
+        assert model is not None
+        began = self.policy.in_pass or self._in_use or self._broken
+        unfinished = abandon_unfinished_pass(model, root_may_run=at_root and not began)
+        if unfinished and self.paged.health.state is Health.AHEAD:
+            self.paged.health.tear("a backward that an exception ended")
+        if unfinished or began:
+            self.recover()
+
+    def _check_thread(self) -> None:
+        """See [Note: Other threads]."""
+        if threading.get_ident() == self._thread or in_backward():
+            return
+        model = self._model() if self._model is not None else None
+        if model is not None and not is_at_rest(model, gathered=not self._backward_follows):
+            raise InfinityError(
+                "another thread trains the model, whose parameters rest on NVMe, and it is in the middle of a step: look at "
+                "them (state_dict, a weight, a forward) on that thread, or on this one between steps"
+            )
+
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if in_backward():
+            return
+        with self._lock:
+            self._check_thread()
+            self._thread = threading.get_ident()
+            self.leave_unfinished_pass(at_root=True)
+            self.policy.begin_pass(trains=module.training and torch.is_grad_enabled())
+
+    def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self.policy.count_forward(group)
+
+    def _end_pass(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not in_backward():
+            self._backward_follows = torch.is_grad_enabled()
+            self.policy.end_pass()
+
+    # Whatever else moves through the same machinery.
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where what happens is noted; None while no trace runs."""
+        return self.paged.open.stager.timeline
+
+    def trace_into(self, timeline: Timeline | None) -> None:
+        """Note what happens there from now on."""
+        self.paged.open.stager.timeline = timeline
+        if self._activation_stager is not None:
+            self._activation_stager.timeline = timeline
+
+    def settle(self) -> None:
+        """Run the updates that wait, and wait for what is being written. Raises IoError, InfinityError after a torn step."""
+        with self.entered():
+            self.finish_updates()
+            self.paged.open.stager.settle_all()
+            self.paged.check_whole()
+
+    def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
+        """See `SwapManager.step_bytes`."""
+        moved = self.policy.step_bytes(micro_batches, gathers)
+        spilled = self.gradients.step_bytes(micro_batches)
+        return moved[0] + spilled[0], moved[1] + spilled[1]
+
+    def activation_buffers(self) -> tuple[Stager, PoolPart, Arena]:
+        """What moves saved activations: a stager over the pinned memory of `PagingOptions.activation_buffer_bytes`, that
+        memory, and the arena. Raises InfinityError where that is 0."""
+        machinery = self._machinery
+        if machinery is None or self._activation_part is None:
+            raise InfinityError(
+                "no pinned memory was set aside for saved activations: page with PagingOptions(activation_buffer_bytes=...)"
+            )
+        stager = Stager(machinery.engine, self._activation_part, machinery.arena, self.device)
+        stager.timeline = self.timeline
+        self._activation_stager = stager
+        return stager, self._activation_part, machinery.arena
+
+    def _make_ahead(self, machinery: Machinery, look_ahead_bytes: int | None) -> DeviceAhead | None:
+        """What comes next on its way to the device, where that has memory of its own."""
+        if not self.device.is_discrete:
+            return None
+        groups = self.paged.groups
+        largest = max(group.compute_bytes for group in groups)
+        if any(map(self.paged.may_go_direct, groups)):  # these are read ahead there, and nowhere else
+            largest = max(largest, look_ahead_bytes or 0)
+        elif machinery.direct is not None:
+            machinery.note(
+                "nothing of this model goes past host memory, although aio.use_gds is set: the host needs all copies that "
+                'are read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
+            )
+        return DeviceAhead(self.policy, bytes_max=largest)
+
+
+def _entered(paging: weakref.ref[Paging]) -> contextlib.AbstractContextManager[None]:
+    """Into what pages a model; one that has outlived it is nobody's."""
+    alive = paging()
+    return alive.entered() if alive is not None else contextlib.nullcontext()
