@@ -34,7 +34,7 @@ ACCESS_BYTES = 4 * MIB
 
 GATHERS_IN_USE = 2
 """Groups in use at once: the one that FSDP2 copies now and the one it copied before; see [Note: When a group has been copied]
-in infinity/swap/manager.py."""
+in infinity/swap/parameter_lap.py."""
 
 GROUPS_HELD = 2 * GATHERS_IN_USE + 1
 """Room in groups: GATHERS_IN_USE leases, anywhere in the slab, leave GATHERS_IN_USE + 1 holes; with room for this many

@@ -18,8 +18,9 @@ from infinity.optim.adam import MOMENTS
 from infinity.optim.kernel import GradPiece, PageSums
 from infinity.store import Field
 from infinity.swap.chunk import Span
+from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager
-from infinity.swap.paged_optimizer import PagedOptimizer, Piece, trained_shard
+from infinity.swap.paged_optimizer import PagedOptimizer, Piece
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.units import PAGE_BYTES
 

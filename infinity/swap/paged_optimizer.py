@@ -1,27 +1,27 @@
-"""Floor 8. An optimizer over paged parameters: what a step does to each sub-group; when, the swap manager decides.
+"""Floor 8. An optimizer over paged parameters: what a step does to each sub-group.
 
-What is common to all of them is here: gradients, what is updated when, state. How elements are updated the kinds know that are
-in paged_adam.py and hosted_optimizer.py.
+What all of them share is here: steps and state. How gradients get here is in gradient_lap.py; how elements are updated, in
+paged_adam.py and hosted_optimizer.py.
 """
 
 from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
+from infinity.swap.gradient_lap import GradientLap, local_of, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
@@ -29,7 +29,6 @@ from infinity.swap.manager import SwapManager
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.shard import PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
-from infinity.swap.taken_gradient import TakenGradient, refusal
 
 
 class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -58,34 +57,15 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._settings(group)
             for parameter in group["params"]:
                 trained_shard(parameter)
-        self.norms: dict[nn.Parameter, torch.Tensor] = {}
-        """Norms (0-D) of the gradients that were taken in the backward since the last step."""
-        self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
-        """What `.grad` shows of a gradient that was taken."""
-        self._taking = False
-        """Whether gradients are being taken, or were when an exception came."""
-        self._shown: list[nn.Parameter] = []
-        """Those whose `.grad` shows it now."""
-        self._arrived: dict[PagedGroup, dict[nn.Parameter, None]] = {}
-        shards = swap.paged.shards
-        self._from_device = {
-            group: sum(
-                shard.trained and shard.resident is None for shard in shards[group.shards.start : group.shards.stop]
-            )
-            for group in swap.paged.groups
-        }
-        """Of how many parameters gradients arrive."""
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
         """Where parameters come in `param_groups`, for the backward that goes on."""
-        self._used: dict[nn.Parameter, Any] = {}
-        """With what was updated in the backward since the last step."""
-        self._coming: list[tuple[PagedGroup, dict[PagedSubGroup, SubGroupUpdate]]] = []
-        """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self.lap = GradientLap(self._paging, parameters)
         for group in self.param_groups:
             for parameter in group["params"]:
                 shard = trained_shard(parameter)
                 if self._paging.options.update == "backward" or self._paging.gradients.takes(shard.group):
-                    came = partial(_tell, weakref.ref(self)) if shard.resident is None else _move_out
+                    came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
                     parameter.register_post_accumulate_grad_hook(came)
 
     @torch.no_grad()
@@ -114,11 +94,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging.leave_unfinished_pass()
         with self._paging.entered():
             self._paging.paged.check_not_torn()
-            if self._taking:
-                raise InfinityError(
-                    "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
-                    "step anew with its first micro-batch"
-                )
+            self.lap.check_complete()
             self._check_used(grad_scale)
             self._paging.finish_updates()
             self.take_gradients()
@@ -128,11 +104,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
-            updates = {}
-            for sub in self._paging.paged.sub_groups:
-                own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
-                if own:
-                    updates[sub] = partial(self._update, sub, own, self._paging.gradients.claim(sub))
+            updates = self._updates_of(self._paging.paged.sub_groups, stepping, self._paging.gradients.claim)
             self._paging.paged.updates.defer(updates)
             for each in stepping.values():
                 self._note_step_of(each)
@@ -158,132 +130,77 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging.policy.discard_step()
         self.zero_grad()
 
+    @property
+    def norms(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Norms (0-D) of the gradients that were taken in the backward since the last step."""
+        return self.lap.norms
+
     def show_taken(self) -> None:
-        """After a backward: `.grad` of what it took refuses to be used. Until `hide_taken`, before the next, or the step."""
-        for parameter in self.norms:
-            if parameter.grad is None:
-                if parameter not in self._stand_ins:
-                    self._stand_ins[parameter] = TakenGradient.of(parameter, trained_shard(parameter).name)
-                self._shown.append(parameter)
-                parameter.grad = self._stand_ins[parameter]
+        """See `GradientLap.show_taken`."""
+        self.lap.show_taken()
 
     def hide_taken(self) -> None:
-        """Raises InfinityError where somebody set `.grad` of what was taken, which would have no effect."""
-        for parameter in self._shown:
-            if parameter.grad is not self._stand_ins[parameter]:
-                raise refusal(trained_shard(parameter).name)
-        self._forget_shown()
-
-    def _forget_shown(self) -> None:
-        shown, self._shown = self._shown, []
-        for parameter in shown:
-            if parameter.grad is self._stand_ins[parameter]:
-                parameter.grad = None
+        """See `GradientLap.hide_taken`."""
+        self.lap.hide_taken()
 
     def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
-        if self._paging.options.update != "backward":
-            for group in list(self._arrived):
-                self._take(group)
-        return self.norms
+        return self.lap.take_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
-        self._forget_shown()
+        self.lap.forget_shown()
         super().zero_grad(set_to_none)
         if self._paging.paged.health.state is not Health.AHEAD:
             self._end_backward()
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken."""
+        """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken, or
+        applied."""
         with self._paging.entered():
-            self._note_gradient(parameter)
-
-    def _note_gradient(self, parameter: nn.Parameter) -> None:
-        group = trained_shard(parameter).group
-        in_backward = self._paging.options.update == "backward"
-        if parameter in self._used:
-            self._paging.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
-            raise InfinityError(
-                f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
-                '(PagingOptions.update) to "forward" for a model that is used more than once per step'
-            )
-        if in_backward and not self._paging.policy.gradients_are_final(group):
-            return
-        arrived = self._arrived.setdefault(group, {})
-        arrived[parameter] = None
-        if len(arrived) < self._from_device[group]:
-            return
-        if in_backward:
-            self._apply(group)
-        else:
-            self._take(group)
-
-    def _take(self, group: PagedGroup) -> None:
-        """Keep the gradients that arrived of a group until the update, and note their norms."""
-        self._taking = True
-        arrived = [parameter for parameter in self._arrived.pop(group) if parameter.grad is not None]
-        grads = {}
-        for parameter in arrived:
-            assert parameter.grad is not None
-            grads[trained_shard(parameter).index] = _local_of(parameter.grad).view(-1)
-        self._paging.gradients.take(group, grads)
-        for parameter in arrived:
-            assert parameter.grad is not None
-            self.norms[parameter] = torch._foreach_norm([parameter.grad])[0]
-            parameter.grad = None
-        self._taking = False
+            group = self.lap.came(parameter)
+            if group is None:
+                return
+            if self.lap.in_backward:
+                self._apply(group)
+            else:
+                self.lap.take(group)
 
     def _apply(self, group: PagedGroup) -> None:
-        """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before."""
+        """Update a group with the gradients that arrived."""
         self._paging.paged.health.go_ahead()
-        stepping = self._stepping(1.0, self._arrived.pop(group))
-        updates: dict[PagedSubGroup, SubGroupUpdate] = {}
-        for sub in group.members:
-            own = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
-            if own:
-                updates[sub] = partial(self._update, sub, own, None)
-        for each in stepping.values():
-            assert each.parameter.grad is not None
-            self.norms[each.parameter] = torch._foreach_norm([each.parameter.grad])[0]
-            self._used[each.parameter] = each.settings
-            self._note_step_of(each)
-            each.parameter.grad = None
-        behind = self._paging.groups_coming
-        if behind and not self._coming:
-            Variable._execution_engine.queue_callback(self._apply_coming)
-        self._coming.append((group, updates))
-        self._apply_coming(leave=behind)
+        stepping = self._stepping(1.0, self.lap.arrived(group))
+        updates = self._updates_of(group.members, stepping, lambda sub: None)
+        for step in stepping.values():
+            self._note_step_of(step)
+        self.lap.apply(group, updates, {step.parameter: step.settings for step in stepping.values()})
 
-    def _apply_coming(self, *, leave: int = 0) -> None:
-        """Update the groups whose gradients are on their way, but for the last `leave`."""
-        while len(self._coming) > leave:
-            self._paging.update_in_backward(*self._coming.pop(0))
+    def _updates_of(
+        self,
+        sub_groups: Sequence[PagedSubGroup],
+        stepping: Mapping[int, Stepping],
+        kept: Callable[[PagedSubGroup], torch.Tensor | None],
+    ) -> dict[PagedSubGroup, SubGroupUpdate]:
+        """What updates each sub-group of which something is stepped. `kept`: its gradients where they were taken."""
+        updates: dict[PagedSubGroup, SubGroupUpdate] = {}
+        for sub in sub_groups:
+            of_sub = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
+            if of_sub:
+                updates[sub] = partial(self._update, sub, of_sub, kept(sub))
+        return updates
 
     def _check_used(self, grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than this step would, ConfigError where the
         settings of a group can't be paged."""
-        now: dict[nn.Parameter, Any] = {}
+        settings: dict[nn.Parameter, Any] = {}
         for group in self.param_groups:
-            settings = self._settings(group)
-            if self._used:
-                now |= dict.fromkeys(group["params"], settings)
-        if self._used and (grad_scale != 1.0 or any(now[p] != used for p, used in self._used.items())):
-            raise InfinityError(
-                "the gradients were applied in the backward already, with other settings than those of this step: set the "
-                'learning rate before the backward, or infinity.update (PagingOptions.update) to "forward"'
-            )
+            settings |= dict.fromkeys(group["params"], self._settings(group))
+        self.lap.check_applied(settings, grad_scale)
 
     def _end_backward(self) -> None:
-        self._paging.gradients.forget()
-        self.norms.clear()
-        self._coming.clear()
-        self._arrived.clear()
-        self._used.clear()
-        self._taking = False
+        self.lap.end()
         self._places.clear()
-        self._paging.paged.health.arrive()
 
     def init_state(self) -> None:
         """Make the state of all parameters now (zeros, step 0) instead of at their first step: for loading into it."""
@@ -311,7 +228,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             del self.state[parameter]
             self._init_state_of(parameter, zero=moments.keys() != {*self.moments})
             for name, moment in moments.items():
-                self.state[parameter][name]._local_tensor.copy_(_local_of(moment))
+                self.state[parameter][name]._local_tensor.copy_(local_of(moment))
             if self.counts_steps:
                 self.state[parameter]["step"] = torch.as_tensor(loaded["step"], dtype=torch.float32).cpu().clone()
         self._end_backward()  # what a torn step had applied, and had not
@@ -326,7 +243,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             for parameter, group in self._with_groups(only)
             if parameter.grad is not None or has(trained_shard(parameter))
         ]
-        left = {trained_shard(p).index: _local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
+        left = {trained_shard(p).index: local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
         grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
         found: dict[int, Stepping] = {}
         settings: dict[int, Any] = {}
@@ -424,16 +341,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             shard.stepped = False
 
 
-def _move_out(parameter: nn.Parameter) -> None:
-    """The gradient of a resident shard came, which stays in `.grad`: not as a view into those of its whole group, which all
-    would live as long."""
-    grad = parameter.grad
-    local = _local_of(grad) if grad is not None else None
-    if local is not None and local.untyped_storage().nbytes() > local.nbytes:
-        assert isinstance(grad, DTensor)
-        grad._local_tensor = local.clone()
-
-
 def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> None:
     """A gradient came. The parameter must not keep the optimizer: Python's collector doesn't see through hooks of tensors."""
     alive = optimizer()
@@ -479,17 +386,3 @@ class Piece:
         """Its gradient, or elements [start, end) of that, in fp32 and as the step takes it."""
         grad = self.grad[start:end].float()
         return grad if self.stepping.grad_scale == 1.0 else grad * self.stepping.grad_scale
-
-
-def _local_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def trained_shard(parameter: nn.Parameter) -> PagedShard:
-    """What a parameter is paged as. Raises ConfigError for one that isn't, or that was frozen when it was."""
-    local = _local_of(parameter)  # not of its .data, which would be another view of it, made in Python
-    if not isinstance(local, PagedTensor):
-        raise ConfigError("a parameter given to the optimizer is not paged: call swap.page(model) first, then make it")
-    if parameter.requires_grad and not local._shard.trained:
-        raise ConfigError(f"{local._shard.name} was frozen when the model was paged: unfreeze it before page()")
-    return local._shard

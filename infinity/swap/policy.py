@@ -14,7 +14,7 @@ Once the last groups of a backward are read, nothing is left to read before the 
 compute parameters, so none is worth reading. But the state that the step updates first is already final, and is read then, as
 much as the pool holds: those updates wait for nothing, and the step has so many bytes less to read. State whose gradients wait
 on NVMe is read with these, and so after them. Whoever writes to a sub-group in between drops what was read of it
-(`PagedModel.access`, `set_state`); a skipped step leaves it staged, valid for the next one.
+(`Values.access`, `PagedModel.set_state`); a skipped step leaves it staged, valid for the next one.
 
 [Note: Following what comes]
 What comes next is one sequence (`_coming`). Each use goes one step along it, and each update that is done leaves it. So what is

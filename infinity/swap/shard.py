@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,30 @@ from infinity.store import Field
 from infinity.swap.group import PagedGroup
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.values import RANGE_NUMEL, PieceOf, Values, ranges_of
+
+
+class GradientState(enum.Enum):
+    """Where the gradient of a shard is since the last step, and who holds it."""
+
+    NONE = "none"
+    """None came, or torch keeps it: `.grad` is the only place."""
+    ARRIVED = "arrived"
+    """Reduced, and in `.grad` until all of its group have come."""
+    TAKING = "taking"
+    """On its way out of `.grad`. An exception now loses it, and the step has to begin anew."""
+    TAKEN = "taken"
+    """Kept until the update, in host memory or on NVMe (gradients.py); `.grad` is None. Another may arrive and is added."""
+    APPLIED = "applied"
+    """The backward has updated its group with it, or will before it ends. No other may come."""
+
+
+_GRADIENT_ALLOWED = {
+    GradientState.NONE: {GradientState.ARRIVED},
+    GradientState.ARRIVED: {GradientState.TAKING, GradientState.APPLIED},
+    GradientState.TAKING: {GradientState.TAKEN, GradientState.ARRIVED},
+    GradientState.TAKEN: {GradientState.ARRIVED},
+    GradientState.APPLIED: set[GradientState](),
+}
 
 
 @dataclass(eq=False)
@@ -35,11 +60,17 @@ class PagedShard:
     resident: torch.Tensor | None = field(default=None, repr=False)
     filled: bool = False
     stepped: bool = False
+    gradient: GradientState = GradientState.NONE
 
     @property
     def sub_groups(self) -> list[PagedSubGroup]:
         """Those that hold a piece of it."""
         return [sub for sub, _ in self.pieces]
+
+    def move_gradient_to(self, state: GradientState) -> None:
+        """The one door of `gradient`; the end of a step leads to NONE from everywhere."""
+        assert state is GradientState.NONE or state in _GRADIENT_ALLOWED[self.gradient], f"{self.gradient} -> {state}"
+        self.gradient = state
 
     def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.

@@ -4,7 +4,7 @@
 A chunk with a lease is in one of six states. READING and WRITING end by themselves. COPYING_TO_DEVICE ends when the device has
 copied, and COPYING_FROM_DEVICE becomes WRITING then. STAGED may be dropped at any time. Only IN_USE lasts as long as its user
 wants, and the users are few: the groups that FSDP2 copies (two at most, however many it prefetches: see [Note: When a group has
-been copied] in manager.py), or the sub-groups of one optimizer step that were read and not yet updated. The budget
+been copied] in parameter_lap.py), or the sub-groups of one optimizer step that were read and not yet updated. The budget
 (infinity/swap/budget.py) holds these and enough holes around them for the next. So a demand finds room, or makes it by dropping
 and waiting; it fails only where the caller breaks the sum.
 

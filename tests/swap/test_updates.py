@@ -19,7 +19,8 @@ import infinity
 from infinity.aio import page_checksums
 from infinity.swap import paged_adam
 from infinity.swap.chunk import ChunkState
-from infinity.swap.paged_optimizer import PagedOptimizer, trained_shard
+from infinity.swap.gradient_lap import trained_shard
+from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.stager import Stager
 from infinity.swap.taken_gradient import TakenGradient
 

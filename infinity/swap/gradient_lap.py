@@ -1,0 +1,217 @@
+"""Floor 8. The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
+
+Reads top-down: `came` is what autograd sets off for each parameter; what is due then is `take` (the gradients wait) or `apply`
+(their group is updated in the backward). The step that follows runs or defers the updates: see pending_updates.py. Used by the
+training thread, and by autograd's threads on its behalf; see infinity/swap/README.md for a lap by example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+
+from infinity.errors import ConfigError, InfinityError
+from infinity.swap.group import PagedGroup
+from infinity.swap.paged_tensor import PagedTensor
+from infinity.swap.paging import Paging
+from infinity.swap.shard import GradientState, PagedShard
+from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
+from infinity.swap.taken_gradient import TakenGradient, refusal
+
+
+class GradientLap:
+    """Follows the gradients of one model's trained parameters from one step to the next."""
+
+    def __init__(self, paging: Paging, parameters: Iterable[nn.Parameter]) -> None:
+        self._paging = paging
+        self._shards = [trained_shard(parameter) for parameter in parameters]
+        shards = paging.paged.shards
+        self._expected = {
+            group: sum(shards[index].trained and shards[index].resident is None for index in group.shards)
+            for group in paging.paged.groups
+        }
+        """Of how many parameters of a group gradients come."""
+        self.norms: dict[nn.Parameter, torch.Tensor] = {}
+        """Norms (0-D) of the gradients that were taken or applied in the backward since the last step, in their order."""
+        self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
+        self._applied: dict[nn.Parameter, Any] = {}
+        """With what was updated in the backward since the last step."""
+        self._coming: list[tuple[PagedGroup, Mapping[PagedSubGroup, SubGroupUpdate]]] = []
+        """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
+        self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
+        """What `.grad` shows of a gradient that was taken; made once."""
+        self._shown: list[nn.Parameter] = []
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether groups are updated as soon as their gradients are reduced."""
+        return self._paging.options.update == "backward"
+
+    def came(self, parameter: nn.Parameter) -> PagedGroup | None:
+        """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
+
+        Raises InfinityError for a gradient of a group that was updated already; the values are torn then.
+        """
+        if parameter.grad is None:
+            return None  # another optimizer over the same parameter has taken it
+        shard = trained_shard(parameter)
+        group = shard.group
+        if shard.gradient is GradientState.APPLIED:
+            self._paging.paged.health.tear(f"an update in the backward (more than one gradient for {group.name})")
+            raise InfinityError(
+                f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
+                '(PagingOptions.update) to "forward" for a model that is used more than once per step'
+            )
+        if self.in_backward and not self._paging.policy.gradients_are_final(group):
+            return None
+        arrived = self._arrived.setdefault(group, [])
+        if shard.gradient is not GradientState.ARRIVED:
+            shard.move_gradient_to(GradientState.ARRIVED)
+            arrived.append(parameter)
+        return group if len(arrived) == self._expected[group] else None
+
+    def take(self, group: PagedGroup) -> None:
+        """Keep the gradients that arrived of a group until the update, and note their norms. `.grad` is None after it."""
+        parameters = self._pop_arrived(group)
+        shards = [trained_shard(parameter) for parameter in parameters]
+        for shard in shards:
+            shard.move_gradient_to(GradientState.TAKING)
+        gradients = {
+            shard.index: local_of(_grad_of(parameter)).view(-1)
+            for shard, parameter in zip(shards, parameters, strict=True)
+        }
+        self._paging.gradients.take(group, gradients)
+        for shard, parameter in zip(shards, parameters, strict=True):
+            self._note_norm(parameter)
+            shard.move_gradient_to(GradientState.TAKEN)
+
+    def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
+        if not self.in_backward:
+            for group in list(self._arrived):
+                self.take(group)
+        return self.norms
+
+    def arrived(self, group: PagedGroup) -> list[nn.Parameter]:
+        """Those whose gradients came of a group, in their order."""
+        return list(self._arrived[group])
+
+    def apply(
+        self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate], settings: Mapping[nn.Parameter, Any]
+    ) -> None:
+        """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before.
+
+        `settings`: with which each parameter is updated; those of the step must be the same.
+        """
+        self._pop_arrived(group)
+        for parameter, used in settings.items():
+            self._note_norm(parameter)
+            self._applied[parameter] = used
+            trained_shard(parameter).move_gradient_to(GradientState.APPLIED)
+        behind = self._paging.groups_coming
+        if behind and not self._coming:
+            Variable._execution_engine.queue_callback(self._apply_coming)
+        self._coming.append((group, updates))
+        self._apply_coming(leave=behind)
+
+    def check_complete(self) -> None:
+        """Raise InfinityError where an exception ended `take`."""
+        if any(shard.gradient is GradientState.TAKING for shard in self._shards):
+            raise InfinityError(
+                "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
+                "step anew with its first micro-batch"
+            )
+
+    def check_applied(self, settings: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
+        """Raise InfinityError where the backward applied gradients in another way than a step with these would."""
+        if self._applied and (grad_scale != 1.0 or any(settings[p] != used for p, used in self._applied.items())):
+            raise InfinityError(
+                "the gradients were applied in the backward already, with other settings than those of this step: set the "
+                'learning rate before the backward, or infinity.update (PagingOptions.update) to "forward"'
+            )
+
+    def end(self) -> None:
+        """The step is over: what comes from now on belongs to the next."""
+        self._paging.gradients.forget()
+        self.norms.clear()
+        self._coming.clear()
+        self._arrived.clear()
+        self._applied.clear()
+        for shard in self._shards:
+            shard.move_gradient_to(GradientState.NONE)
+        self._paging.paged.health.arrive()
+
+    def show_taken(self) -> None:
+        """After a backward: `.grad` of what it took refuses to be used. Until `hide_taken`, before the next, or the step."""
+        for parameter in self.norms:
+            if parameter.grad is None:
+                if parameter not in self._stand_ins:
+                    self._stand_ins[parameter] = TakenGradient.of(parameter, trained_shard(parameter).name)
+                self._shown.append(parameter)
+                parameter.grad = self._stand_ins[parameter]
+
+    def hide_taken(self) -> None:
+        """Raises InfinityError where somebody set `.grad` of what was taken, which would have no effect."""
+        for parameter in self._shown:
+            if parameter.grad is not self._stand_ins[parameter]:
+                raise refusal(trained_shard(parameter).name)
+        self.forget_shown()
+
+    def forget_shown(self) -> None:
+        """`.grad` of what was taken is None again."""
+        shown, self._shown = self._shown, []
+        for parameter in shown:
+            if parameter.grad is self._stand_ins[parameter]:
+                parameter.grad = None
+
+    def _pop_arrived(self, group: PagedGroup) -> list[nn.Parameter]:
+        """Those whose gradients came and are there."""
+        arrived = self._arrived.pop(group)
+        for parameter in arrived:
+            if parameter.grad is None:
+                trained_shard(parameter).move_gradient_to(GradientState.NONE)
+        return [parameter for parameter in arrived if parameter.grad is not None]
+
+    def _note_norm(self, parameter: nn.Parameter) -> None:
+        self.norms[parameter] = torch._foreach_norm([_grad_of(parameter)])[0]
+        parameter.grad = None
+
+    def _apply_coming(self, *, leave: int = 0) -> None:
+        """Update the groups whose gradients are on their way, but for the last `leave`."""
+        while len(self._coming) > leave:
+            self._paging.update_in_backward(*self._coming.pop(0))
+
+
+def move_out(parameter: nn.Parameter) -> None:
+    """The gradient of a resident shard came, which stays in `.grad`: not as a view into those of its whole group, which all
+    would live as long."""
+    grad = parameter.grad
+    local = local_of(grad) if grad is not None else None
+    if local is not None and local.untyped_storage().nbytes() > local.nbytes:
+        assert isinstance(grad, DTensor)
+        grad._local_tensor = local.clone()
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, or the tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def trained_shard(parameter: nn.Parameter) -> PagedShard:
+    """What a parameter is paged as. Raises ConfigError for one that isn't, or that was frozen when it was."""
+    local = local_of(parameter)  # not of its .data, which would be another view of it, made in Python
+    if not isinstance(local, PagedTensor):
+        raise ConfigError("a parameter given to the optimizer is not paged: call swap.page(model) first, then make it")
+    if parameter.requires_grad and not local._shard.trained:
+        raise ConfigError(f"{local._shard.name} was frozen when the model was paged: unfreeze it before page()")
+    return local._shard
+
+
+def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
