@@ -29,7 +29,6 @@ NOT_CLEAN_YET: set[str] = {
     "infinity/checkpoint",
     "infinity/cli",
     "infinity/cli/doctor",
-    "infinity/cli/plan",
     "infinity/cli/sweep",
     "infinity/config",
     "infinity/device",
@@ -37,10 +36,8 @@ NOT_CLEAN_YET: set[str] = {
     "infinity/fsdp2",
     "infinity/integrations",
     "infinity/optim",
-    "infinity/plan",
     "infinity/ranks",
     "infinity/runtime",
-    "infinity/schedule",
     "infinity/store",
     "infinity/swap",
 }

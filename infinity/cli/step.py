@@ -165,7 +165,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
         "seconds": statistics.median(step["seconds"] for step in steps),
         "compute_seconds": compute,
         "lower_bound_seconds": lower_bound,
-        "floor_seconds": lower_bound,  # its name before; goes with the next release
+        "floor_seconds": lower_bound,  # deprecated
         "predicted_seconds": predict(
             machine, work, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
         ),

@@ -327,7 +327,8 @@ def memory_of(
     )
 
 
-_COMPUTE = "16-bit copies"
+# A key of the JSON report: the lines of a tier add up, so that a new name can't stand beside it for a release.
+_COMPUTE = "16-bit copies"  # deprecated
 _GRADIENTS = "gradients"
 _SAVED = "saved activations"
 

@@ -1,4 +1,4 @@
-"""Floor 7. The sums every measured step stands beside: bytes a step must move, and the time it can't go below.
+"""Floor 7. The lower bounds that every measured step is compared with: the bytes that it must move, and the least time.
 
 16-bit model, fp32 state, gradients in host memory (docs/architecture.md, "The sum").
 """
@@ -20,7 +20,7 @@ class Part:
         numel: how many.
         gathers: of each in a step; see `live.LivePlan.gathers`. Two for each micro-batch, fewer where they stay gathered.
         trained: whether they have optimizer state.
-        copy_on_nvme: whether gathers read them, and not from ordinary host memory.
+        compute_on_nvme: whether gathers read them from NVMe, not from ordinary host memory.
     """
 
     numel: int
@@ -30,7 +30,7 @@ class Part:
 
 
 def candidates_of(part: Part, scheme: Scheme, *, compute_itemsize: int = COMPUTE_BYTES) -> tuple[Candidate, Candidate]:
-    """What a step moves of each byte of `part`, with all of its state on NVMe: of the copies, and of the rest of the state.
+    """The bytes of `part` that a step moves, with all of its state on NVMe: compute parameters, and other state.
 
     Single bytes are the units.
     """
@@ -39,8 +39,10 @@ def candidates_of(part: Part, scheme: Scheme, *, compute_itemsize: int = COMPUTE
     if not part.compute_on_nvme:  # masters rest in full
         full = replace(scheme, master_weights="full")
         return Candidate(0, 1, 0, 0), Candidate(full.other_state_bytes() * part.numel, 1, 1, 1)
-    copies = Candidate(compute_itemsize * part.numel, 1, scheme.compute_reads(part.gathers, compute_itemsize), 1)
-    return copies, Candidate(scheme.other_state_bytes(compute_itemsize) * part.numel, 1, 1, 1)
+    reads = scheme.compute_reads(part.gathers, compute_itemsize)
+    return Candidate(compute_itemsize * part.numel, 1, reads, 1), Candidate(
+        scheme.other_state_bytes(compute_itemsize) * part.numel, 1, 1, 1
+    )
 
 
 def step_bytes(
@@ -55,16 +57,17 @@ def step_bytes(
 
     Args:
         parts: of the model on this rank.
-        scheme: what each of them moves; without a meaning where no state is on NVMe.
-        compute_itemsize: bytes of one element of what is gathered: 2, or 4 for the fp32 master itself.
-        state_on_nvme: whether master and moments are read and written too; if not, copies are, also of 4 bytes.
-        cached_bytes: hold what a step would otherwise move, from step to step: see [Note: What stays] in residency.py.
+        scheme: how masters rest and when groups are updated; ignored where no state is on NVMe.
+        compute_itemsize: bytes of one compute parameter: 2, or 4 for the fp32 master itself.
+        state_on_nvme: whether master and moments are read and written too, and not only compute parameters.
+        cached_bytes: host memory that spares a step transfers: see [Note: What stays] in residency.py.
 
     With everything paged, one micro-batch and nothing cached, P elements read 14 P and write 12 P where updates are in the
     passes: [Note: Schemes] in scheme.py.
     """
     if state_on_nvme:
-        candidates = [each for part in parts for each in candidates_of(part, scheme, compute_itemsize=compute_itemsize)]
+        pairs = [candidates_of(part, scheme, compute_itemsize=compute_itemsize) for part in parts]
+        candidates = [candidate for pair in pairs for candidate in pair]
     else:
         paged = [part for part in parts if part.compute_on_nvme]
         candidates = [Candidate(compute_itemsize * part.numel, 1, part.gathers, int(part.trained)) for part in paged]
@@ -92,16 +95,16 @@ def forward_lower_bound_seconds(
     forward_seconds: float,
     backward_seconds: float,
 ) -> float:
-    """What a step can't go below that updates its groups before their next forward, as it must where gradients are clipped.
+    """The least time of a step that updates its groups before their next forward, as it must where gradients are clipped.
 
     No update may begin before the last gradient is known, and each must have ended when its group is used. So all state is
-    read and written in the forward, but for what the pool holds of it at either end: `pool_bytes` read ahead in the backward
-    before, and as many written in the one after. With S bytes of state, a pool of M bytes and drives that take turns,
+    read and written in the forward, but for the part in the pool at either end: `pool_bytes` read ahead in the backward before,
+    and as many written in the one after. With S bytes of state, a pool of M bytes and drives that take turns,
 
         T_step >= max(forward, (S - M) / BW_read + (S - M) / BW_write) + backward
 
-    which is more than `step_lower_bound_seconds` where the forward alone doesn't hide the drive; a larger M, or a cache, is the
-    remedy. `forward_seconds`: of the forward's compute and the updates', without waiting.
+    which is more than `step_lower_bound_seconds` where the forward alone doesn't hide the drive; a larger pool or a cache
+    helps. `forward_seconds`: of the forward's compute and the updates', without waiting.
     """
     moved = max(0.0, state_bytes - pool_bytes)
     return max(forward_seconds, moved / read_bytes_per_s + moved / write_bytes_per_s) + backward_seconds
@@ -109,11 +112,11 @@ def forward_lower_bound_seconds(
 
 @dataclass(frozen=True)
 class DriveSpeed:
-    """What the drives give one rank (bytes per second).
+    """The drives' rates for one rank (bytes per second).
 
     Attributes:
-        read_bytes_per_s, write_bytes_per_s: of one alone.
-        mixed: the same of each while both go on; None for drives that take turns.
+        read_bytes_per_s, write_bytes_per_s: while nothing else goes on.
+        mixed: of reads and of writes while both go on; None for drives that take turns.
     """
 
     read_bytes_per_s: float

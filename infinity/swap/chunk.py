@@ -60,12 +60,12 @@ class Span:
 
 @dataclass(eq=False)
 class Chunk:
-    """What moves together. `reads` is what staging it fetches, `writes` what writing it back stores.
+    """Bytes that move as one: staging reads the spans `reads`, writing back stores the spans `writes`.
 
     `after`: chunks whose write must have ended before this one is read, because they store the same bytes.
-    `fills`: what staging copies into the lease, (first byte there, elements), beside what it reads.
-    `on_lost` is called, with the failure in words, when a write has failed: the arena then holds neither the old bytes nor
-    the new.
+    `fills`: elements in host memory that staging copies into the lease: (first byte there, elements).
+    `on_lost` is called with the failure in words when a write has failed: the arena then holds neither the old bytes nor the
+    new.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Chunk:
     fills: tuple[tuple[int, torch.Tensor], ...] = field(default=(), repr=False)
     on_lost: Callable[[str], None] | None = field(default=None, repr=False)
     verified_by_user: bool = False
-    """Whether who acquires it verifies what was read, on a pass over it that it makes anyway: see `ChunkIo.verify`."""
+    """Whether its user verifies the bytes that were read, in a pass that it makes over them anyway: see `ChunkIo.verify`."""
     unverified: bool = False
-    """Whether nobody has verified what was read."""
+    """Whether nobody has verified the bytes that were read."""
     sums: bytes | None = field(default=None, repr=False)
-    """What the pages hold that are to be written, where its user has summed them."""
+    """Checksums of the pages that are to be written, where its user has made them."""
     state: ChunkState = ChunkState.ON_NVME
     lease: Lease | None = field(default=None, repr=False)
     transfers: list[Transfer] = field(default_factory=list, repr=False)

@@ -173,7 +173,7 @@ class Stager:
             chunk.move_to(ChunkState.STAGED)
             self._staged.add(chunk, self.wanted.key(chunk))
         elif chunk.copy_event is None:
-            self._rest(chunk)
+            self._give_back(chunk)
         else:
             chunk.move_to(ChunkState.COPYING_TO_DEVICE)
             self._to_device[chunk] = None
@@ -205,7 +205,7 @@ class Stager:
                 self._lose(chunk, error)
                 raise
             del self._writing[chunk]
-            self._rest(chunk)
+            self._give_back(chunk)
 
     def drop(self, chunk: Chunk) -> None:
         """Forget the staged bytes of a chunk, once nothing reads into or out of them. A read that failed is only logged."""
@@ -215,7 +215,7 @@ class Stager:
             if chunk.copy_event is not None:
                 self._wait_copied(chunk)
             del self._staged[chunk]
-            self._rest(chunk)
+            self._give_back(chunk)
         elif chunk.state is ChunkState.COPYING_TO_DEVICE:
             self._end_h2d(chunk)
 
@@ -322,7 +322,7 @@ class Stager:
             self._wait("read", chunk, why)
         except OSError:
             del self._staged[chunk]
-            self._rest(chunk)
+            self._give_back(chunk)
             raise
         chunk.transfers = []
         chunk.move_to(ChunkState.STAGED)
@@ -362,7 +362,7 @@ class Stager:
         try:
             self.io.forget_sums(chunk)
         finally:
-            self._rest(chunk)
+            self._give_back(chunk)
             if chunk.on_lost is not None:
                 chunk.on_lost(str(error))
 
@@ -379,10 +379,10 @@ class Stager:
     def _end_h2d(self, chunk: Chunk) -> None:
         self._wait_copied(chunk)
         del self._to_device[chunk]
-        self._rest(chunk)
+        self._give_back(chunk)
 
-    def _rest(self, chunk: Chunk) -> None:
-        """The lease goes back and the chunk rests. No transfer of it is in flight any more."""
+    def _give_back(self, chunk: Chunk) -> None:
+        """The lease goes back; no transfer of the chunk is in flight any more."""
         lease = chunk.lease
         assert lease is not None
         chunk.forget_lease()

@@ -1,9 +1,11 @@
-"""Floor 8. All updates that sub-groups wait for, at once: as a pipeline through the pinned pool, three or more deep.
+"""Floor 8. All updates that wait, one after another, as a pipeline through the pinned pool, three or more deep.
 
 Sub-group k+1 is being read while k is updated and k-1 is being written; the pool is the only bound.
 """
 
 from __future__ import annotations
+
+from operator import itemgetter
 
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.stager import Stager
@@ -39,7 +41,7 @@ def _run(paged: PagedModel, stager: Stager, waiting: list[PagedSubGroup], sub_gr
 
 
 def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:
-    """All of them, those that stay in memory evenly between the others: the drive reads and writes while they are updated."""
+    """All of them, those that stay in memory spread evenly: the drive reads and writes while they are updated."""
     placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
     placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
-    return [sub for _, sub in sorted(placed, key=lambda each: each[0])]
+    return [sub for _, sub in sorted(placed, key=itemgetter(0))]

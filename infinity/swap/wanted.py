@@ -12,12 +12,12 @@ from infinity.swap.chunk import Chunk, ChunkState
 
 
 class Wanted:
-    """Says of a chunk how soon it is needed, and which chunks changed in that. Follows its look-ahead; holds nothing itself.
+    """Says how soon a chunk is needed, and for which chunks that changed. Follows its look-ahead; holds nothing itself.
 
     Args:
-        ahead: what chooses.
-        chunks: by number that it chooses; None where nothing is to be staged.
-        numbers: the same, by chunk.
+        ahead: chooses numbers.
+        chunks: by number; None where nothing is to be staged.
+        numbers: by chunk.
     """
 
     def __init__(self, ahead: LookAhead, chunks: Sequence[Chunk | None], numbers: Mapping[Chunk, int]) -> None:
@@ -25,7 +25,7 @@ class Wanted:
 
     @staticmethod
     def of(chunks: Sequence[Chunk], *, at_once: int | None = None) -> tuple[Wanted, LookAhead]:
-        """These, one after the other, so many `at_once` (all where None); and what chooses them, to be told where it is."""
+        """`chunks`, one after another, so many `at_once` (all where None); and the look-ahead, to be told the current place."""
         length = len(chunks)
         coming = ((float(place), place) for place in range(length))
         ahead = LookAhead(coming, ([1] * length, length if at_once is None else at_once))
@@ -40,16 +40,16 @@ class Wanted:
         return isinstance(chunk, Chunk) and self.key(chunk) is not None
 
     def key(self, chunk: Chunk) -> int | None:
-        """The less, the sooner it is needed; None where it is not wanted."""
+        """The smaller, the sooner the chunk is needed; None where it is not wanted."""
         number = self._numbers.get(chunk)
         return self._ahead.key(number) if number is not None else None
 
     def changed(self) -> list[Chunk]:
-        """Those that became wanted, or not any more, or are needed at another moment, since `told`."""
+        """The chunks that became wanted or unwanted, or are needed at another moment, since `told`."""
         return [chunk for number in self._ahead.changed if (chunk := self._chunks[number]) is not None]
 
     def told(self) -> None:
-        """Whoever asked for changes has taken them in."""
+        """The changes up to now are dealt with."""
         self._ahead.changed.clear()
 
 

@@ -266,7 +266,7 @@ def fail_a_read(run: Run, after: int) -> None:
         left[0] -= 1
         if left[0] < 0:
             del stager._staged[chunk]
-            stager._rest(chunk)
+            stager._give_back(chunk)
             raise infinity.IoError("read: EIO", 5)
 
     stager._finish_read = failing  # type: ignore[method-assign]

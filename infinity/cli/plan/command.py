@@ -49,8 +49,8 @@ docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan` to the commands of `infinity-bench`."""
-    what = "predict memory and step time of a model on this machine or on another"
-    parser = add_described(subparsers, "plan", help=what, description=_DESCRIPTION, epilog=_EPILOG)
+    purpose = "predict memory and step time of a model on this machine or on another"
+    parser = add_described(subparsers, "plan", help=purpose, description=_DESCRIPTION, epilog=_EPILOG)
     _add_model(parser)
     _add_machine(parser)
     training = parser.add_argument_group("training")
@@ -145,8 +145,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT",
         help='number of parameters, such as "70B"',
     )
-    for name, what in (("layers", "blocks"), ("hidden", "hidden size"), ("heads", "attention heads")):
-        model.add_argument(f"--{name}", type=count, metavar="N", help=what)
+    for name, meaning in (("layers", "blocks"), ("hidden", "hidden size"), ("heads", "attention heads")):
+        model.add_argument(f"--{name}", type=count, metavar="N", help=meaning)
     model.add_argument("--vocab", type=count, metavar="N", help="vocabulary (default: 32000)")
     model.add_argument("--seq", type=count, metavar="N", help="tokens of a sample (default: 2048)")
     model.add_argument("--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
@@ -158,13 +158,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
     machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
     machine.add_argument("--gpus", type=count, metavar="N", help="GPUs of a node, or processes")
-    for name, what in (
+    for name, meaning in (
         ("gpu-memory", "memory of a GPU"),
         ("host-memory", "memory of a node"),
         ("drive-size", "capacity of a node's drives together"),
     ):
-        machine.add_argument(f"--{name}", type=size, metavar="BYTES", help=what)
-    for name, what in (
+        machine.add_argument(f"--{name}", type=size, metavar="BYTES", help=meaning)
+    for name, meaning in (
         ("tflops", "TFLOP/s that a GPU reaches while training"),
         ("gpu-bandwidth", "GB/s of a GPU's memory"),
         ("link", "GB/s between host and GPU, each way"),
@@ -175,8 +175,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         ("node-link", "GB/s between the GPUs of a node"),
         ("network", "GB/s from a node to the others"),
     ):
-        unit = what.split()[0]
-        machine.add_argument(f"--{name}", type=partial(_rate, unit), metavar="RATE", help=what)
+        unit = meaning.split()[0]
+        machine.add_argument(f"--{name}", type=partial(_rate, unit), metavar="RATE", help=meaning)
     machine.add_argument("--cpu", action="store_true", help="compute on the CPU: there is no GPU")
 
 
@@ -356,8 +356,10 @@ def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
     drive = machine.drive if asked.read is None else DriveSpeed(asked.read * 1e9, asked.write * 1e9)
     if drive is None:
         raise ConfigError("--mixed goes with --read and --write: give all three")
-    half = None if asked.mixed is None else asked.mixed * 1e9 / 2
-    return drive if half is None else dataclasses.replace(drive, mixed=(half, half))
+    if asked.mixed is None:
+        return drive
+    each_way = asked.mixed * 1e9 / 2
+    return dataclasses.replace(drive, mixed=(each_way, each_way))
 
 
 _FIGURES = (

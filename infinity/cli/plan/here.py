@@ -1,7 +1,7 @@
-"""Floor 17. This machine as numbers for the planner: its memory, its drive's profile or a short look, and a few training steps.
+"""Floor 17. This machine as numbers for the planner: its memory, the rates of its drive, and those of a few training steps.
 
-What compute reaches is measured where it will be used: blocks of the model's width under infinity's engine, held in memory, so
-that FSDP2's copies and the real AdamW are in the figures. Runs on the main thread; leaves nothing behind.
+Compute is measured as it will be used: blocks of the model's width under infinity's engine, held in memory, so that FSDP2's
+copies and the real AdamW are in the figures. Runs on the main thread; leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
     )
     training = measure_training(model, samples=samples, kind=kind)
     report(
-        f"training steps: {training.flops_per_s / 1e12:.3g} TFLOP/s on {training.what}; "
+        f"training steps: {training.flops_per_s / 1e12:.3g} TFLOP/s on {training.model}; "
         f"AdamW at {training.update_bytes_per_s / 1e9:.1f} GB/s of memory traffic"
     )
     sizes = [disk.nbytes for disk in drive_of(path).disks]
@@ -83,32 +83,32 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
 
 
 def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
-    """What the drive gives, and whence that is known."""
+    """The rates of the drive, and their source in words."""
     profile = load_profile(path)
     if profile is not None:
-        half = profile.mixed_bytes_per_s / 2
-        return DriveSpeed(profile.read_bytes_per_s, profile.write_bytes_per_s, (half, half)), "its profile"
+        each_way = profile.mixed_bytes_per_s / 2
+        return DriveSpeed(profile.read_bytes_per_s, profile.write_bytes_per_s, (each_way, each_way)), "its profile"
     with DriveTest(path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=64 * MIB) as test:
         test.fill()
-        found: dict[Workload, float] = {}
+        rates: dict[Workload, float] = {}
         for workload in Workload:
             trials = [test.run(workload, IoSettings(), _DRIVE_SECONDS) for _ in range(_DRIVE_ROUNDS)]
-            found[workload] = statistics.median(trial.bytes_per_s for trial in trials)
-    half = found[Workload.MIXED] / 2
-    return DriveSpeed(found[Workload.READ], found[Workload.WRITE], (half, half)), "a short measurement"
+            rates[workload] = statistics.median(trial.bytes_per_s for trial in trials)
+    each_way = rates[Workload.MIXED] / 2
+    return DriveSpeed(rates[Workload.READ], rates[Workload.WRITE], (each_way, each_way)), "a short measurement"
 
 
 @dataclass(frozen=True)
 class Training:
-    """What training steps reach on one device.
+    """The rates that training steps reach on one device.
 
     Attributes:
-        what: was measured, for people.
+        model: the one that was measured, for people.
         flops_per_s: of forward and backward, counting 6 per token and parameter.
         update_bytes_per_s: of the norm, clipping and AdamW, counting the memory traffic of the planner.
     """
 
-    what: str
+    model: str
     flops_per_s: float
     update_bytes_per_s: float
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, islice
 
 from infinity.plan.estimate import Work
 from infinity.plan.lower_bound import DriveSpeed
@@ -32,7 +32,7 @@ PAIRS_MAX = 3
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned, as `planner.plans_for` takes it."""
+    """The arguments of `planner.plans_for`."""
 
     work: Work
     machine: Machine
@@ -40,7 +40,7 @@ class Case:
     cache_bytes: int | None
 
     def fits(self) -> bool:
-        """Whether anything that infinity can run does."""
+        """Whether any strategy that infinity can run fits."""
         return some_strategy_fits(self.work, self.machine, pinned_bytes=self.pinned_bytes, cache_bytes=self.cache_bytes)
 
     def with_work(self, **changes: object) -> Case:
@@ -71,10 +71,8 @@ def remedies(case: Case) -> list[str]:
     alone = [step.words for ladder in ladders if (step := _first_that_fits(case, ladder)) is not None]
     if alone:
         return alone
-    pairs = (
-        found for one, other in combinations(ladders, 2) if (found := _pair_that_fits(case, one, other)) is not None
-    )
-    return [words for words, _ in zip(pairs, range(PAIRS_MAX), strict=False)]
+    pairs = (_pair_that_fits(case, one, other) for one, other in combinations(ladders, 2))
+    return list(islice((pair for pair in pairs if pair is not None), PAIRS_MAX))
 
 
 def _first_that_fits(case: Case, ladder: _Ladder) -> _Step | None:

@@ -1,4 +1,4 @@
-"""Floor 17. What was planned, for people and for programs: tables, words, JSON, and a complete training config."""
+"""Floor 17. A plan, for people and for programs: tables, words, JSON, and a complete training config."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def words(plan: Plan) -> list[str]:
-    """What the numbers mean, a sentence each."""
+    """The meaning of the numbers, a sentence each."""
     lines = []
     for part, resource, share in plan.limits():
         lines.append(f"{part}: limited by {_LIMITS.get(resource, resource)}, busy {share:.0%} of its time")
@@ -237,7 +237,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,
-        "floor_seconds": plan.lower_bound_seconds,  # its name before; goes with the next release
+        "floor_seconds": plan.lower_bound_seconds,  # deprecated
         "plain_read_bytes_per_rank": plan.plain_bytes[0],
         "plain_written_bytes_per_rank": plan.plain_bytes[1],
     }
@@ -281,22 +281,22 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         "optimizer": _OPTIMIZERS[work.scheme.moments],
         "zero_optimization": zero,
     }
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if strategy.uses_nvme:
         zero["sub_group_size"] = plan.pipeline.sub_group_numel
-        own = {
+        options = {
             "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.cache.nbytes + work.activation_buffer_bytes,
             "host_cache_bytes": plan.cache.nbytes,
         }
         if work.gradient_bytes_max is not None:
-            own["gradient_bytes_max"] = work.gradient_bytes_max
+            options["gradient_bytes_max"] = work.gradient_bytes_max
     if work.activations != "none":
-        own["offload_activations"] = {"device": work.activations}
+        options["offload_activations"] = {"device": work.activations}
     if work.activations == "nvme":
-        own["offload_activations"]["buffer_bytes"] = work.activation_buffer_bytes
+        options["offload_activations"]["buffer_bytes"] = work.activation_buffer_bytes
     if work.durable:
-        own["durability"] = "step"
-    return config | ({"infinity": own} if own else {})
+        options["durability"] = "step"
+    return config | ({"infinity": options} if options else {})
 
 
 _OPTIMIZERS: dict[int, dict[str, Any]] = {
