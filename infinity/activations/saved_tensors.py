@@ -1,19 +1,19 @@
-"""Floor 9. Activations that autograd saves, kept elsewhere from their forward to their backward: which, and for how long.
+"""Floor 9. Activations that autograd saves, kept elsewhere from their forward to their backward: which ones, and for how long.
 
-Where they are kept is a store's matter: stores.py. Runs on the thread that runs forward and backward.
+stores.py says where. Runs on the thread that runs forward and backward.
 
 [Note: What moves, and when it is forgotten]
-Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it again in the backward, last saved first.
-Moved is what is large, holds floating-point numbers, fills its storage (a view of a part would keep the whole) and is no
-parameter: FSDP2 frees and refills those by itself. A tensor that several operations save moves once and comes back once. While
-one comes back, those saved before it are started on their way.
+Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it again in the backward, last saved first. A
+tensor moves if it is large, holds floating-point numbers, fills its storage (a view of a part would keep the whole) and is no
+parameter (FSDP2 frees and refills those by itself). A tensor that several operations save moves once and comes back once. While
+one comes back, those saved before it are prefetched.
 
 A tensor is forgotten when autograd has let go of it: after its backward, or when the graph is dropped without one (a loss that
 is thrown away, an exception). Python may tell so at any moment and on any thread, so it is only noted then; the place is given
 free the next time that something is saved or asked for, or the engine closes.
 
-An exception that ends this code itself, at any line, leaves nobody who knows what is where: then all is forgotten that was
-saved so far, and a backward that asks for any of it is refused (`recover`).
+An exception may end this code itself, at any line. Then nobody knows what is where: `recover` forgets all that was saved so
+far, and a backward that asks for any of it is refused.
 
 With activation checkpointing a forward saves the inputs of what is checkpointed, and those move. What the recomputation in the
 backward saves stays where it is, because it is used at once.
@@ -99,8 +99,8 @@ class Activations:
     def stats(self) -> ActivationStats:
         """The counters."""
         self._forget()
-        kept = sum(entry.item.nbytes for entry in self._entries.values())
-        return ActivationStats(self._moved, self._moved_bytes, self._left, kept)
+        stored_bytes = sum(entry.item.nbytes for entry in self._entries.values())
+        return ActivationStats(self._moved, self._moved_bytes, self._left, stored_bytes)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -172,7 +172,7 @@ class Activations:
         if entry.back is None:
             flat = self._store.fetch(entry.item)
             entry.back = flat.as_strided(entry.shape, entry.stride)
-            self._store.start_fetch(self._entries[each].item for each in self._before(entry.number))
+            self._store.start_fetch(self._entries[number].item for number in self._before(entry.number))
         tensor = entry.back
         entry.asked += 1
         if entry.asked >= entry.handles:
@@ -191,8 +191,9 @@ class Activations:
     def _find(self, tensor: torch.Tensor) -> _Entry | None:
         """The entry of the same elements, if they were saved before, are still kept, and have not changed since."""
         storage, entry = self._known.get(_key(tensor), (None, None))
-        kept = storage is not None and not storage.expired() and entry is not None and entry.number in self._entries
-        return entry if kept else None
+        if storage is None or storage.expired() or entry is None or entry.number not in self._entries:
+            return None
+        return entry
 
     def _put(self, tensor: torch.Tensor) -> _Entry | None:
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), 0)
@@ -209,7 +210,7 @@ class Activations:
 
     def _before(self, number: int) -> Iterator[int]:
         """Numbers of what was saved before `number` and is still kept, the last one first."""
-        return (each for each in reversed(self._entries) if each < number)
+        return (earlier for earlier in reversed(self._entries) if earlier < number)
 
     def _forget(self) -> None:
         moving, self._moving = self._moving, True
@@ -224,7 +225,9 @@ class Activations:
                 entry.back = None
                 self._store.drop(entry.item)
         if len(self._known) > 2 * len(self._entries) + 64:
-            self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
+            self._known = {
+                key: (storage, entry) for key, (storage, entry) in self._known.items() if not storage.expired()
+            }
 
     def __repr__(self) -> str:
         return f"Activations({len(self._entries)} kept, of at least {format_bytes(self._bytes_min)})"

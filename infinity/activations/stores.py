@@ -68,6 +68,11 @@ class _InHost:
     nbytes: int
     in_flight: InFlightCopy | None = field(default=None, repr=False)
 
+    @property
+    def last_event(self) -> CopyEvent:
+        """Of the copy that was started last."""
+        return self.in_flight.copy_event if self.in_flight is not None else self.copy_event
+
 
 class HostActivationStore:
     """Host memory, as much as its bound allows; it is closed at the end."""
@@ -89,39 +94,40 @@ class HostActivationStore:
             self._start(cast(_InHost, item))
 
     def fetch(self, item: Item) -> torch.Tensor:
-        kept = cast(_InHost, item)
-        self._start(kept)
-        assert kept.in_flight is not None
-        tensor = kept.in_flight.on_device()
-        kept.copy_event, kept.in_flight = kept.in_flight.copy_event, None
+        stored = cast(_InHost, item)
+        self._start(stored)
+        assert stored.in_flight is not None
+        tensor = stored.in_flight.on_device()
+        stored.copy_event, stored.in_flight = stored.in_flight.copy_event, None
         return tensor if self._device.is_discrete else tensor.clone()
 
     def drop(self, item: Item) -> None:
-        kept = cast(_InHost, item)
-        copy_event = kept.in_flight.copy_event if kept.in_flight is not None else kept.copy_event
-        copy_event.wait()
-        kept.in_flight = None
-        kept.buffer.give_back()
+        stored = cast(_InHost, item)
+        stored.last_event.wait()
+        stored.in_flight = None
+        stored.buffer.give_back()
 
     def reset(self, items: Iterable[Item]) -> None:
         for item in items:
-            kept = cast(_InHost, item)
-            (kept.in_flight.copy_event if kept.in_flight is not None else kept.copy_event).wait()
+            cast(_InHost, item).last_event.wait()
         self._host_memory.reset()
 
     def close(self) -> None:
         self._host_memory.close()
 
-    def _start(self, kept: _InHost) -> None:
-        if kept.in_flight is None:
-            kept.copy_event.wait()
-            kept.in_flight = self._device.start_h2d(kept.buffer.tensor)
+    def _start(self, stored: _InHost) -> None:
+        if stored.in_flight is None:
+            stored.copy_event.wait()
+            stored.in_flight = self._device.start_h2d(stored.buffer.tensor)
 
     def _tell_full(self) -> None:
         bytes_max = self._host_memory.bytes_max
         if bytes_max is not None and not self._told:
             self._told = True
-            log.info("saved activations fill their %s of host memory: the rest stay", format_bytes(bytes_max))
+            log.info(
+                "saved activations fill their %s of host memory: all others stay where they are",
+                format_bytes(bytes_max),
+            )
 
 
 @dataclass(eq=False)
@@ -140,7 +146,7 @@ class _InArena:
 class ArenaActivationStore:
     """The arena, by way of a part of the pinned pool: what comes is copied there and written, and read again in time.
 
-    Half of the part holds what came last, which is asked for first and needs no drive. Places in the arena are used again: see
+    A share of the part holds what came last, which is asked for first and needs no drive. Extents are used again: see
     [Note: The most that was taken] in store/scratch.py.
     """
 
@@ -184,32 +190,32 @@ class ArenaActivationStore:
         self._stager.want(coming)
 
     def fetch(self, item: Item) -> torch.Tensor:
-        kept = cast(_InArena, item)
-        if kept in self._in_hand:
-            self._in_hand[kept].wait()
-            assert kept.chunk.lease is not None
-            tensor, self._in_hand[kept] = self._copied(kept, kept.chunk.lease)
+        stored = cast(_InArena, item)
+        if stored in self._in_hand:
+            self._in_hand[stored].wait()
+            assert stored.chunk.lease is not None
+            tensor, self._in_hand[stored] = self._copied(stored, stored.chunk.lease)
             return tensor
-        if kept.lost is None:
-            self._stager.settle(kept.chunk)
-        if kept.lost is not None:
+        if stored.lost is None:
+            self._stager.settle(stored.chunk)
+        if stored.lost is not None:
             raise InfinityError(
-                f"{kept.chunk.name} is lost, since a write of it failed: {kept.lost}; do the step again"
+                f"{stored.chunk.name} is lost, since a write of it failed: {stored.lost}; do the step again"
             )
-        lease = self._with_room(partial(self._stager.acquire, kept.chunk))
-        tensor, copy_event = self._copied(kept, lease)
-        self.drive_bytes = self.drive_bytes[0] + kept.nbytes, self.drive_bytes[1]
-        self._stager.release(kept.chunk, keep=False, copy_event=copy_event)
+        lease = self._with_room(partial(self._stager.acquire, stored.chunk))
+        tensor, copy_event = self._copied(stored, lease)
+        self.drive_bytes = self.drive_bytes[0] + stored.nbytes, self.drive_bytes[1]
+        self._stager.release(stored.chunk, keep=False, copy_event=copy_event)
         return tensor
 
     def drop(self, item: Item) -> None:
-        kept = cast(_InArena, item)
-        if kept in self._in_hand:
-            copy_event = self._in_hand.pop(kept)
+        stored = cast(_InArena, item)
+        if stored in self._in_hand:
+            copy_event = self._in_hand.pop(stored)
             copy_event.wait()
-            self._stager.release(kept.chunk, keep=False, copy_event=copy_event)
-        self._stager.drop(kept.chunk)
-        self._ending.append(kept)
+            self._stager.release(stored.chunk, keep=False, copy_event=copy_event)
+        self._stager.drop(stored.chunk)
+        self._ending.append(stored)
         self._sweep()
 
     def reset(self, items: Iterable[Item]) -> None:
@@ -237,8 +243,8 @@ class ArenaActivationStore:
         chunk.on_lost = item.lose
         return item
 
-    def _copied(self, kept: _InArena, lease: Lease) -> tuple[torch.Tensor, CopyEvent]:
-        in_flight = self._stager.device.start_h2d(lease.view(kept.dtype, 0, kept.numel))
+    def _copied(self, stored: _InArena, lease: Lease) -> tuple[torch.Tensor, CopyEvent]:
+        in_flight = self._stager.device.start_h2d(lease.view(stored.dtype, 0, stored.numel))
         tensor = in_flight.on_device()
         return tensor if self._stager.device.is_discrete else tensor.clone(), in_flight.copy_event
 

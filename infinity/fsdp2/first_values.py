@@ -76,7 +76,7 @@ def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozen
         for name, module in model.named_modules()
         if (
             (stored is None and any(p.is_meta for p in module.parameters(recurse=False)))
-            or any(b.is_meta and _named(name, own) not in (stored or ()) for own, b in _own_buffers(module))
+            or any(b.is_meta and _named(name, key) not in (stored or ()) for key, b in _own_buffers(module))
         )
         and module not in ways
     ]
@@ -111,7 +111,7 @@ def initialize_values(
                     wholes.initialize(module, _reset)
     finally:
         wholes.put_back()
-    lost = [name for module, names in blank.items() for own, name in names.items() if _is_unset(module._buffers[own])]
+    lost = [name for module, names in blank.items() for key, name in names.items() if _is_unset(module._buffers[key])]
     if lost:
         raise ConfigError(
             f"buffers built on the meta device that nothing gave values to: {', '.join(lost)}; set them in the "
@@ -169,7 +169,7 @@ class _Wholes:
 
     def __init__(self, model: nn.Module, pending: set[str]) -> None:
         names = parameter_names(model)
-        self._own = {
+        self._parameters = {
             module: {k: p for k, p in module._parameters.items() if p is not None} for module in model.modules()
         }
         self._fillable = {p for p in names if pending.intersection(names[p])}
@@ -177,28 +177,30 @@ class _Wholes:
         self._values: dict[nn.Parameter, torch.Tensor] = {}
         """Those in memory now."""
         stand_ins = {p: _Whole.of(p, partial(self._value, p)) for p in names}
-        self._stand_ins = {module: {k: stand_ins[p] for k, p in own.items()} for module, own in self._own.items()}
+        self._stand_ins = {
+            module: {k: stand_ins[p] for k, p in parameters.items()} for module, parameters in self._parameters.items()
+        }
         for module, shown in self._stand_ins.items():
             module._parameters.update(shown)  # type: ignore[arg-type]
 
     def concern(self, module: nn.Module, *, below: bool) -> bool:
         """Whether a parameter of the module, or `below` it, is still without a value or may be drawn anew."""
         if not below:
-            return any(p in self.lacking for p in self._own[module].values())
-        return any(p in self._fillable for part in module.modules() for p in self._own[part].values())
+            return any(p in self.lacking for p in self._parameters[module].values())
+        return any(p in self._fillable for part in module.modules() for p in self._parameters[part].values())
 
     def initialize(self, module: nn.Module, init: InitFn) -> None:
         """Let `init` give values to the module's parameters, and to those below it that it touches.
 
         A tied parameter that got its values in an earlier module is not drawn anew.
         """
-        own = {k: p for k, p in self._own[module].items() if p in self.lacking}
-        for name, p in self._own[module].items():
-            scratch = _unset(p, torch.device("cpu")) if name in own else torch.empty(p.shape)
+        lacking = {k: p for k, p in self._parameters[module].items() if p in self.lacking}
+        for name, p in self._parameters[module].items():
+            scratch = _unset(p, torch.device("cpu")) if name in lacking else torch.empty(p.shape)
             module._parameters[name] = nn.Parameter(scratch, requires_grad=p.requires_grad)
         try:
             init(module)
-            for name, p in own.items():
+            for name, p in lacking.items():
                 made = module._parameters[name]
                 assert made is not None
                 self._values[p] = made.data
@@ -211,8 +213,8 @@ class _Wholes:
         self._values.clear()
 
     def put_back(self) -> None:
-        for module, own in self._own.items():
-            module._parameters.update(own)
+        for module, parameters in self._parameters.items():
+            module._parameters.update(parameters)
 
     def _value(self, parameter: nn.Parameter) -> torch.Tensor:
         if parameter not in self._values:

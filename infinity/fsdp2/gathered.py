@@ -32,11 +32,11 @@ class Init:
 
     `infinity.initialize` gives the values afterwards, module by module, with each module's own `_init_weights` or
     `reset_parameters`, or from `weights=...`. What the constructor of a larger module does to parameters of its parts has no
-    effect, as under DeepSpeed outside of GatheredParameters.
+    effect, as under DeepSpeed without GatheredParameters.
 
     Args:
         enabled: whether to do anything.
-        module and others, as DeepSpeed names them: accepted for compatibility; where parameters rest is said to `initialize`.
+        module and others, as DeepSpeed names them: accepted for compatibility; `initialize` is told where parameters rest.
     """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
@@ -127,7 +127,7 @@ class GatheredParameters:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Accepted.
 
-    FSDP2 gathers a parameter with its group: one that is used outside of its module's forward must lie in the root group, or in
+    FSDP2 gathers a parameter with its group: one that other modules use must lie in the root group, or in
     a group around both (`infinity.wrap`).
     """
 

@@ -102,7 +102,7 @@ def choose_wrap(
 ) -> tuple[list[nn.Module], Outline, list[str]]:
     """The modules that become groups, their outline, and notes: as `modules_to_wrap`, and finer where the bound asks for it.
 
-    Raises ConfigError where a group and what stays gathered beside it are more than `stage3_max_live_parameters`, and the
+    Raises ConfigError where a group and what stays gathered with it are more than `stage3_max_live_parameters`, and the
     config names the classes itself or no finer ones would do.
     """
     wrap = modules_to_wrap(model, classes)
@@ -139,7 +139,7 @@ class LiveParameters:
         self._path: list[int] = []
         self._path_before: list[int] = []
         self._ahead: set[int] = set()
-        self._told = False
+        self._logged_new_path = False
         self._keeps = False
         bound = options.max_live_parameters
         self._live_numel_max = outline.numel if bound is None else bound
@@ -163,20 +163,20 @@ class LiveParameters:
 
     @property
     def spare_numel(self) -> int:
-        """Elements that may lie on the device beside what is gathered: what the bound leaves. On one rank FSDP2 gathers nothing
-        ahead, whatever the plan allows."""
+        """Elements that may lie on the device besides what is gathered: what the bound leaves. (On one rank FSDP2 gathers
+        nothing ahead, whatever the plan allows.)"""
         return self._live_numel_max - (self.plan if self._holds_ahead else self._make_plan(ahead=False)).peak_numel
 
     @property
     def notes(self) -> list[str]:
         """What stays gathered, a line."""
-        kept = [group for group in self._order if not self.plan.reshard_after_forward[group]]
-        if not kept:
+        staying = [group for group in self._order if not self.plan.reshard_after_forward[group]]
+        if not staying:
             return []
-        numel = sum(self.outline.groups[group].numel for group in kept)
+        numel = sum(self.outline.groups[group].numel for group in staying)
         return [
-            f"{len(kept)} of {len(self._order)} groups, {format_count(numel)} elements, stay gathered from forward to backward "
-            "(stage3_max_reuse_distance; 0 turns it off)"
+            f"{len(staying)} of {len(self._order)} groups, {format_count(numel)} elements, stay gathered from forward to "
+            "backward (stage3_max_reuse_distance; 0 turns it off)"
         ]
 
     def begin_backward(self, *, last: bool) -> None:
@@ -256,8 +256,8 @@ class LiveParameters:
         expected = path == self._expected
         if not expected and path == self._path_before:
             expected = self._expect(path)
-        elif not expected and self._path_before and not self._told:
-            self._told = True
+        elif not expected and self._path_before and not self._logged_new_path:
+            self._logged_new_path = True
             log.info(
                 "the model took another path than planned; what is gathered ahead follows it once it is taken again"
             )
@@ -302,12 +302,12 @@ def _finer_classes(model: nn.Module, wrap: Sequence[nn.Module], bound: int) -> l
     """Class names whose modules as groups keep within the bound, found by splitting what is too large; None if none do."""
     names = list(dict.fromkeys(type(module).__name__ for module in wrap))
     while True:
-        chosen = modules_to_wrap(model, names) if names else []
-        outline = Outline.of(model, chosen)
+        wrap = modules_to_wrap(model, names) if names else []
+        outline = Outline.of(model, wrap)
         least, worst = least_live(outline.groups, outline.order)
         if least <= bound:
             return names
-        part = _part_to_split(model, outline, worst, chosen)
+        part = _part_to_split(model, outline, worst, wrap)
         if part is None:
             return None
         names.append(type(part).__name__)
@@ -330,7 +330,7 @@ def _part_to_split(model: nn.Module, outline: Outline, worst: int, wrap: Sequenc
 def _too_large(outline: Outline, bound: int, names: Sequence[str] | None) -> str:
     least, worst = least_live(outline.groups, outline.order)
     numel, root = outline.groups[worst].numel, outline.groups[ROOT].numel
-    beside = f" and the root group of {root} elements stays gathered beside it" if worst != ROOT else ""
+    with_root = f" and the root group of {root} elements stays gathered beside it" if worst != ROOT else ""
     if names is not None:
         listed = ", ".join(f'"{name}"' for name in names)
         move = f'"infinity": {{"wrap": [{listed}]}} would do'
@@ -338,5 +338,5 @@ def _too_large(outline: Outline, bound: int, names: Sequence[str] | None) -> str
         move = "no finer wrap would do"
     return (
         f"stage3_max_live_parameters of {bound} elements is too small: group {outline.names[worst]} has {numel} elements"
-        f"{beside}; {move}, or a bound of {least}"
+        f"{with_root}; {move}, or a bound of {least}"
     )

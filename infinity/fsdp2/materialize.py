@@ -45,30 +45,30 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     with ExitStack() as stack, torch.no_grad():
         where = _opened(Path(path), stack)
-        wanted: dict[torch.Tensor, tuple[str, ...]] = {}
-        wanted |= dict(parameter_names(model).items())
-        wanted |= buffer_names(model, persistent=True)
+        required: dict[torch.Tensor, tuple[str, ...]] = {}
+        required |= dict(parameter_names(model).items())
+        required |= buffer_names(model, persistent=True)
         optional = buffer_names(model, persistent=False)
-        known = {name for names in (*wanted.values(), *optional.values()) for name in names}
-        missing = [names[0] for names in wanted.values() if not any(name in where for name in names)]
+        known = {name for names in (*required.values(), *optional.values()) for name in names}
+        missing = [names[0] for names in required.values() if not any(name in where for name in names)]
         unexpected = sorted(set(where) - known)
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} doesn't fit the model: "
                 + "; ".join(filter(None, [_list("missing", missing), _list("unknown", unexpected)]))
             )
-        chosen = {
+        stored_as = {
             tensor: next(name for name in names if name in where)
-            for tensor, names in {**wanted, **optional}.items()
+            for tensor, names in {**required, **optional}.items()
             if any(name in where for name in names)
         }
         scalars = scalar_names(model)
-        for tensor, name in chosen.items():
+        for tensor, name in stored_as.items():
             shape = tuple(where[name].get_slice(name).get_shape())
-            wanted_shape = () if name in scalars else tuple(tensor.shape)
-            if shape != wanted_shape:
-                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {wanted_shape}")
-        for tensor, name in chosen.items():
+            expected = () if name in scalars else tuple(tensor.shape)
+            if shape != expected:
+                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {expected}")
+        for tensor, name in stored_as.items():
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(where[name].get_tensor(name))
                 continue
@@ -110,7 +110,7 @@ def _files(path: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
             if not all(name == Path(name).name != ".." for name in names):
-                raise ValueError("a file outside its folder")
+                raise ValueError("a file of another folder")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(
                 f"{index} is damaged or not an index of safetensors: fetch or save it again"
@@ -121,8 +121,8 @@ def _files(path: Path) -> list[Path]:
     raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
 
 
-def _list(what: str, names: list[str]) -> str:
-    return f"{what} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else ""
+def _list(heading: str, names: list[str]) -> str:
+    return f"{heading} {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}" if names else ""
 
 
 def named_full_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
 """Floor 7. The one map between parameters and their names, as checkpoints and users know them.
 
-Wrappers that put a module inside another (activation checkpointing, torch.compile) leave no trace in these names, nor do they
-in those of torch.distributed.checkpoint; so a file fits a model whether it is wrapped or not.
+Wrappers that put a module inside another (activation checkpointing, torch.compile) leave no trace in these names, as in those
+of torch.distributed.checkpoint. So a file fits a model whether it is wrapped or not.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def clean_name(name: str) -> str:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """Every parameter with its names, in module order; a tied one has several, the first is its own."""
-    found: dict[nn.Parameter, list[str]] = {}
+    names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(clean_name(name))
-    return {parameter: tuple(names) for parameter, names in found.items()}
+        names_of.setdefault(parameter, []).append(clean_name(name))
+    return {parameter: tuple(names) for parameter, names in names_of.items()}
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -32,9 +32,9 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def buffer_names(model: nn.Module, *, persistent: bool) -> dict[torch.Tensor, tuple[str, ...]]:
     """Every buffer with its names; `persistent`: only those that a checkpoint holds."""
-    found: dict[torch.Tensor, list[str]] = {}
+    names_of: dict[torch.Tensor, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and not (persistent and name in module._non_persistent_buffers_set):
-                found.setdefault(buffer, []).append(clean_name(f"{prefix}.{name}" if prefix else name))
-    return {buffer: tuple(names) for buffer, names in found.items()}
+                names_of.setdefault(buffer, []).append(clean_name(f"{prefix}.{name}" if prefix else name))
+    return {buffer: tuple(names) for buffer, names in names_of.items()}

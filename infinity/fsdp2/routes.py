@@ -1,14 +1,14 @@
 """Floor 7. All ranks go the same way through the model's groups, or all hear in words that they don't. Training thread only.
 
 [Note: Ways that part]
-A group is gathered by all ranks together. Ranks that come to different groups, as where each expert is one and tokens differ,
-gather pieces of different parameters into one, or end in the communication's own abort. So before a group's turn in a forward
-the ranks tell each other through the process group's store where they are, unless that is known: a place in the model from
-which all ranks have only ever gone on to one and the same group needs no word as long as this rank goes on to that one. So a
-model that goes one way through its groups pays for its first forward alone, and one that branches, at its branches.
+Gathering a group is a collective. Ranks may come to different groups, as where each expert is a group and tokens differ. Then
+they gather pieces of different parameters into one, or the communication aborts. So before each group of a forward the ranks
+tell each other, through the process group's store, which group is next. Where all ranks have only ever gone on to one and the
+same group, and this rank does so again, nothing is said. So a model that goes one way through its groups pays in its first
+forward alone, and one that branches pays at its branches.
 
-A rank that leaves the only known way waits for the others a while: those that go on along it have nothing to say, and will wait
-in their gather. It says so then, to them too: `explained` turns what the communication makes of it into the same words.
+A rank that leaves the only known way waits for the others a while. Those that stay on it say nothing, and wait in their gather.
+Then the rank that left says so, and `explained` turns the error that the communication raises on the others into its words.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Routes:
         self._start = _Place()
         self._places = 1
         self._here: _Place | None = None
-        """None outside of a forward."""
+        """None while no forward goes on."""
         self._forwards = self._depth = 0
-        self._told: str | None = None
+        self._last_key: str | None = None
         """The key under which this rank said where it is, last."""
         for name, module in model.named_modules():
             if name and isinstance(module, FSDPModule):
@@ -131,9 +131,9 @@ class Routes:
         going = {rank: self._store.get(key).decode() for rank, key in keys.items()}
         if len(set(going.values())) > 1:
             raise InfinityError(self._words(going))
-        if self._told is not None:
-            self._store.delete_key(self._told)  # all have read it: they have come here since
-        self._told = keys[self._rank]
+        if self._last_key is not None:
+            self._store.delete_key(self._last_key)  # all have read it: they have come here since
+        self._last_key = keys[self._rank]
 
     def _come(self, keys: list[str], seconds_max: float) -> bool:
         """Whether the store has all of these within so many seconds."""
@@ -149,7 +149,7 @@ class Routes:
     def _words(self, going: dict[int, str]) -> str:
         differing = list(dict.fromkeys(going.values()))
         where = "; ".join(
-            f"{_listed([rank for rank, each in going.items() if each == name])} "
+            f"{_listed([rank for rank, group in going.items() if group == name])} "
             + ("ended the forward" if name == _END else f"came to {name}")
             for name in differing
         )

@@ -76,7 +76,7 @@ def _is_in_pass(model: FSDPModule, *, root_may_run: bool = False) -> bool:
         return True
     running = [root, *_groups_of(root)] if root_may_run and root._training_state.name == "FORWARD" else []
     holders = (*shared.all_states, *_all_groups(model))
-    return any(each._training_state.name != "IDLE" and each not in running for each in holders)
+    return any(holder._training_state.name != "IDLE" and holder not in running for holder in holders)
 
 
 def _all_groups(model: FSDPModule) -> list[Any]:
@@ -89,13 +89,14 @@ def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.Abstract
     that trains."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            own = module.__dict__.get("state_dict")
-            module.__dict__["state_dict"] = functools.partial(_guarded_state_dict, weakref.ref(module), own, entered)
+            replaced = module.__dict__.get("state_dict")
+            guarded = functools.partial(_guarded_state_dict, weakref.ref(module), replaced, entered)
+            module.__dict__["state_dict"] = guarded
 
 
 def _guarded_state_dict(
     module: weakref.ref[nn.Module],
-    own: Callable[..., Any] | None,
+    replaced: Callable[..., Any] | None,
     entered: Callable[[], contextlib.AbstractContextManager[None]],
     *args: Any,
     **kwargs: Any,
@@ -103,7 +104,7 @@ def _guarded_state_dict(
     alive = module()
     assert alive is not None
     with entered():
-        return type(alive).state_dict(alive, *args, **kwargs) if own is None else own(*args, **kwargs)
+        return type(alive).state_dict(alive, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class ShardedGroup:
     @property
     def outline(self) -> GroupOutline:
         """What can be said of it before it is sharded."""
-        found = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
-        return GroupOutline(self.name, tuple(found), self.gathers)
+        outlines = [ParameterOutline(p.names[0], p.sharded.shape, p.parameter.requires_grad) for p in self.parameters]
+        return GroupOutline(self.name, tuple(outlines), self.gathers)
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOu
     members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
     for parameter, names in parameter_names(model).items():
         members[_owner(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
-    return [GroupOutline(owner or "root", tuple(found), 2 if owner else 1) for owner, found in members.items() if found]
+    return [GroupOutline(owner or "root", tuple(group), 2 if owner else 1) for owner, group in members.items() if group]
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
@@ -210,9 +211,9 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
         owner = _owner(names[0], modules)
         members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
     return [
-        ShardedGroup(owner or "root", modules[owner], tuple(found), _gathers(modules[owner], not owner))
-        for owner, found in members.items()
-        if found
+        ShardedGroup(owner or "root", modules[owner], tuple(group), _gathers(modules[owner], not owner))
+        for owner, group in members.items()
+        if group
     ]
 
 
@@ -233,9 +234,9 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
     From then on the modules refuse what would put ordinary tensors in their place again: half(), to_empty(), to("meta"), ...
     """
     for module in model.modules():
-        own = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
-        if own:  # module by module: wrappers change the names that the whole model's load_state_dict takes
-            module.load_state_dict(own, strict=False, assign=True)
+        replaced = {name: replacements[p] for name, p in module._parameters.items() if p is not None}
+        if replaced:  # module by module: wrappers change the names that the whole model's load_state_dict takes
+            module.load_state_dict(replaced, strict=False, assign=True)
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
 
@@ -248,7 +249,7 @@ def _apply_unless_it_converts(
     probe = torch.empty(1, dtype=torch.float32, device=device)
     if fn(probe) is not probe:
         raise ConfigError(
-            "the model is paged: its fp32 masters rest on NVMe and can't be converted or moved in place; the dtype of compute "
+            "the model is paged: its fp32 masters are on NVMe and can't be converted or moved in place; the dtype of compute "
             "is bf16.enabled of the config (MixedPrecisionPolicy in a loop of your own), and Engine.save_16bit_model writes it"
         )
     applied: nn.Module = type(module)._apply(module, fn, recurse)
@@ -258,10 +259,10 @@ def _apply_unless_it_converts(
 def _gathers(module: FSDPModule, root: bool) -> int:
     """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
     stays = all(group.post_forward_mesh_info is None for group in _parameter_groups(module))
-    kept = root and getattr(
+    root_stays = root and getattr(
         module._get_fsdp_state(), "_auto_reshard_after_forward", True
-    )  # the root always, before it had one
-    return 1 if stays or kept else 2
+    )  # always in older torch
+    return 1 if stays or root_stays else 2
 
 
 def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:

@@ -10,11 +10,11 @@ from infinity.errors import ConfigError
 
 
 def modules_to_wrap(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
-    """The modules that get a `fully_shard` call of their own, inner before outer; the root group takes the rest.
+    """The modules that get a `fully_shard` call of their own, inner before outer; everything else is in the root group.
 
     With `classes` None: what the model names in `_no_split_modules`, else the members of every outermost ModuleList or
-    Sequential that holds at least two modules of one class with parameters. A module that shares a parameter with what lies
-    outside of it stays with the group around both.
+    Sequential that holds at least two modules of one class with parameters. A module that shares a parameter with another
+    module stays in the group around both.
 
     Raises ConfigError for a class name that no module of the model has.
     """
@@ -27,10 +27,10 @@ def modules_to_wrap(model: nn.Module, classes: Sequence[str] | None) -> list[nn.
         raise ConfigError(
             f"infinity.wrap names {', '.join(missing)}, but the model has only {', '.join(sorted(present))}"
         )
-    found = [
+    named = [
         m for m in model.modules() if type(m).__name__ in names and m is not model and any(True for _ in m.parameters())
     ]
-    return _keeping_tied(reversed(found), model)
+    return _keeping_tied(reversed(named), model)
 
 
 def gather_small_as_one(wrap: Sequence[nn.Module], model: nn.Module, numel_per_module: int) -> list[nn.Module]:
@@ -39,22 +39,22 @@ def gather_small_as_one(wrap: Sequence[nn.Module], model: nn.Module, numel_per_m
     A submodule counts with all below it, and the module itself counts too. What nobody calls, as a ModuleList, can't be one;
     where the model itself is so small, all of it is the root group.
     """
-    kept = list(wrap)
+    groups = list(wrap)
 
     def visit(module: nn.Module) -> None:
         parts = list(module.modules())
         small = sum(p.numel() for p in module.parameters()) <= numel_per_module * len(parts)
         if small and not isinstance(module, _CONTAINERS):
-            below = [each for each in kept if each in parts]
-            if below and module is not model and module not in kept:
-                kept.insert(kept.index(below[0]), module)
-            kept[:] = [each for each in kept if each not in below or each is module]
+            below = [group for group in groups if group in parts]
+            if below and module is not model and module not in groups:
+                groups.insert(groups.index(below[0]), module)
+            groups[:] = [group for group in groups if group not in below or group is module]
             return
         for child in module.children():
             visit(child)
 
     visit(model)
-    return _keeping_tied(kept, model)
+    return _keeping_tied(groups, model)
 
 
 def largest_part(module: nn.Module, model: nn.Module, wrap: Collection[nn.Module]) -> nn.Module | None:
@@ -63,7 +63,7 @@ def largest_part(module: nn.Module, model: nn.Module, wrap: Collection[nn.Module
     What torch.nn itself is made of stays whole, because it uses the parameters of its parts without calling them.
     """
     parts = _keeping_tied((part for part in _parts(module) if part not in wrap), model)
-    return max(parts, key=lambda part: _own_numel(part, wrap), default=None)
+    return max(parts, key=lambda part: _numel_outside_groups(part, wrap), default=None)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -79,20 +79,20 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def _own_numel(module: nn.Module, wrap: Collection[nn.Module]) -> int:
+def _numel_outside_groups(module: nn.Module, wrap: Collection[nn.Module]) -> int:
     """Elements under `module` that are in no group below it."""
-    own = sum(p.numel() for p in module.parameters(recurse=False))
-    return own + sum(_own_numel(child, wrap) for child in module.children() if child not in wrap)
+    direct = sum(p.numel() for p in module.parameters(recurse=False))
+    return direct + sum(_numel_outside_groups(child, wrap) for child in module.children() if child not in wrap)
 
 
 def _keeping_tied(modules: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
-    """Those of `modules` that share no parameter with a module outside of them."""
+    """Those of `modules` that share no parameter with a module that is not part of them."""
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(parameter, set()).add(module)
-    tied = {parameter: together for parameter, together in owners.items() if len(together) > 1}
+    tied = {parameter: sharing for parameter, sharing in owners.items() if len(sharing) > 1}
     return [
         module
         for module in modules
@@ -101,13 +101,13 @@ def _keeping_tied(modules: Iterable[nn.Module], model: nn.Module) -> list[nn.Mod
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in module.children():
         members = list(child.children())
         kinds = [type(member) for member in members if any(True for _ in member.parameters())]
         repeated = {kind for kind in kinds if kinds.count(kind) > 1}
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and repeated:
-            found += [member for member in members if type(member) in repeated]
+            blocks += [member for member in members if type(member) in repeated]
         else:
-            found += _repeated(child)
-    return found
+            blocks += _repeated(child)
+    return blocks
