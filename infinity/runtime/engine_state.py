@@ -1,4 +1,4 @@
-"""Floor 11. What a checkpoint or a commit keeps beside masters and moments, taken from an engine and set again.
+"""Floor 11. What a checkpoint or a commit keeps besides masters and moments, taken from an engine and set again.
 
 Counters, loss scale, schedule, hyper-parameters, random numbers, the user's own, buffers. Training thread only.
 checkpoint/training_state.py says how they are stored.
@@ -24,8 +24,8 @@ from infinity.runtime.progress import Progress
 class EngineState:
     """Captures and restores the state of one engine.
 
-    A *training state* is this rank's own, beside tensors that are stored otherwise. An *unpaged state* is all that is not in
-    the arena: a training state, and what of optimizer and model is neither master nor moment.
+    A *training state* is this rank's, without the tensors of model and optimizer. An *unpaged state* is all that is not in the
+    arena: a training state, and what of optimizer and model is neither master nor moment.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ class Hyperparameters:
     def settle(self, training_state: Mapping[str, Any], *, schedule: bool) -> None:
         """Optimizer and `schedule` (where that is wanted) have been set to what a run had, and stored in `training_state`:
         name what the config has otherwise, on rank 0, and set that again where the config's are to count."""
-        found = training_state.get("hyperparameters")  # older ones don't hold it
-        run: Told = found if found is not None else {"groups": _settings(self._optimizer.param_groups)}
+        stored = training_state.get("hyperparameters")  # older ones don't hold it
+        run: Told = stored if stored is not None else {"groups": _settings(self._optimizer.param_groups)}
         changed = [*_differences(run, self.told)]
         if self._whose == "run":
             self._tell(
@@ -81,9 +81,9 @@ class Hyperparameters:
             ):
                 self._schedule.step()
 
-    def _tell(self, level: int, changed: list[str], what: str, way_out: str) -> None:
+    def _tell(self, level: int, changed: list[str], whose: str, way_out: str) -> None:
         if changed and dist.get_rank() == 0:
-            log.log(level, "%s", "; ".join(filter(None, [f"{what}: {', '.join(changed)}", way_out])))
+            log.log(level, "%s", "; ".join(filter(None, [f"{whose}: {', '.join(changed)}", way_out])))
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -99,11 +99,11 @@ def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of parameter groups, as they were before a schedule moved the learning rate."""
-    found = []
+    settings_of_groups = []
     for group in groups:
         settings = {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS}
-        found.append(settings | {"lr": _plain(group.get("initial_lr", group["lr"]))})
-    return found
+        settings_of_groups.append(settings | {"lr": _plain(group.get("initial_lr", group["lr"]))})
+    return settings_of_groups
 
 
 def _schedule_settings(schedule: Any) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(element) for element in value]
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _plain(element) for name, element in value.items()}
     return value
 
 

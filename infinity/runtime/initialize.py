@@ -114,13 +114,13 @@ def initialize(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
             )
             _check_supported(model, init_fn, weights)
-            asked = OptimizerOptions(settled.optimizer, settled.scheduler, settled.infinity.fused)
+            optimizer_options = OptimizerOptions(settled.optimizer, settled.scheduler, settled.infinity.fused)
             stepper = None
             if settled.nvme_paths:
                 optimizer = early = make_early(model, optimizer, model_parameters)
             groups = trained_names(model, model_parameters, optimizer)
             if settled.nvme_paths:
-                stepper = stepper_for(asked, early, groups)
+                stepper = stepper_for(optimizer_options, early, groups)
             resolved = resolve(
                 settled,
                 ranks=dist.get_world_size(),
@@ -143,8 +143,8 @@ def initialize(
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
             _give_values(model, swap, weights, init_fn, unpaged_state)
-            made = make_optimizer(model, asked, optimizer, groups, swap, stepper)
-            schedule = make_schedule(asked, lr_scheduler, made, optimizer)
+            made = make_optimizer(model, optimizer_options, optimizer, groups, swap, stepper)
+            schedule = make_schedule(optimizer_options, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, resolved, collate_fn)
         commits = Commits(run, swap) if run is not None and swap is not None else None
         engine = Engine(
@@ -262,8 +262,8 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     """Memory for the shards of a model that are on the meta device, buffers aside."""
     buffers = {module: dict(module._buffers) for module in model.modules()}
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-    for module, kept in buffers.items():
-        module._buffers.update(kept)
+    for module, real in buffers.items():
+        module._buffers.update(real)
 
 
 def _make_loader(data: Any, resolved: Resolved, collate_fn: Callable[[list[Any]], Any] | None) -> Any:

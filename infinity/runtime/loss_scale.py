@@ -1,7 +1,7 @@
 """Floor 11. The factor on the loss that keeps fp16 gradients from vanishing, and how it adapts. Training thread only.
 
 A pure state machine of numbers, with the rules of DeepSpeed's scaler, so that a run which moves here sees the same factor in
-every step. All ranks keep their own copy and agree, because what they hear, whether the whole gradient is finite, is the same.
+every step. Every rank keeps one, and all agree, because all hear the same: whether the whole gradient is finite.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class DynamicLossScale(LossScale):
 
     def update(self, *, overflow: bool) -> str | None:
         """As above. Raises InfinityError where the factor would fall below `min_loss_scale`."""
-        told = None
+        message = None
         if overflow:
-            told = self._shrink()
+            message = self._shrink()
             self._last_overflow = self._step
         else:
             self._grow()
         self._step += 1
-        return told
+        return message
 
     def state_dict(self) -> dict[str, Any]:
         return {

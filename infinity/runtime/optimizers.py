@@ -65,14 +65,14 @@ def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, opti
     if not source:
         raise ConfigError("there is nothing to train: no parameter requires a gradient")
     grouped = source if isinstance(source[0], dict) else [{"params": source}]
-    found = []
+    groups = []
     for group in grouped:
         members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
         if any(member not in names for member in members):
             raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
         settings = {key: value for key, value in group.items() if key != "params"}
-        found.append((settings, [names[member][0] for member in members]))
-    return found
+        groups.append((settings, [names[member][0] for member in members]))
+    return groups
 
 
 def make_early(

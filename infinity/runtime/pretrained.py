@@ -1,9 +1,9 @@
 """Floor 11. `save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included.
 
-Hugging Face's own looks at a whole state dict at once, by the memory that its tensors lie in, and paged tensors have none. So
-the values come first: a model's go to safetensors in a folder inside the one that is saved to, in the dtype of compute, piece
-by piece; an adapter's, which are few, to host memory in fp32. Then Hugging Face's own runs on rank 0 over those, and a model's
-are mapped into memory, not read: it writes one file at a time, with all that it does to names, ties and layouts.
+Hugging Face's function looks at a whole state dict at once, by the memory of its tensors, and paged tensors have none. So the
+values are written first: a model's to safetensors in a folder inside the one that is saved to, in the dtype of compute, in
+pieces; an adapter's, which are few, to host memory in fp32. Then Hugging Face's function runs on rank 0 over those. A model's
+are mapped into memory, not read, and it writes one file at a time, with all that it does to names, ties and layouts.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def _save(reference: weakref.ref[Engine], save_directory: Any, *positional: Any,
     if engine is None or engine._closed:
         raise InfinityError("the engine is closed, and the values of its model are gone: save before close()")
     module = engine.module
-    own: Any = type(module).save_pretrained  # type: ignore[attr-defined]
-    names = list(inspect.signature(own).parameters)[2:]  # less self and the folder
+    save: Any = type(module).save_pretrained  # type: ignore[attr-defined]
+    names = list(inspect.signature(save).parameters)[2:]  # less self and the folder
     arguments |= dict(zip(names, positional, strict=False))
     if arguments.get("state_dict") is not None:
-        own(module, save_directory, **arguments)
+        save(module, save_directory, **arguments)
         return
     if "max_shard_size" in names:
         arguments.setdefault("max_shard_size", SAFETENSORS_BYTES_MAX)
@@ -59,7 +59,7 @@ def _save(reference: weakref.ref[Engine], save_directory: Any, *positional: Any,
         state = _adapters(engine, arguments)
         with raise_on_all_ranks():
             if writes:
-                own(module, save_directory, **{**arguments, "state_dict": state})
+                save(module, save_directory, **{**arguments, "state_dict": state})
         return
     staged = folder
     with raise_on_all_ranks():
@@ -69,7 +69,7 @@ def _save(reference: weakref.ref[Engine], save_directory: Any, *positional: Any,
         engine.save_16bit_model(staged)
         with raise_on_all_ranks():
             if writes:
-                own(module, save_directory, **{**arguments, "state_dict": _mapped(module, staged)})
+                save(module, save_directory, **{**arguments, "state_dict": _mapped(module, staged)})
                 _describe(module, folder, engine)
     finally:
         if writes:
@@ -86,13 +86,13 @@ def _make_staged(folder: Path) -> Path:
 
 def _mapped(module: nn.Module, staged: Path) -> dict[str, torch.Tensor]:
     """The tensors of all files, under all of their names in the model."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(staged.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     for names in parameter_names(module).values():
-        found |= dict.fromkeys(names, found[names[0]])
-    return found
+        tensors |= dict.fromkeys(names, tensors[names[0]])
+    return tensors
 
 
 def _describe(module: Any, folder: Path, engine: Engine) -> None:
