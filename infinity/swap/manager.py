@@ -86,9 +86,9 @@ class SwapStats:
         )
 
     @property
-    def surprises(self) -> int:  # deprecated
+    def surprises(self) -> int:
         """Deprecated: `mispredictions`."""
-        message = "SwapStats.surprises is deprecated: use SwapStats.mispredictions"  # deprecated
+        message = "SwapStats.surprises is deprecated: use SwapStats.mispredictions"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.mispredictions
 
