@@ -58,9 +58,9 @@ class IoError(InfinityError, OSError):
     def __str__(self) -> str:
         return str(self.strerror)
 
-    def concerning(self, what: str) -> None:
-        """From now on the message begins with `what` was moved, in the words of a floor above."""
-        self.strerror = f"{what}: {self.strerror}"
+    def concerning(self, name: str) -> None:
+        """From now on the message begins with the `name` of what was moved, in the words of a floor above."""
+        self.strerror = f"{name}: {self.strerror}"
         self.args = (self.errno, self.strerror)
 
 
@@ -77,9 +77,9 @@ class IntegrityError(IoError):
     extent_bytes = -1
     generation = -1
 
-    def in_extent(self, what: str, offset: int, nbytes: int, generation: int) -> None:
+    def in_extent(self, name: str, offset: int, nbytes: int, generation: int) -> None:
         """As `concerning`, of what lies in an extent of an arena (bytes) in this generation."""
         self.extent_offset, self.extent_bytes, self.generation = offset, nbytes, generation
         self.concerning(
-            f"{what}, generation {generation} of the extent of {nbytes} bytes at offset {offset} of the arena"
+            f"{name}, generation {generation} of the extent of {nbytes} bytes at offset {offset} of the arena"
         )

@@ -28,25 +28,25 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         raise failure
 
 
-def _exchange(own: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
+def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
     """Tell the others what failed here; the first thing that failed elsewhere."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
-    report = None if own is None else (dist.get_rank(), type(own).__name__, str(own))
+    report = None if error is None else (dist.get_rank(), type(error).__name__, str(error))
     reports: list[tuple[int, str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
-    failed = next((each for each in reports if each is not None), None)
+    failed = next((other for other in reports if other is not None), None)
     return None if failed is None else restated(*failed)
 
 
 def restated(rank: int, kind: str, text: str) -> Exception:
     """An error of that rank, as another one raises it."""
-    found = getattr(errors, kind, None)
-    if not (isinstance(found, type) and issubclass(found, InfinityError)):
+    error_type = getattr(errors, kind, None)
+    if not (isinstance(error_type, type) and issubclass(error_type, InfinityError)):
         return InfinityError(f"rank {rank}: {kind}: {text}" if text else f"rank {rank} was ended by {kind}")
     message = f"rank {rank}: {text}"
-    if issubclass(found, StoreError):
-        return found(0, message)
-    if issubclass(found, IoError):
+    if issubclass(error_type, StoreError):
+        return error_type(0, message)
+    if issubclass(error_type, IoError):
         return IoError(message)
-    return found(message)
+    return error_type(message)

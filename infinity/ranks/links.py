@@ -41,12 +41,12 @@ class Link:
 
 def find_links(store: dist.Store) -> list[Link]:
     """This rank's links to all others, as far as they are connected now. A collective."""
-    connections = [each for each in _connections() if _port_of(store) not in (each.here[1], each.there[1])]
-    own = {(each.here, each.there) for each in connections}
-    everywhere: list[set[tuple[End, End]]] = [own] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
+    links = [link for link in _connections() if _port_of(store) not in (link.here[1], link.there[1])]
+    ours = {(link.here, link.there) for link in links}
+    everywhere: list[set[tuple[End, End]]] = [ours] * dist.get_world_size()
+    dist.all_gather_object(everywhere, ours)
     others = set().union(*(ends for rank, ends in enumerate(everywhere) if rank != dist.get_rank()))
-    return [each for each in connections if (each.there, each.here) in others]
+    return [link for link in links if (link.there, link.here) in others]
 
 
 def _port_of(store: dist.Store) -> int:
@@ -57,10 +57,10 @@ def _port_of(store: dist.Store) -> int:
 
 
 def _connections() -> Iterator[Link]:
-    for each in Path("/proc/self/fd").iterdir():
-        with _connection(int(each.name)) as connection:
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with _connection(int(descriptor.name)) as connection:
             if connection is not None and (ends := _ends_of(connection)) is not None:
-                yield Link(int(each.name), *ends)
+                yield Link(int(descriptor.name), *ends)
 
 
 @contextlib.contextmanager
@@ -72,13 +72,13 @@ def _connection(descriptor: int) -> Iterator[socket.socket | None]:
         yield None
         return
     try:
-        found = socket.socket(fileno=duplicate)
+        opened = socket.socket(fileno=duplicate)
     except OSError:
         os.close(duplicate)
         yield None
         return
-    with found:
-        yield found
+    with opened:
+        yield opened
 
 
 def _ends_of(connection: socket.socket) -> tuple[End, End] | None:

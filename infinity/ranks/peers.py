@@ -148,12 +148,12 @@ class Peers:
             raise cause.as_error()
 
     @contextlib.contextmanager
-    def in_pass(self, what: str, standing: Callable[[], list[str]]) -> Iterator[None]:
+    def in_pass(self, pass_name: str, standing: Callable[[], list[str]]) -> Iterator[None]:
         """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
-        `what`: "a forward". `standing`: says where this rank stands, its step first; ranks that stand elsewhere after an error
-        have parted. Where the pass fails on another rank, raises an error of the same kind, which names the rank and quotes it;
-        InfinityError where another rank is in another pass.
+        `pass_name`: "a forward". `standing`: says where this rank stands, its step first; ranks that stand elsewhere after an
+        error have parted. Where the pass fails on another rank, raises an error of the same kind, which names the rank and
+        quotes it; InfinityError where another rank is in another pass.
         """
         if self._alone or self._pass() is not None:
             yield
@@ -164,7 +164,7 @@ class Peers:
             self._pass = weakref.ref(running)
             self.check()
             self._passes += 1
-            self._tell_name(running, f"{what} of {standing()[0]}")
+            self._tell_name(running, f"{pass_name} of {standing()[0]}")
             yield
             self._check_names(running)
         except BaseException as error:
@@ -176,15 +176,15 @@ class Peers:
         if self._cause is not None:  # operations that were aborted end as if they had been done
             raise self._cause.as_error()
 
-    def leave(self, what: str, standing: Callable[[], list[str]]) -> None:
-        """Tell the others that this rank runs no more passes, as `what` says ("a close after an error"); no collective.
+    def leave(self, pass_name: str, standing: Callable[[], list[str]]) -> None:
+        """Tell the others that this rank runs no more passes, as `pass_name` says ("a close after an error"); no collective.
 
         Ranks that wait for it in a pass are ended, as by one in another pass.
         """
         if self._others and not self.parted:
             self._passes += 1
             with contextlib.suppress(RuntimeError, OSError):  # the store has ended: whoever served it has left
-                self._tell_name(_Pass(), f"{what} of {standing()[0]}")
+                self._tell_name(_Pass(), f"{pass_name} of {standing()[0]}")
 
     def close(self) -> None:
         """Idempotent; no collective."""
@@ -195,22 +195,22 @@ class Peers:
 
     def _fail(self, error: BaseException, standing: list[str], running: _Pass) -> None:
         """The pass has failed here. Returns where this rank's own error is to be raised; raises that of another rank."""
-        own = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
+        report = _Report(dist.get_rank(), type(error).__name__, str(error), self._operations(), standing)
         try:
             cause = self._known_cause()
             if cause is None and running.number and (parted := self._parted_ways(running)) is not None:
                 cause = self._settled_cause(parted)
-            if cause is None and self._all_failed_alike(own):
+            if cause is None and self._all_failed_alike(report):
                 return
-            cause = cause or self._settled_cause(own)
+            cause = cause or self._settled_cause(report)
         except (RuntimeError, OSError, ValueError) as gone:  # the store has ended with the rank that served it
             log.warning("the ranks can't be told of an error, nor ask for theirs (%s)", gone)
-            cause = own
+            cause = report
         self._cause = cause
         self._end_operations()
-        self._let_hear(own)
+        self._let_hear(report)
         consequence = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
-        if cause.rank != own.rank and consequence:
+        if cause.rank != report.rank and consequence:
             raise cause.as_error() from error
 
     def _tell_name(self, running: _Pass, name: str) -> None:
@@ -250,20 +250,20 @@ class Peers:
         key = f"{self._name}/cause"
         return _Report.of(self._store.get(key)) if self._store.check([key]) else None
 
-    def _all_failed_alike(self, own: _Report) -> bool:
+    def _all_failed_alike(self, report: _Report) -> bool:
         """Whether an error ended this pass on all ranks after the same operations, which is waited for a little."""
         keys = [f"{self._name}/{self._passes}/{rank}" for rank in range(dist.get_world_size())]
-        self._store.set(keys[own.rank], own.to_json())
+        self._store.set(keys[report.rank], report.to_json())
         if not self._are_there(keys):
             return False
         others = [_Report.of(self._store.get(key)) for key in keys]
-        return all(each.operations == own.operations and each.standing == own.standing for each in others)
+        return all(other.operations == report.operations and other.standing == report.standing for other in others)
 
-    def _let_hear(self, own: _Report) -> None:
+    def _let_hear(self, report: _Report) -> None:
         """Wait a little until all ranks know the cause, as the store may end with this process."""
         keys = [f"{self._name}/heard/{rank}" for rank in range(dist.get_world_size())]
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.set(keys[own.rank], "")
+            self._store.set(keys[report.rank], "")
             self._are_there(keys)
 
     def _are_there(self, keys: list[str]) -> bool:
@@ -321,11 +321,11 @@ H = TypeVar("H", bound=HasPeers)
 
 def as_pass(does: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
     """A method that is a pass of its object's peers."""
-    what = f"a {does.__name__}"
+    pass_name = f"a {does.__name__}"
 
     @functools.wraps(does)
     def doing(self: H, /, *arguments: P.args, **named: P.kwargs) -> T:
-        with self.peers.in_pass(what, self.standing):
+        with self.peers.in_pass(pass_name, self.standing):
             return does(self, *arguments, **named)
 
     return doing
