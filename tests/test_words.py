@@ -35,11 +35,8 @@ NOT_CLEAN_YET: set[str] = {
     "infinity/drive",
     "infinity/fsdp2",
     "infinity/integrations",
-    "infinity/optim",
     "infinity/plan",
     "infinity/runtime",
-    "infinity/store",
-    "infinity/schedule",
     "infinity/swap",
 }
 """Folders whose files, without those of folders in them, may still have forbidden words."""
