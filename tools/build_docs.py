@@ -26,7 +26,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "docs"
 # What is on the site. A link to anything else fails the build.
-PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**/*.md", "csrc/*/README.md", "bench/results/*")
+PAGES = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/**/*.md",
+    "csrc/*/README.md",
+    "infinity/*/README.md",
+    "bench/results/*",
+)
 PICTURE_PAGE = "docs/timeline.md"
 PICTURE_HERE = "<!-- On the site that `make docs` builds, a picture of a step stands here. -->"
 # Few tokens, so that the drive has something to show beside the compute of a small machine.
