@@ -47,13 +47,6 @@ class Simulated:
     live_bytes_peak: int = 0
     timeline: list[Interval] = field(default_factory=list)
 
-    def busy_seconds(self) -> dict[str, float]:
-        """By resource, how long it worked."""
-        busy: dict[str, float] = {}
-        for resource, _, start, end in self.timeline:
-            busy[resource] = busy.get(resource, 0.0) + end - start
-        return busy
-
 
 class Clock:
     """Events in the order of their times; of equal times, the one made first."""

@@ -1,7 +1,6 @@
-"""Floor 7. A transformer as the planner sees it: parameters, operations, activations, bytes per operation.
+"""Floor 7. A transformer as the planner sees it: parameters, operations, activations.
 
-The formulas are those of Rajbhandari et al., ZeRO-Infinity (SC'21, arXiv:2104.07857): memory in section 3, bandwidth in
-section 4.
+The formulas are those of Rajbhandari et al., ZeRO-Infinity (SC'21, arXiv:2104.07857), sections 3 and 4.1.
 """
 
 from __future__ import annotations
@@ -48,10 +47,6 @@ class Transformer:
         """Activations kept from forward to backward: 2 · bsz · seq · hd · nl / ci bytes (section 3)."""
         return 2 * samples * self.seq * self.hidden * -(-self.layers // blocks_per_checkpoint)
 
-    def working_bytes(self) -> int:
-        """The largest operator, a linear of (hd, 4 hd), and its gradient: 4 · hd · 4 hd bytes (section 3)."""
-        return 4 * self.hidden * 4 * self.hidden
-
     def activation_bytes(self, samples: int, blocks: int = 1) -> int:
         """What `blocks` blocks hold between two checkpoints: bsz · seq · ci · (16 · hd + 2 · heads · seq) (section 3)."""
         return samples * self.seq * blocks * (16 * self.hidden + 2 * self.heads * self.seq)
@@ -92,26 +87,6 @@ def transformer_of(numel: int, *, seq: int, vocab: int) -> Transformer:
         raise ValueError(f"{numel} parameters make no transformer: give at least 1M, or layers and hidden size")
     block = (numel - vocab * hidden) // layers
     return Transformer(layers, hidden, hidden // 64, seq, vocab, block, numel - layers * block)
-
-
-def intensity_of_parameters(samples: int, seq: int) -> float:
-    """Operations per byte of parameters and gradients: seq · bsz (section 4)."""
-    return float(seq * samples)
-
-
-def intensity_of_optimizer(samples: int, seq: int) -> float:
-    """Operations per byte of optimizer state: seq · bsz / 4 (section 4)."""
-    return seq * samples / 4
-
-
-def intensity_of_checkpoints(hidden: int, blocks_per_checkpoint: int = 1) -> float:
-    """Operations per byte of activation checkpoints: 24 · hd · ci (section 4)."""
-    return 24.0 * hidden * blocks_per_checkpoint
-
-
-def efficiency(intensity: float, bytes_per_s: float, peak_flops: float) -> float:
-    """The share of `peak_flops` that is reached when nothing overlaps: ait · bw / (ait · bw + peak) (section 4)."""
-    return intensity * bytes_per_s / (intensity * bytes_per_s + peak_flops)
 
 
 def heads_for(hidden: int) -> int:

@@ -6,25 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan import transformer
-from infinity.plan.transformer import Transformer, dense_transformer, efficiency, transformer_of
+from infinity.plan.transformer import Transformer, dense_transformer, transformer_of
 
 TERA = 10**12
-
-
-def test_seventy_gigabytes_per_second_are_half_the_peak_for_parameters() -> None:
-    """The sanity point of the paper: 70 TFLOP/s, sequences of 1024, one sample, 70 GB/s per GPU: a little over 50 %."""
-    intensity = transformer.intensity_of_parameters(1, 1024)
-    assert efficiency(intensity, 70e9, 70e12) == pytest.approx(0.506, abs=0.001)
-    assert transformer.intensity_of_optimizer(1, 1024) == intensity / 4
-    assert transformer.intensity_of_checkpoints(8192, 2) == 24 * 8192 * 2
 
 
 def test_the_trillion_parameter_model_of_the_paper() -> None:
     model = dense_transformer(layers=128, hidden=25_600, heads=256, seq=1024, vocab=50_000)
     assert model.numel == pytest.approx(1.0 * TERA, rel=0.02)
     assert model.checkpoint_bytes(32) == pytest.approx(0.2 * TERA, rel=0.1)
-    assert model.working_bytes() == pytest.approx(10.0e9, rel=0.06)
     assert model.flops(1, checkpointing=True) == 8 * 1024 * model.numel
     assert model.flops(1, checkpointing=False) == 6 * 1024 * model.numel
 
