@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import infinity
 from infinity.checkpoint import dcp as checkpoint
 from infinity.checkpoint import model_files
-from infinity.swap.paged_model import PagedShard
+from infinity.swap.shard import PagedShard
 
 
 def model(layers: int = 3, width: int = 64) -> nn.Sequential:
