@@ -60,13 +60,13 @@ class HostGradients:
         buffer = self._host_memory.lend(places[-1], torch.uint8)
         copy_events: list[CopyEvent] = []
         lent = _Lent(buffer, copy_events)
-        found = []
+        started = []
         for at, gradient in zip(places, gradients, strict=False):
             into = buffer.tensor[at : at + gradient.nbytes].view(gradient.dtype)
             copy_events.append(self._device.start_d2h(gradient, into))
-            found.append(HostGradient(into, copy_events[-1], lent))
+            started.append(HostGradient(into, copy_events[-1], lent))
             self._last = copy_events[-1]
-        return found
+        return started
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory (1-D) for gradients that are fetched into it, for as long as somebody holds the tensor itself."""

@@ -139,9 +139,9 @@ def _alike(batch: list[Piece]) -> dict[tuple[float, float, torch.dtype], list[Gr
     """What one call of the kernel takes: the gradients by step, scale and dtype."""
     alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
-        each = piece.stepping
-        key = (float(each.step), each.grad_scale, piece.grad.dtype)
-        grad = GradPiece(piece.offset, piece.grad, piece.start, each.numel)
+        stepped = piece.stepping
+        key = (float(stepped.step), stepped.grad_scale, piece.grad.dtype)
+        grad = GradPiece(piece.offset, piece.grad, piece.start, stepped.numel)
         alike.setdefault(key, []).append(grad)
     return alike
 
@@ -178,7 +178,7 @@ def _step_in_one_pass(
 def _between(batch: list[Piece], numel: int) -> Iterator[tuple[int, int]]:
     """The ranges of a sub-group that are not stepped: where a parameter has no gradient, or there is padding."""
     at = 0
-    for piece in sorted(batch, key=lambda each: each.offset):
+    for piece in sorted(batch, key=lambda stepped: stepped.offset):
         if piece.offset > at:
             yield at, piece.offset
         at = piece.offset + piece.numel

@@ -106,11 +106,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             stepping = self._stepping(grad_scale)
             updates = self._updates_of(self._paging.paged.sub_groups, stepping, self._paging.gradients.claim)
             self._paging.paged.updates.defer(updates)
-            for each in stepping.values():
-                self._note_step_of(each)
+            for stepped in stepping.values():
+                self._note_step_of(stepped)
             if self._paging.options.update != "step":
-                for each in stepping.values():
-                    each.parameter.grad = None  # whoever changed it would change the update
+                for stepped in stepping.values():
+                    stepped.parameter.grad = None  # whoever changed it would change the update
             else:
                 self._paging.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
             self._end_backward()
@@ -245,7 +245,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         ]
         left = {trained_shard(p).index: local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
         grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
-        found: dict[int, Stepping] = {}
+        by_shard: dict[int, Stepping] = {}
         settings: dict[int, Any] = {}
         for parameter, group in chosen:
             if id(group) not in settings:  # once for all of its parameters
@@ -255,8 +255,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             step = self.state[parameter]["step"].clone() if self.counts_steps else torch.zeros(())
             first = not shard.stepped or (self.counts_steps and not step)
             grad = grads.get(shard.index)
-            found[shard.index] = Stepping(shard, parameter, settings[id(group)], step, first, grad, grad_scale)
-        return found
+            by_shard[shard.index] = Stepping(shard, parameter, settings[id(group)], step, first, grad, grad_scale)
+        return by_shard
 
     def _with_groups(self, only: Collection[nn.Parameter] | None) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         """The parameters, or `only` these, in their order, with what `param_groups` say of them."""
@@ -266,10 +266,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._places = {p: (place, group) for place, (p, group) in enumerate(self._with_groups(None))}
         return ((p, self._places[p][1]) for p in sorted(only, key=lambda parameter: self._places[parameter][0]))
 
-    def _note_step_of(self, each: Stepping) -> None:
+    def _note_step_of(self, stepped: Stepping) -> None:
         if self.counts_steps:
-            self.state[each.parameter]["step"] += 1
-        each.shard.stepped = True
+            self.state[stepped.parameter]["step"] += 1
+        stepped.shard.stepped = True
 
     @abc.abstractmethod
     def _settings(self, group: dict[str, Any]) -> Any:
@@ -291,22 +291,22 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self, sub: PagedSubGroup, stepping: dict[int, Stepping], kept: torch.Tensor | None, lease: Lease | None
     ) -> None:
         """Step the pieces of one sub-group in place and refresh its copies. `kept`: its gradients where they were taken."""
-        if kept is None and any(each.grad is None for each in stepping.values()):
+        if kept is None and any(stepped.grad is None for stepped in stepping.values()):
             assert lease is not None
             kept = self._paging.gradients.staged(sub, lease)
         elif kept is not None:
             self._paging.host_gradients.settle()
         batches: dict[Any, list[Piece]] = {}
         for piece in sub.layout.pieces:
-            each = stepping.get(piece.shard)
-            numel = min(piece.numel, each.numel - piece.start) if each else 0  # padding is never stepped
-            if each is not None and numel > 0:
-                if each.grad is not None:
-                    grad = each.grad.wait()[piece.start : piece.start + numel]
+            stepped = stepping.get(piece.shard)
+            numel = min(piece.numel, stepped.numel - piece.start) if stepped else 0  # padding is never stepped
+            if stepped is not None and numel > 0:
+                if stepped.grad is not None:
+                    grad = stepped.grad.wait()[piece.start : piece.start + numel]
                 else:
                     assert kept is not None
                     grad = kept[piece.offset : piece.offset + numel]
-                batches.setdefault(each.settings, []).append(Piece(each, piece.offset, piece.start, numel, grad))
+                batches.setdefault(stepped.settings, []).append(Piece(stepped, piece.offset, piece.start, numel, grad))
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)
         elif not self._step_and_verify(sub, batches, lease):

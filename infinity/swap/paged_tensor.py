@@ -78,7 +78,7 @@ class PagedTensor(torch.Tensor):
     @staticmethod
     def over(
         shard: PagedShard,
-        which: Field,
+        field: Field,
         gatherer: Gatherer,
         device: torch.device,
         *,
@@ -91,7 +91,7 @@ class PagedTensor(torch.Tensor):
         base = torch.empty_strided(geometry.shape, geometry.stride(), dtype=torch.float32, device=device)
         base.untyped_storage().resize_(0)
         paged: PagedTensor = torch.Tensor._make_subclass(PagedTensor, base)
-        paged._shard, paged._field, paged._gatherer = shard, which, gatherer
+        paged._shard, paged._field, paged._gatherer = shard, field, gatherer
         paged._offset, paged._twin = int(geometry.storage_offset()), twin
         return paged
 

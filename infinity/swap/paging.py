@@ -229,10 +229,10 @@ class Paging:
         """
         with self._lock:
             if self.paged.open.is_open:
-                kept = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
+                leases = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
                 if self._activation_part is not None:
-                    kept.append(self._activation_part.lease)
-                self.paged.open.stager.recover(kept)
+                    leases.append(self._activation_part.lease)
+                self.paged.open.stager.recover(leases)
                 self.paged.recover()
                 self.policy.recover()
                 self.parameters.recover()

@@ -150,13 +150,13 @@ class PagedShard:
         def take(staged: torch.Tensor, at: int) -> None:
             out[at - start : at - start + staged.numel()].copy_(staged)
 
-        what = f"{name.value} of {self.name}"
-        self.values.access(self.group, self._ranges(start, numel), name, what, take, write=False)
+        label = f"{name.value} of {self.name}"
+        self.values.access(self.group, self._ranges(start, numel), name, label, take, write=False)
         return out
 
     def _write(self, name: Field, start: int, values: torch.Tensor) -> None:
         def give(staged: torch.Tensor, at: int) -> None:
             staged.copy_(values[at - start : at - start + staged.numel()])
 
-        what = f"{name.value} of {self.name}"
-        self.values.access(self.group, self._ranges(start, values.numel()), name, what, give, write=True)
+        label = f"{name.value} of {self.name}"
+        self.values.access(self.group, self._ranges(start, values.numel()), name, label, give, write=True)

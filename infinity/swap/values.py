@@ -53,14 +53,14 @@ class Values:
         group: PagedGroup,
         ranges: Iterator[tuple[PagedSubGroup, int, int, int]],
         name: Field,
-        what: str,
+        label: str,
         move: Callable[[torch.Tensor, int], None],
         *,
         write: bool,
     ) -> None:
         """Call `move(elements, first)` for each of the `ranges` (as `ranges_of` gives them) of a field, staged; write back.
 
-        The bytes around a range that share its first and last page are read first and written back unchanged. `what`: for
+        The bytes around a range that share its first and last page are read first and written back unchanged. `label`: for
         errors.
         """
         stager = self._open.stager
@@ -83,7 +83,7 @@ class Values:
             first = offset // PAGE_BYTES * PAGE_BYTES
             pages = Span(first, 0, align_up(offset + nbytes) - first)
             reads = _edges(pages, offset, offset + nbytes) if write else (pages,)
-            chunk = Chunk(what, pages.nbytes, reads, (pages,), after=(sub.chunk,), on_lost=self.health.tear)
+            chunk = Chunk(label, pages.nbytes, reads, (pages,), after=(sub.chunk,), on_lost=self.health.tear)
             lease = stager.acquire(chunk)
             try:
                 move(lease.view(dtype, offset - first, count), at)
