@@ -1,18 +1,18 @@
-"""Floor 10. Checkpoints that are cheap as the state is on a drive already: the arenas' bytes, copied while training goes on.
+"""Floor 10. Checkpoints in the format "arena": the arenas' bytes, copied while training goes on. Training thread.
 
-Beside the manifest, `DIR/TAG/` holds `rankN.arena` (infinity/checkpoint/snapshot.py) and `rankN.record` for each rank. The
-training thread of every rank calls what is here; a thread of its own copies (infinity/store/arena_copy.py).
+`DIR/TAG/` holds the manifest, and for each rank `rankN.arena` (infinity/checkpoint/snapshot.py) and `rankN.record`. Another
+thread copies (infinity/store/arena_copy.py).
 
 [Note: When an arena checkpoint is there]
-`start` returns when the copying has begun. A checkpoint gets its name when all ranks have copied, which no rank can know by
-itself; so it gets it at a point that all ranks come to: in the first `step` that finds all of them done, or in `finish`, which
-waits (the next save or load, `finish_checkpoint` and `close` call that). Until then there is only the hidden folder, and
-`latest` names the checkpoint before, whatever happens. What fails is told in the log by the next step, and raised by `finish`.
+`start` returns when copying has begun. A checkpoint gets its name when all ranks have copied, which no rank can know alone. So
+it is named at a point that all ranks reach: in the first `step` that finds all ranks done, or in `finish`, which waits (the
+next save or load, `finish_checkpoint` and `close` call it). Until then only the hidden folder exists, and `latest` names the
+checkpoint before. A failure is logged by the next step, and raised by `finish`.
 
-Where the program ends without that, or an error is being handled, the ranks may be elsewhere, or gone, and so may the process
-group be. Then each ends alone (`finish_alone`, also as an exit function): what a rank has copied it says in a file beside the
-checkpoint, written by the thread that copied; the first waits for these files, so long and no longer, and names the
-checkpoint or says that there is none. Only what ends a process at once (SIGKILL, os._exit) loses it.
+If the program ends without that, or while an error is handled, the other ranks or the process group may be gone. Then each rank
+ends alone (`finish_alone`, also an exit function). The copying thread of a rank lists the rank's files in a report next to the
+checkpoint; rank 0 waits for these reports, for a bounded time, and names the checkpoint or logs that there is none. Only what
+ends a process at once (SIGKILL, os._exit) loses the checkpoint.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ _PIECE_NUMEL = 1 << 20
 """Elements that are put together at once where a checkpoint lies otherwise than the model."""
 
 ALONE_SECONDS_MIN = 60.0
-"""How long a first rank that ends alone waits for what the others have copied, at the least."""
+"""How long, at least, rank 0 waits for the other ranks where it ends alone."""
 
 _FILES = TypeAdapter(dict[str, StoredFile])
 
 
 class Saving:
-    """A checkpoint on its way: see [Note: When an arena checkpoint is there]. Made, finished and cancelled by all ranks.
+    """A checkpoint that is being copied: see [Note: When an arena checkpoint is there]. Used by all ranks alike.
 
-    record: this rank's, which is written when the arena is copied; where there is no `copying`, it is written already.
+    record: this rank's record file, written once the arena is copied; without `copying` it is written already.
     """
 
     def __init__(
         self, draft: Draft, manifest: Manifest, record: StoredFile, copying: Copying | None, keep: int
     ) -> None:
-        self.what = draft.what
+        self.task = draft.task
         self._draft, self._keep = draft, keep
         self._manifest = manifest
         self._record = record
         self._copying = copying
-        self._rank = dist.get_rank()  # there may be no process group at the end
+        self._rank = dist.get_rank()  # at the end the process group may be gone
         self._pid = os.getpid()
         self._failure: Exception | None = None
-        self._ended = self._told = False
+        self._ended = self._failure_logged = False
         atexit.register(self._at_exit)
 
     def finish_if_copied(self) -> bool:
-        """Give the checkpoint its name if all ranks have copied; whether it has. A collective. What fails `finish` raises."""
+        """Name the checkpoint if all ranks have copied; whether it has its name. A collective. `finish` raises failures."""
         if self._failure is None and _all_agree(self._is_copied()):
             try:
                 self.finish()
@@ -95,9 +95,9 @@ class Saving:
         return self._ended and self._failure is None
 
     def finish(self) -> None:
-        """Wait until all ranks have copied, and give the checkpoint its name. A collective.
+        """Wait until all ranks have copied, and name the checkpoint. A collective.
 
-        Raises CheckpointError on all ranks where that failed on one. An earlier checkpoint stays then.
+        Raises CheckpointError on all ranks where it failed on one; the checkpoint before it stays.
         """
         if self._failure is not None:
             raise self._failure
@@ -105,14 +105,14 @@ class Saving:
             return
         self._end()
         try:
-            with raise_on_all_ranks(), failing_as(self.what):
+            with raise_on_all_ranks(), failing_as(self.task):
                 files = self._files()
             everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(everything, files)
             with raise_on_all_ranks():
                 if dist.get_rank() == 0:
-                    found = {name: file for each in everything for name, file in each.items()}
-                    self._draft.write_manifest(replace(self._manifest, files=found))
+                    all_files = {name: file for of_rank in everything for name, file in of_rank.items()}
+                    self._draft.write_manifest(replace(self._manifest, files=all_files))
             with raise_on_all_ranks(), self._draft.proving():
                 prove(self._draft.folder, [self._rank])
             with raise_on_all_ranks():
@@ -124,9 +124,9 @@ class Saving:
             raise
 
     def finish_alone(self) -> None:
-        """As `finish`, of one rank whose others may be elsewhere; how it ended is told in the log. No collective.
+        """As `finish`, where the other ranks may be gone. No collective; logs the outcome.
 
-        The first waits for the others as long again as its own copying took, a minute at least.
+        Rank 0 waits for the others as long as its own copying took, a minute at least.
         """
         if self._ended:
             return
@@ -134,17 +134,17 @@ class Saving:
         try:
             files = self._files()
             if self._rank == 0:
-                files |= self._told_by_others()
+                files |= self._await_reports()
                 self._draft.write_manifest(replace(self._manifest, files=files))
                 with self._draft.proving():
                     prove(self._draft.folder, range(self._manifest.ranks))
                 self._draft.complete(self._keep)
-                log.info("%s is done: the training had ended without waiting for it", self.what)
+                log.info("%s is done: the training had ended without waiting for it", self.task)
         except Exception as error:
-            reason = str(error).removeprefix(f"{self.what} failed ")
-            log.error("%s failed, and the training has ended (%s): the checkpoint before it stays", self.what, reason)
+            reason = str(error).removeprefix(f"{self.task} failed ")
+            log.error("%s failed, and the training has ended (%s): the checkpoint before it stays", self.task, reason)
             with contextlib.suppress(OSError):
-                _tell(self._draft, self._rank, {})
+                _report(self._draft, self._rank, {})
             self._draft.discard()
         except BaseException:
             self._stop()
@@ -152,7 +152,7 @@ class Saving:
             raise
 
     def cancel(self) -> None:
-        """Stop copying. What is there of it goes with the next save."""
+        """Stop copying. The next save removes the partial checkpoint."""
         self._stop()
         self._draft.release()
 
@@ -169,26 +169,26 @@ class Saving:
         if os.getpid() == self._pid:  # not in a forked child
             self.finish_alone()
 
-    def _told_by_others(self) -> dict[str, StoredFile]:
-        """The files of all other ranks, once they have told. Raises CheckpointError where one doesn't, or has failed."""
-        own_seconds = self._copying.seconds if self._copying is not None else 0.0
-        deadline = time.monotonic() + max(ALONE_SECONDS_MIN, own_seconds)
-        found: dict[str, StoredFile] = {}
+    def _await_reports(self) -> dict[str, StoredFile]:
+        """Wait for the files of all other ranks. Raises CheckpointError where a rank does not report, or has failed."""
+        copying_seconds = self._copying.seconds if self._copying is not None else 0.0
+        deadline = time.monotonic() + max(ALONE_SECONDS_MIN, copying_seconds)
+        all_files: dict[str, StoredFile] = {}
         for rank in range(1, self._manifest.ranks):
-            while (files := _told_by(self._draft, rank)) is None:
+            while (files := _read_report(self._draft, rank)) is None:
                 if time.monotonic() > deadline:
                     raise CheckpointError(f"rank {rank} has not copied its part, or is gone")
                 time.sleep(0.1)
             if not files:
                 raise CheckpointError(f"rank {rank} could not copy its part: see its log")
-            found |= files
-        return found
+            all_files |= files
+        return all_files
 
     def _is_copied(self) -> bool:
         copying = self._copying
-        if copying is not None and copying.error is not None and not self._told:
-            self._told = True
-            log.warning("%s failed (%s): the next save, load or close raises this", self.what, copying.error)
+        if copying is not None and copying.error is not None and not self._failure_logged:
+            self._failure_logged = True
+            log.warning("%s failed (%s): the next save, load or close raises this", self.task, copying.error)
         return copying is None or (copying.ended and copying.error is None)
 
     def _files(self) -> dict[str, StoredFile]:
@@ -207,40 +207,40 @@ def start(
     *,
     keep: int = 0,
 ) -> Saving:
-    """Begin to write a checkpoint of what the model is now. A collective.
+    """Start to write a checkpoint of the model as it is now. A collective.
 
     Args:
-        outside: what lies outside of the arena, as a commit holds it; this rank's own.
-        keep: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
+        unpaged_state: this rank's state outside of the arena, as a commit holds it.
+        keep: number of checkpoints that stay in `directory`, this one counted; 0 for all.
 
-    Raises CheckpointError on all ranks when `unpaged_state` of one can't be stored, no training could go on from the
-    state, or the folder can't be written or lacks space. An earlier checkpoint stays then, until the new one was read back.
+    Raises CheckpointError on all ranks when `unpaged_state` of one can't be stored, training could not go on from the
+    state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one was read back.
     """
     rank, draft = dist.get_rank(), draft_of(directory, tag)
-    with raise_on_all_ranks(), failing_as(draft.what):
+    with raise_on_all_ranks(), failing_as(draft.task):
         blob = encode(unpaged_state)
         snapshot = Snapshot(swap.arena_layout)
         swap.settle()
-        made = _record_of(swap, snapshot, draft.identity, unpaged_state["global_steps"], blob)
-        with refusing(draft.what):
-            check_record(made, unpaged_state)
+        rank_record = _record_of(swap, snapshot, draft.identity, unpaged_state["global_steps"], blob)
+        with refusing(draft.task):
+            check_record(rank_record, unpaged_state)
         if rank == 0:
             draft.make()
     copying: Copying | None = None
     try:
-        with raise_on_all_ranks(), failing_as(draft.what):
+        with raise_on_all_ranks(), failing_as(draft.task):
             if rank == 0:
                 check_space(
                     draft.root,
                     snapshot.nbytes * swap.arena_layout.shards + len(blob) * dist.get_world_size(),
                     "a checkpoint",
                 )
-            content = made.to_bytes()
+            content = rank_record.to_bytes()
             record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
             write_training_state = partial(_write_training_state, draft, rank, content, {record_name(rank): record})
             if rank < swap.arena_layout.shards:
                 copying = swap.start_copying(draft.folder / arena_name(rank), write_training_state)
-            else:  # another rank has just the same
+            else:  # a replica: another rank stores the same arena
                 write_training_state(None)
         manifest = manifest_of(model, unpaged_state["global_steps"], {}, tag, "arena")
         return Saving(draft, manifest, record, copying, keep)
@@ -262,65 +262,66 @@ def load(
 ) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the moments, which must exist. A collective.
 
-    `begin`: called before the first value changes; nothing was touched by what fails before.
-    Where the state lies here as it lay there, ranges are copied; else it is put together from all ranks' files, piece by piece.
-    `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
-    held to it always.
+    Where the state lies in the arena as it did there, ranges are copied; else it is assembled from all ranks' files.
 
-    Returns what lies outside of the arena: what this rank stored of it, or where there was no such rank, rank 0, less its
-    random states.
-    Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
+    Args:
+        begin: called before the first value changes; failures before that change nothing.
+        verified: first read every file, each rank a part of them, and compare its hash with the manifest. Files that are
+            parsed are compared always.
+
+    Returns the unpaged state that this rank stored; where there was no such rank, that of rank 0 without random states.
+    Raises CheckpointError on all ranks when the checkpoint is damaged (names the file) or of another model (names tensors).
     """
     with contextlib.ExitStack() as closing:
         with raise_on_all_ranks():
             stored = closing.enter_context(StoredArena(path))
             unpaged_state = stored.unpaged_state(dist.get_rank())
             verify(path, (), everything=verified)
-            reshard(model)  # what is gathered now would be stale
+            reshard(model)  # gathered values would be stale afterwards
             _check_fits(stored, unpaged_state, model, optimizer)
         begin()
         with raise_on_all_ranks():
-            same = stored.alike(swap.arena_layout) if swap is not None else None
+            same = stored.with_layout(swap.arena_layout) if swap is not None else None
             if swap is not None and same is not None:
                 _copy_back(same, swap)
             else:
-                _put_together(stored, model, optimizer)
+                _assemble(stored, model, optimizer)
     return unpaged_state
 
 
 def _write_training_state(
     draft: Draft, rank: int, record: bytes, files: dict[str, StoredFile], arena: StoredFile | None
 ) -> None:
-    """The arena is copied, if the rank stores one: write its record, and tell the first rank what there is."""
+    """Write the record of a rank whose arena, if it stores one, is copied, and report the rank's files."""
     write_durably(draft.folder / record_name(rank), record)
-    _tell(draft, rank, files | ({} if arena is None else {arena_name(rank): arena}))
+    _report(draft, rank, files | ({} if arena is None else {arena_name(rank): arena}))
 
 
-def _tell(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
-    """Say beside the checkpoint which files of a rank are whole; none: it could not write them. Raises OSError."""
-    path = draft.beside / f"rank{rank}.json"
+def _report(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
+    """Write a list of the rank's files next to the checkpoint; an empty one says that it failed. Raises OSError."""
+    path = draft.work_folder / f"rank{rank}.json"
     written = path.with_suffix(".partial")
     write_durably(written, _FILES.dump_json(files))
     written.rename(path)
 
 
-def _told_by(draft: Draft, rank: int) -> dict[str, StoredFile] | None:
-    """What `_tell` said for a rank, None where it hasn't yet."""
+def _read_report(draft: Draft, rank: int) -> dict[str, StoredFile] | None:
+    """The list that `_report` wrote for a rank; None where there is none yet."""
     try:
-        files = _FILES.validate_json(read_small(draft.beside / f"rank{rank}.json", MIB), strict=True)
+        files = _FILES.validate_json(read_small(draft.work_folder / f"rank{rank}.json", MIB), strict=True)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"what rank {rank} tells can't be read ({error})") from None
+        raise CheckpointError(f"the report of rank {rank} can't be read ({error})") from None
     return files if files.keys() <= {record_name(rank), arena_name(rank)} else {}
 
 
-def _all_agree(own: bool) -> bool:
+def _all_agree(agrees: bool) -> bool:
     if dist.get_world_size() == 1:
-        return own
-    everywhere = [own] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return all(everywhere)
+        return agrees
+    votes = [agrees] * dist.get_world_size()
+    dist.all_gather_object(votes, agrees)
+    return all(votes)
 
 
 def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, unpaged_state: bytes) -> Record:
@@ -344,16 +345,16 @@ def _check_fits(
     stored: StoredArena, unpaged_state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     theirs = {f"model.{name}": tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
-    for each in stored.parameters:
-        theirs[f"model.{each.name}"] = each.shape
-        if each.trained:
-            theirs |= {f"optimizer.state.{each.name}.{moment}": each.shape for moment in stored.moments}
+    for parameter in stored.parameters:
+        theirs[f"model.{parameter.name}"] = parameter.shape
+        if parameter.trained:
+            theirs |= {f"optimizer.state.{parameter.name}.{moment}": parameter.shape for moment in stored.moments}
     ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
-    for parameter, names in parameter_names(model).items():
-        ours[f"model.{names[0]}"] = tuple(parameter.shape)
-        for key in optimizer.state.get(parameter, {}):
+    for param, names in parameter_names(model).items():
+        ours[f"model.{names[0]}"] = tuple(param.shape)
+        for key in optimizer.state.get(param, {}):
             if key != "step":
-                ours[f"optimizer.state.{names[0]}.{key}"] = tuple(parameter.shape)
+                ours[f"optimizer.state.{names[0]}.{key}"] = tuple(param.shape)
     check_same_model(stored.path, ours, theirs)
     try:
         check_record(stored.rank(0).record, unpaged_state)
@@ -379,20 +380,20 @@ def _copy_back(state: RankState, swap: SwapManager) -> None:
     swap.stager.settle_all()
 
 
-def _fill(state: RankState, sub: SubGroup, which: Field, into: torch.Tensor) -> None:
-    state.read_field(sub, which, into)
+def _fill(state: RankState, sub: SubGroup, field: Field, into: torch.Tensor) -> None:
+    state.read_field(sub, field, into)
 
 
 @torch.no_grad()
-def _put_together(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _assemble(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter, names in parameter_names(model).items():
         fields = {Field.MASTER: parameter.data}
         fields |= {
-            which: optimizer.state[parameter][name]
-            for name, which in zip(stored.moments, MOMENTS, strict=False)
+            field: optimizer.state[parameter][name]
+            for name, field in zip(stored.moments, MOMENTS, strict=False)
             if name in optimizer.state.get(parameter, {})
         }
-        for which, tensor in fields.items():
+        for field, tensor in fields.items():
             assert isinstance(tensor, DTensor)
             mesh = tensor.device_mesh
             first, end = rows_of(tensor.shape, mesh.get_local_rank(mesh.ndim - 1), mesh.size(-1))
@@ -400,10 +401,10 @@ def _put_together(stored: StoredArena, model: nn.Module, optimizer: torch.optim.
             assert local.numel() == end - first, f"{names[0]} is sharded otherwise than by rows"
             flat = local.view(-1)
             for start, numel in _cut(end - first):
-                flat[start : start + numel].copy_(stored.read(names[0], which, first + start, numel))
+                flat[start : start + numel].copy_(stored.read(names[0], field, first + start, numel))
 
 
 def _cut(numel: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of pieces of a bounded size."""
+    """(start, count) of pieces of at most `_PIECE_NUMEL` elements."""
     for start in range(0, numel, _PIECE_NUMEL):
         yield start, min(_PIECE_NUMEL, numel - start)

@@ -53,9 +53,11 @@ def check_same_model(path: Path, ours: Mapping[str, tuple[int, ...]], stored: Ma
     ]
     if missing or extra or reshaped:
         parts = []
-        for what, names in (("missing there", missing), ("unknown here", extra), ("of another shape", reshaped)):
+        for trouble, names in (("missing there", missing), ("unknown here", extra), ("of another shape", reshaped)):
             if names:
-                parts.append(f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+                parts.append(
+                    f"{len(names)} tensors {trouble} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+                )
         raise CheckpointError(f"{path} is a checkpoint of another model: {'; '.join(parts)}")
 
 
@@ -76,22 +78,22 @@ def check_resumable(
         ("no place in the optimizer", set() if stepped is None else {*moments} - {*stepped}),
         ("no number of steps", {*moments} - {*steps} if counts_steps else set()),
     ]
-    for what, names in lacking:
+    for lack, names in lacking:
         if names:
             others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
             raise CheckpointError(
-                f"{min(names)}{others} has moments and {what}, so training can't go on from it as it was: use another "
+                f"{min(names)}{others} has moments and {lack}, so training can't go on from it as it was: use another "
                 "checkpoint, or its weights alone"
             )
 
 
 @contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
+def refusing(task: str) -> Iterator[None]:
     """Around the `check_resumable` of a save: its CheckpointError says that nothing was written."""
     try:
         yield
     except CheckpointError as error:
         reason = str(error).rpartition(": ")[0]
         raise CheckpointError(
-            f"{what} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
+            f"{task} is refused ({reason}), as where an error ended a pass: the checkpoint before it stays; load that"
         ) from None

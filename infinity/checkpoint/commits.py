@@ -1,16 +1,16 @@
-"""Floor 10. Commits of a durable run: when a step's state is made to stay, and how a run goes on from it. Training thread only.
+"""Floor 10. Commits of a durable run: when a step is committed, and how a run goes on from one. Training thread only.
 
 [Note: When a step is committed]
-A step's updates may run after `step` returns, in the next forward, and its last writes go on beside the next pass. So `step`
-only notes what lies outside of the arena (counters, schedule, loss scale, random numbers, what the user gave), as it is then,
-and the commit is pending. It is made where the first write of the next step could follow: at the start of the next `backward`
-where that updates, else of the next `step`. By then the writes have drained behind the passes, and what is waited for is the
-drive's own cache and a small file. Both places are the same on all ranks, so all commit the same steps.
+A step's updates may run after `step` returns, in the next forward, and its last writes go on during the next pass. So `step`
+only notes the unpaged state (counters, schedule, loss scale, random numbers, `client_state`) as it is then, and the commit is
+pending. It is made just before the first write of the next step could follow: at the start of the next `backward` where that
+updates, else of the next `step`. By then the writes have drained behind the passes, and only the drive's cache and a small
+file are waited for. Both places are the same on all ranks, so all commit the same steps.
 
 [Note: What can be gone on from]
-A commit takes the place of the one before it, so it counts only when it is known that a run can go on from it. What a resume
-asks of a record is asked of it before: `check_unpaged_state` when it is noted and again, with `check_arena`, when it is
-made; and the file is read back. All ranks hear how that went before any removes the older one.
+A commit replaces the one before it, so it counts only when a run can go on from it. All that a resume checks of a record is
+checked before: `check_unpaged_state` when it is noted and again, with `check_arena`, when the commit is made; and the file is
+read back. No rank removes the older commit before all ranks know how that went.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _UNPAGED_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Training:
-    """What must be alike where a training goes on: its number of parameter groups, its buffers' shapes by name, and whether its
-    optimizer counts the steps of each parameter."""
+    """What a commit must match of a training. groups: number of parameter groups. buffers: their shapes, by name.
+    counts_steps: whether the optimizer counts the steps of each parameter."""
 
     groups: int
     buffers: Mapping[str, tuple[int, ...]]
@@ -64,7 +64,7 @@ class Training:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that is to be committed, and what lay outside of the arena at its end: as values and as bytes."""
+    """A step to be committed, with the unpaged state at its end: as values, and as bytes (`stored`)."""
 
     step: int
     training: Training
@@ -80,30 +80,30 @@ class Commits:
         self._swap = swap
         self._pending: _Pending | None = None
         if run.resumed is not None:
-            self._note_way_back(run.resumed.commit.step)
+            self._set_recovery_advice(run.resumed.commit.step)
 
     def check_storable(self, client_state: dict[str, Any]) -> None:
-        """Raise CheckpointError on all ranks where that of one can't be stored, before the step that it belongs to is taken. A
-        collective."""
+        """Raise CheckpointError on all ranks where the `client_state` of one can't be stored. Called before the step that it
+        belongs to. A collective."""
         with raise_on_all_ranks():
             encode(client_state)
 
     def note(self, step: int, training: Training, unpaged_state: Callable[[], dict[str, Any]]) -> None:
-        """The step is over: what it was is to be committed. A collective.
+        """Note, at the end of a step, the state to commit. A collective.
 
-        Raises CheckpointError on all ranks where the unpaged state of one can't be stored, or couldn't be gone
-        on from; then what was noted before is still to be committed, on all of them.
+        Raises CheckpointError on all ranks where the unpaged state of one can't be stored, or no training could go on from it;
+        what was noted before is still to be committed then, on all ranks.
         """
         with raise_on_all_ranks():
-            found = unpaged_state()
-            stored = encode(found)
-            _check_keys(found, step)
-            check_unpaged_state(found, training, self._stepped)
-        self._pending = _Pending(step, training, found, stored)
+            values = unpaged_state()
+            stored = encode(values)
+            _check_keys(values, step)
+            check_unpaged_state(values, training, self._stepped)
+        self._pending = _Pending(step, training, values, stored)
 
     @property
     def pending_step(self) -> int | None:
-        """The step that is to be committed; None where none is."""
+        """The step to be committed; None where there is none."""
         return self._pending.step if self._pending is not None else None
 
     @property
@@ -112,39 +112,38 @@ class Commits:
         return {shard.name for shard in self._swap.paged.shards if shard.stepped}
 
     def try_to_make(self) -> None:
-        """Commit what was noted last before its values are set anew; say where that can't be done. A collective."""
+        """Commit the pending step, before its values are replaced; log where that fails. A collective."""
         try:
             self.make()
         except InfinityError as error:
             log.warning("the last step is not committed: %s", error)
 
     def make(self) -> None:
-        """Commit what was noted last, if it isn't yet. A collective.
+        """Commit the pending step, if any. A collective.
 
-        Raises on all ranks where it fails on one; the commit before it is still there then.
+        Raises on all ranks where it fails on one; the commit before it stays then.
         """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         with measured(self._swap.timeline, "stall", f"commit of step {pending.step}"):
-            sequence = self._write_together(pending)
-            self._note_way_back(pending.step)
+            sequence = self._write_on_all_ranks(pending)
+            self._set_recovery_advice(pending.step)
             with raise_on_all_ranks():
                 self._leave_one_record(sequence)
 
-    def _write_together(self, pending: _Pending) -> int:
-        """On return all ranks have their records, which all can go on from, so that what those before speak of may be written
-        over. Returns their number.
+    def _write_on_all_ranks(self, pending: _Pending) -> int:
+        """Write the records of all ranks; then the slots of the commit before may be overwritten. Returns the new number.
 
-        Where one couldn't make its own, all hear of it, and none keeps it. Where it can't be heard what the others did, because
-        one of them died, they may be past this point already: then both records stay, and nothing is written any more.
+        Where one rank fails, all learn of it, and no rank keeps its record. Where a rank can't learn what the others did,
+        because one died, they may be past this point already: it keeps both records, and writes nothing any more.
         """
         record = None
         try:
             with raise_on_all_ranks():
                 record = self._write(pending)
                 self._check_restorable(record, pending)
-            self._swap.paged.mark_committed()  # from here on, what all have a record of is written over by nobody
+            self._swap.paged.mark_committed()  # from here on nobody overwrites the slots of the new records
         except BaseException as error:
             if record is None or isinstance(error, InfinityError):
                 self._leave_one_record(self._run.sequence)
@@ -154,16 +153,16 @@ class Commits:
         return record.commit.sequence
 
     def _check_restorable(self, record: Record, pending: _Pending) -> None:
-        """Raise CheckpointError unless the record is on the drive, and a run can go on from it."""
+        """Raise CheckpointError unless the record is on the drive and a run can go on from it."""
         check_arena(record, self._swap.paged)
         check_unpaged_state(pending.unpaged_state, pending.training, self._stepped)
         self._run.read_back(record)
 
     def _leave_one_record(self, sequence: int) -> None:
-        """Remove the record before this one, or one after it that not all ranks could make."""
+        """Remove the record before this one, or one after it that some rank could not write."""
         try:
             self._run.leave_one(sequence)
-        except OSError as error:  # what is written next could be what a record speaks of
+        except OSError as error:  # the next write could hit a slot that a record names
             why = f"removing an old record from {self._run.folders[0].path} ({error.strerror})"
             self._swap.paged.health.seal(why)
             raise StoreError(error.errno or 0, f"{why} failed: nothing is written any more, start again") from None
@@ -173,7 +172,7 @@ class Commits:
         paged.check_whole()
         try:
             self._swap.flush()
-        except OSError as error:  # a second flush may report success for what the first has lost
+        except OSError as error:  # a second flush may report success for bytes that the first has lost
             paged.health.seal(f"the flush of step {pending.step} ({error})")
             raise
         counts, ties = packed_ties(self._swap)
@@ -195,18 +194,18 @@ class Commits:
             ) from None
         return record
 
-    def _note_way_back(self, step: int) -> None:
+    def _set_recovery_advice(self, step: int) -> None:
         self._swap.paged.health.way_back = (
             f"start again with resume=True to go on from step {step}, which is committed, or "
         )
 
 
 def open_run(nvme_paths: Sequence[str], run_name: str | None, *, resume: bool | Literal["must"]) -> DurableRun | None:
-    """The files of the durable run of that name, and in it what to go on from; None where there is no name.
+    """Open the files of the durable run `run_name`, and choose the commit to go on from. None where there is no name.
 
-    A collective. Raises CheckpointError where there is a committed step and `resume` is false, there is none that all ranks
-    have, or none at all where it "must" be or where there are commits of others, and StoreError where a live process has the
-    files; on all ranks when on one.
+    A collective. Raises on all ranks when on one: CheckpointError where a step is committed and `resume` is false; where no
+    commit is on all ranks; where none exists and `resume` is "must", or commits of other ranks exist. StoreError where a live
+    process uses the files.
     """
     run: DurableRun | None = None
     try:
@@ -240,11 +239,11 @@ def open_run(nvme_paths: Sequence[str], run_name: str | None, *, resume: bool | 
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one rank has."""
+class _Commits:
+    """The commits that one rank has."""
 
     commits: dict[tuple[int, str], int]
-    """Steps, by the identity of their commits."""
+    """Steps, by the identities of their commits."""
     damaged: list[str]
     others: list[str]
     began: str | None
@@ -255,8 +254,8 @@ class _Found:
 
 
 def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None, str]:
-    """(number of the newest commit that all ranks have, None where no rank has any; rank 0's name for this launch)."""
-    own = _Found(
+    """(number of the newest commit that all ranks have, None where no rank has any; identity of this launch, of rank 0)."""
+    here = _Commits(
         {record.commit.identity: record.commit.step for record in run.records.values()},
         run.damaged,
         run.others,
@@ -265,17 +264,17 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
         run.where,
         resume == "must",
     )
-    everywhere: list[_Found] = [own] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
+    everywhere: list[_Commits] = [here] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
     launch = everywhere[0].launch
-    if not any(each.commits or each.damaged for each in everywhere):
+    if not any(of_rank.commits or of_rank.damaged for of_rank in everywhere):
         _check_may_start_anew(everywhere)
         return None, launch
-    common = set.intersection(*({*each.commits} for each in everywhere))
+    common = set.intersection(*({*of_rank.commits} for of_rank in everywhere))
     if not resume:
-        found = f"step {own.commits[max(common)]} is committed" if common else "a run was"
+        state = f"step {here.commits[max(common)]} is committed" if common else "a run was"
         raise CheckpointError(
-            f"{run.where}: {found} there, and nothing of it is overwritten: pass resume=True (--resume) to go on from it, or "
+            f"{run.where}: {state} there, and nothing of it is overwritten: pass resume=True (--resume) to go on from it, or "
             "remove the folder to start anew, or choose another infinity.run_name"
         )
     if not common and resume != "must" and _never_committed(everywhere):
@@ -288,55 +287,56 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
     return max(common)[0], launch
 
 
-def _never_committed(everywhere: Sequence[_Found]) -> bool:
-    """Whether what some ranks have is the first commit of a launch that others of it never made."""
-    made = {identity for each in everywhere for identity in each.commits}
-    if len(made) != 1 or any(each.damaged for each in everywhere):
+def _never_committed(everywhere: Sequence[_Commits]) -> bool:
+    """Whether some ranks have the first commit of a launch in which the others made none."""
+    made = {identity for of_rank in everywhere for identity in of_rank.commits}
+    if len(made) != 1 or any(of_rank.damaged for of_rank in everywhere):
         return False
     sequence, launch = made.pop()
-    return sequence == 1 and all(each.commits or each.began == launch for each in everywhere)
+    return sequence == 1 and all(of_rank.commits or of_rank.began == launch for of_rank in everywhere)
 
 
-def _check_may_start_anew(everywhere: Sequence[_Found]) -> None:
+def _check_may_start_anew(everywhere: Sequence[_Commits]) -> None:
     """Raise CheckpointError where no rank has a commit, and a second history would begin beside one that is there, or was
     expected."""
-    others = [f"rank {rank}: {' and '.join(each.others)}" for rank, each in enumerate(everywhere) if each.others]
+    others = [f"rank {n}: {' and '.join(of_rank.others)}" for n, of_rank in enumerate(everywhere) if of_rank.others]
     if others:
         raise CheckpointError(
             f"no rank has commits of its own, but there are some ({'; '.join(others)}): start the ranks on the machines and "
             "with the drives on which they were, all of them mounted; to start anew beside them, choose another "
             "infinity.run_name, or remove the folders"
         )
-    if any(each.must_resume for each in everywhere):
-        places = " and ".join(sorted({each.where for each in everywhere}))
+    if any(of_rank.must_resume for of_rank in everywhere):
+        places = " and ".join(sorted({of_rank.where for of_rank in everywhere}))
         raise CheckpointError(
             f'resume="must", and nothing is committed in {places}: see that the drives of nvme_path are mounted there and that '
             "infinity.run_name is that of the run; resume=True starts anew where nothing is committed"
         )
 
 
-def _in_words(everywhere: Sequence[_Found]) -> str:
-    told = []
-    for rank, each in enumerate(everywhere):
-        steps = " and ".join(f"step {step}" for step in each.commits.values()) or "none"
-        told.append("; ".join([f"rank {rank} has {steps}", *each.damaged, *([] if each.commits else each.others)]))
-    return ", ".join(told)
+def _in_words(everywhere: Sequence[_Commits]) -> str:
+    parts = []
+    for rank, of_rank in enumerate(everywhere):
+        steps = " and ".join(f"step {step}" for step in of_rank.commits.values()) or "none"
+        others = [] if of_rank.commits else of_rank.others
+        parts.append("; ".join([f"rank {rank} has {steps}", *of_rank.damaged, *others]))
+    return ", ".join(parts)
 
 
 def restore_arena(record: Record, swap: SwapManager) -> None:
-    """The paged model's values are those of the record, which fits it. Raises CheckpointError as `check_arena`."""
+    """Set the paged model's values to those of a record that fits it. Raises CheckpointError as `check_arena`."""
     commit = record.commit
     swap.paged.restore(
         [int(slot) for slot in commit.slots],
         check_arena(record, swap.paged),
-        [each == "1" for each in commit.filled],
-        [each == "1" for each in commit.stepped],
+        [bit == "1" for bit in commit.filled],
+        [bit == "1" for bit in commit.stepped],
         record.sums,
     )
 
 
 def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
-    """The ties of each sub-group. Raises CheckpointError where what the record says of the arena can't be true of the model."""
+    """The ties of each sub-group. Raises CheckpointError where the record contradicts the model's arena."""
     step, subs = record.commit.step, paged.sub_groups
     try:
         ties = ties_of(record, [sub.layout.numel for sub in subs])
@@ -351,8 +351,8 @@ def check_arena(record: Record, paged: PagedModel) -> list[torch.Tensor]:
 
 
 def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, stepped: Collection[str]) -> None:
-    """Raise CheckpointError where the training can't go on from what lay outside of the arena, where the parameters in
-    `stepped` have moments: see [Note: What can be gone on from]."""
+    """Raise CheckpointError where the training can't go on from this unpaged state; `stepped`: the parameters with moments. See
+    [Note: What can be gone on from]."""
     buffers = {name: tuple(buffer.shape) for name, buffer in unpaged_state["buffers"].items()}
     if len(unpaged_state["param_groups"]) != training.groups or buffers != training.buffers:
         raise CheckpointError(
@@ -363,30 +363,30 @@ def check_unpaged_state(unpaged_state: Mapping[str, Any], training: Training, st
 
 
 def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
-    """The ties of each sub-group, which have so many elements. Raises ValueError where they can't be true."""
+    """The ties of each sub-group; `numels`: elements of the sub-groups. Raises ValueError for impossible ties."""
     numbers = torch.frombuffer(bytearray(record.ties + bytes(4)), dtype=torch.int32)[:-1]
-    found = [own.clone() for own in torch.split(numbers, list(record.commit.ties))]
-    for index, (own, numel) in enumerate(zip(found, numels, strict=True)):
-        if own.numel() and (own.min() < 0 or own.max() >= numel or (own.diff() <= 0).any()):
+    all_ties = [part.clone() for part in torch.split(numbers, list(record.commit.ties))]
+    for index, (ties, numel) in enumerate(zip(all_ties, numels, strict=True)):
+        if ties.numel() and (ties.min() < 0 or ties.max() >= numel or (ties.diff() <= 0).any()):
             raise ValueError(f"impossible ties in sub-group {index}")
-    return found
+    return all_ties
 
 
 def packed_ties(swap: SwapManager) -> tuple[list[int], bytes]:
-    """How many each sub-group has, and all of them as a record holds them."""
+    """(number of ties per sub-group, all ties as the bytes of a record)."""
     ties = [sub.ties for sub in swap.paged.sub_groups]
     packed = torch.cat(ties).numpy().astype("<i4").tobytes() if ties else b""
-    return [own.numel() for own in ties], packed
+    return [part.numel() for part in ties], packed
 
 
 def unpaged_state_of(record: Record) -> dict[str, Any]:
-    """What the record holds of what lies outside of the arena. Raises CheckpointError."""
+    """The unpaged state in the record. Raises CheckpointError."""
     try:
-        found = decode(record.unpaged_state)
+        unpaged_state = decode(record.unpaged_state)
     except ValueError as error:
         raise CheckpointError(f"the record of step {record.commit.step} is damaged ({error})") from None
-    _check_keys(found, record.commit.step)
-    return found
+    _check_keys(unpaged_state, record.commit.step)
+    return unpaged_state
 
 
 def _check_keys(unpaged_state: Mapping[str, Any], step: int) -> None:

@@ -1,7 +1,7 @@
-"""Floor 10. A checkpoint's model out of its shards: as safetensors, streamed, or as a state dict. One process, no ranks.
+"""Floor 10. The whole model of a checkpoint, as safetensors or as a state dict. One process, no ranks.
 
-Memory is bounded by one shard of one tensor: a tensor is cut by rows, so its shards one after another are its bytes, and these
-go to the output piece by piece. (A tensor that somebody else's training cut in another way is put together first.)
+Memory is bounded by one shard of one tensor: tensors are cut by rows, so the shards one after another are the tensor, and they
+are written piece by piece. (A tensor that another program cut in another way is assembled in memory first.)
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors calls them."""
+"""The names of dtypes in safetensors."""
 
 Progress = Callable[[int], None]
 
@@ -55,7 +55,7 @@ Progress = Callable[[int], None]
 class StoredModel(ABC):
     """The model in a checkpoint: parameters and buffers, read one at a time. See `open_model`.
 
-    tensors: shape and type of each, by name. aliases: further names of tied parameters, and under which the values are meant.
+    tensors: shape and dtype, by name. aliases: further names of tied parameters, each with the name that has the values.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None, tensors: dict[str, TensorStorageMetadata]) -> None:
@@ -70,17 +70,17 @@ class StoredModel(ABC):
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters and buffers, tied ones once."""
+        """Names of all parameters and buffers, tied ones once."""
         return [name for name in self.tensors if name not in self.aliases]
 
     def dtype_as(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """What `name` becomes where parameters become `dtype`: buffers, and what isn't floating, stay as they are."""
-        own: torch.dtype = self.tensors[name].properties.dtype
+        """`dtype` where `name` is a parameter of floating point; else the dtype that it has."""
+        stored: torch.dtype = self.tensors[name].properties.dtype
         buffers = self.manifest.buffers if self.manifest else ()
-        return own if name in buffers or not own.is_floating_point else dtype
+        return stored if name in buffers or not stored.is_floating_point else dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """That of `name` in the model: a parameter without dimensions is stored in the shape (1,)."""
+        """The shape of `name` in the model: a parameter without dimensions is stored in the shape (1,)."""
         stored = tuple(self.tensors[name].size)
         return () if stored == (1,) and self.manifest is not None and name in self.manifest.scalars else stored
 
@@ -89,7 +89,7 @@ class StoredModel(ABC):
         """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """All of `name`. Raises CheckpointError."""
+        """The whole tensor `name`. Raises CheckpointError."""
         whole = torch.empty(self.shape(name), dtype=dtype)
         at = 0
         for piece in self.pieces(name):
@@ -118,14 +118,14 @@ def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> Sto
 
 
 class _ArenaModel(StoredModel):
-    """Out of arenas: see infinity/checkpoint/stored_arena.py. A file is verified when the first of its bytes are needed."""
+    """The model of an arena checkpoint. A file is verified when the first of its bytes are needed."""
 
     def __init__(self, path: Path) -> None:
         self._stored = StoredArena(path)
         try:
             unpaged_state = self._stored.unpaged_state(0)
             self._buffers: dict[str, torch.Tensor] = unpaged_state["buffers"]
-            sizes = {each.name: (each.shape, torch.float32) for each in self._stored.parameters}
+            sizes = {param.name: (param.shape, torch.float32) for param in self._stored.parameters}
             sizes |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self._buffers.items()}
             aliases = self._stored.manifest.aliases
             sizes |= {alias: sizes[name] for alias, name in aliases.items() if name in sizes}
@@ -154,7 +154,7 @@ class _ArenaModel(StoredModel):
 
 
 class _DcpModel(StoredModel):
-    """Out of the files of torch.distributed.checkpoint."""
+    """The model of a checkpoint of torch.distributed.checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, load_manifest(path)
@@ -162,8 +162,12 @@ class _DcpModel(StoredModel):
         self._verified: set[str] = set()
         if self.manifest is not None:
             self._verify(".metadata")
-        stored = {name: each for name, each in self._reader.tensors().items() if name.startswith(_PREFIX)}
-        super().__init__(path, self.manifest, {name.removeprefix(_PREFIX): each for name, each in stored.items()})
+        tensors = {
+            name.removeprefix(_PREFIX): tensor
+            for name, tensor in self._reader.tensors().items()
+            if name.startswith(_PREFIX)
+        }
+        super().__init__(path, self.manifest, tensors)
         if not self.tensors:
             raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
 
@@ -195,9 +199,7 @@ class _DcpModel(StoredModel):
             with self._reader.fs.create_stream(file, "rb") as stream:
                 part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever torch.load makes of arbitrary bytes
-            why = next(
-                iter(str(error).splitlines()), type(error).__name__
-            )  # of an empty file it is an EOFError of no words
+            why = next(iter(str(error).splitlines()), type(error).__name__)  # the EOFError of an empty file has no text
             raise CheckpointError(f"{file} is damaged ({why}): load another checkpoint") from None
         stored: TensorStorageMetadata = self.tensors[name]
         fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
@@ -221,7 +223,7 @@ class _DcpModel(StoredModel):
 
 
 def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:
-    """Whether the chunks, one after another, are the tensor."""
+    """Whether the chunks are the tensor when put one after another."""
     row = 0
     for chunk in chunks:
         if not shape:
@@ -240,10 +242,10 @@ class _Part:
 
     @property
     def nbytes(self) -> int:
-        return sum(_nbytes(*each) for each in self.tensors.values())
+        return sum(_nbytes(dtype, shape) for dtype, shape in self.tensors.values())
 
     def header(self) -> bytes:
-        """What stands before the tensors' bytes: 8 bytes of length, then JSON, padded to 8 bytes."""
+        """The bytes before those of the tensors: 8 bytes of length, then JSON, padded to 8 bytes."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name, (dtype, shape) in self.tensors.items():
@@ -269,9 +271,9 @@ def consolidate(
     Args:
         tag: of the checkpoint in `directory`; its latest where None.
         dtype: of the parameters; buffers keep theirs.
-        max_shard_bytes: where the model is larger, it goes to several files of at most this (a larger tensor has one to
-            itself), with an index.
-        progress: called with all bytes to be written; what it returns is called with those just written.
+        max_shard_bytes: a larger model goes to several files of at most this size, with an index; a larger tensor has a
+            file to itself.
+        progress: called with the number of bytes to write; it returns a function that is called with those just written.
 
     Raises CheckpointError where the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
     nothing is left in it then.
@@ -341,7 +343,7 @@ def _write_part(model: StoredModel, part: _Part, path: Path, tell: Progress) -> 
 
 
 def _publish(root: Path, parts: list[_Part], temporary: list[Path], index: Path) -> list[Path]:
-    """Give the files their names; the index, by which several are found, last."""
+    """Give the files their names; the index, which readers look for, last."""
     count = len(parts)
     names = ["model.safetensors"]
     if count > 1:

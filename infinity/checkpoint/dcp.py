@@ -1,8 +1,8 @@
-"""Floor 10. Checkpoints in PyTorch's own format (torch.distributed.checkpoint), and 16-bit models as safetensors.
+"""Floor 10. Checkpoints in PyTorch's format (torch.distributed.checkpoint), and 16-bit models as safetensors.
 
-A checkpoint is `DIR/TAG/`: the masters and moments under the names that FSDP2 + AdamW uses, written tensor by tensor, a small
-file per rank with the rest, and a manifest with the hash of every file, taken while it was written. It is written under another
-name and renamed when it is whole; `DIR/latest` names it last. DCP reshards on load, so another number of ranks is fine.
+A checkpoint is `DIR/TAG/`: masters and moments under the names that FSDP2 + AdamW uses, written tensor by tensor; a small file
+per rank with the training state; and a manifest with the hash of every file, taken while it was written. The folder is renamed
+when it is whole; then `DIR/latest` names it. DCP reshards on load, so another number of ranks is fine.
 """
 
 from __future__ import annotations
@@ -46,18 +46,20 @@ def save(
     *,
     keep: int = 0,
 ) -> None:
-    """Write a checkpoint. `training_state` (plain values and tensors only) is this rank's own. A collective.
+    """Write a checkpoint. A collective.
 
-    `keep`: how many checkpoints stay in `directory` at most, this one among them; 0 for all.
+    Args:
+        training_state: of this rank; plain values and tensors only.
+        keep: number of checkpoints that stay in `directory`, this one counted; 0 for all.
 
-    Raises CheckpointError on all ranks when `training_state` of one can't be stored, no training could go on from the
-    state, or the folder can't be written or lacks the space. An earlier checkpoint stays then, until the new one was read back.
+    Raises CheckpointError on all ranks when `training_state` of one can't be stored, training could not go on from the
+    state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one was read back.
     """
     draft, writer = draft_of(directory, tag), dist.get_rank() == 0
     state = _state_of(model, optimizer)
     with raise_on_all_ranks():
         blob = encode(training_state)
-        with refusing(draft.what):
+        with refusing(draft.task):
             _check_resumable(state, optimizer)
         if writer:
             draft.make()
@@ -66,22 +68,22 @@ def save(
             if writer:
                 check_space(draft.root, sum(v.numel() * v.itemsize for v in _tensors(state).values()), "a checkpoint")
         files = Writer(draft.folder)
-        failure = _write(state, files, draft.what)
-        own = f"rank{dist.get_rank()}.pt"
+        failure = _write(state, files, draft.task)
+        state_file = f"rank{dist.get_rank()}.pt"
         with raise_on_all_ranks():
             if failure is not None:
                 raise failure
-            with failing_as(draft.what):
-                write_durably(draft.folder / own, blob)
-        written = {**files.written, own: StoredFile(len(blob), sha256(blob).hexdigest())}
+            with failing_as(draft.task):
+                write_durably(draft.folder / state_file, blob)
+        written = {**files.written, state_file: StoredFile(len(blob), sha256(blob).hexdigest())}
         everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(everything, written)
         with raise_on_all_ranks():
             if writer:
-                together_written = {name: file for each in everything for name, file in each.items()}
-                draft.write_manifest(manifest_of(model, training_state["global_steps"], together_written, tag))
+                all_files = {name: file for of_rank in everything for name, file in of_rank.items()}
+                draft.write_manifest(manifest_of(model, training_state["global_steps"], all_files, tag))
         with raise_on_all_ranks(), draft.proving():
-            verify(draft.folder, {".metadata", own}, everything=False)
+            verify(draft.folder, {".metadata", state_file}, everything=False)
             _training_state_of(draft.folder)
             _check_fits(draft.folder, state)
         with raise_on_all_ranks():
@@ -101,17 +103,18 @@ def load(
 ) -> dict[str, Any]:
     """Read the checkpoint in the folder `path` into the model and the optimizer, whose state must exist. A collective.
 
-    `begin`: called before the first value changes; nothing was touched by what fails before.
-    `verified`: read every file once before, each rank its share, and hold it to its hash in the manifest; what is parsed is
-    held to it always.
+    Args:
+        begin: called before the first value changes; failures before that change nothing.
+        verified: first read every file, each rank a part of them, and compare its hash with the manifest. Files that are
+            parsed are compared always.
 
-    Returns what this rank stored beside it (rank 0's, less its random states, where the number of ranks has grown).
-    Raises CheckpointError on all ranks when it is damaged (naming the file), or it is of another model (naming the tensors).
+    Returns this rank's training state (where the number of ranks has grown, rank 0's without its random states).
+    Raises CheckpointError on all ranks when the checkpoint is damaged (names the file) or of another model (names tensors).
     """
     with raise_on_all_ranks():
         verify(path, {".metadata", _own_training_state(path).name}, everything=verified)
         training_state = _training_state_of(path)
-        reshard(model)  # what is gathered now would be stale
+        reshard(model)  # gathered values would be stale afterwards
         state = _state_of(model, optimizer)
         _check_fits(path, state)
     begin()
@@ -128,17 +131,17 @@ def load(
 def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch.dtype) -> None:
     """Write the whole model as safetensors, in files of at most SAFETENSORS_BYTES_MAX with an index. A collective.
 
-    An older model there stays whole until this one is; what others wrote is not removed.
-    Raises CheckpointError on all ranks when the folder can't be written or lacks the space.
+    An older model there stays until this one is whole; files of others are not removed.
+    Raises CheckpointError on all ranks when the folder can't be written to or lacks space.
     """
     root = Path(directory)
     reshard(model)
     buffers = buffer_names(model, persistent=True)
     parts: ModelFiles | None = None
-    what = f"writing the model to {root}"
+    task = f"writing the model to {root}"
     failure: Exception | None = None
     try:
-        with raise_on_all_ranks(), failing_as(what):
+        with raise_on_all_ranks(), failing_as(task):
             if dist.get_rank() == 0:
                 parts = ModelFiles(root)
                 nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
@@ -149,7 +152,7 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
                     parts.add(name, tensor)
                 except (OSError, SafetensorError) as error:
                     failure = error
-        with raise_on_all_ranks(), failing_as(what):
+        with raise_on_all_ranks(), failing_as(task):
             if failure is not None:
                 raise failure
             if parts is not None:
@@ -165,14 +168,14 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def _write(state: dict[str, Any], files: Writer, what: str) -> CheckpointError | None:
+def _write(state: dict[str, Any], files: Writer, task: str) -> CheckpointError | None:
     """Write masters and moments. A collective, so the failure is returned."""
     try:
         dcp.save(state, storage_writer=files)
     except OSError as error:
-        return CheckpointError(f"{what} failed: {error}")
+        return CheckpointError(f"{task} failed: {error}")
     except dcp.CheckpointException as error:
-        return CheckpointError(f"{what} failed: {cause_of(error)}")
+        return CheckpointError(f"{task} failed: {cause_of(error)}")
     return None
 
 
@@ -198,7 +201,7 @@ def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
 
 def _check_fits(path: Path, state: dict[str, Any]) -> None:
     try:
-        stored = {key: tuple(each.size) for key, each in Reader(path).tensors().items()}
+        stored = {key: tuple(tensor.size) for key, tensor in Reader(path).tensors().items()}
     except CheckpointError as error:
         raise CheckpointError(f"{error}: {others(path.parent, but=path.name)}") from None
     ours = {key: tuple(v.shape) for key, v in _tensors(state).items()}
@@ -226,15 +229,15 @@ def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
     groups = state["optimizer"]["param_groups"]
     by_name = {name: group for group in groups for name in group["params"]}
     empty = iter([group for group in groups if not group["params"]])
-    found = []
+    loaded = []
     for group in optimizer.param_groups:
         saved = by_name[names[group["params"][0]][0]] if group["params"] else next(empty, {})
-        found.append({key: value for key, value in saved.items() if key != "params"})
-    return found
+        loaded.append({key: value for key, value in saved.items() if key != "params"})
+    return loaded
 
 
 def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Moments are loaded in place; the step counts are small tensors of their own."""
+    """Copy the loaded step counts; moments were loaded in place."""
     for parameter, names in parameter_names(model).items():
         if "step" in optimizer.state.get(parameter, {}):
             loaded = state["optimizer"]["state"][names[0]]["step"]
@@ -242,9 +245,9 @@ def _restore_steps(state: dict[str, Any], model: nn.Module, optimizer: torch.opt
 
 
 def _own_training_state(path: Path) -> Path:
-    """The file of what this rank stored, or rank 0's where this rank did not exist."""
-    own = path / f"rank{dist.get_rank()}.pt"
-    return own if own.is_file() else path / "rank0.pt"
+    """The file with this rank's training state, or rank 0's where there was no such rank."""
+    file = path / f"rank{dist.get_rank()}.pt"
+    return file if file.is_file() else path / "rank0.pt"
 
 
 def _training_state_of(path: Path) -> dict[str, Any]:

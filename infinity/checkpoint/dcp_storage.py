@@ -1,10 +1,10 @@
-"""Floor 10. torch.distributed.checkpoint's files, written with hashes and read with care. Any thread, one at a time.
+"""Floor 10. Writes the files of torch.distributed.checkpoint with hashes, and reads them with care. Any thread, one at a time.
 
 [Note: No code from a checkpoint]
-DCP's `.metadata` is a pickle, and so is whatever isn't a tensor in its files; a pickle can run any code. So that stock training
-can read ours and we its, the format stays, but here an unpickler reads it that knows DCP's own classes, torch's
-dtypes and sizes, and nothing else; the other parts go through torch.load(weights_only=True), which is the same idea. Where
-there is a manifest, the small files are also held to their hashes before they are parsed.
+DCP's `.metadata` is a pickle, and so is everything but tensors in its files; a pickle can run any code. We keep the format, so
+that stock training can read our checkpoints and we its. But our unpickler knows DCP's classes, torch's dtypes and sizes, and
+nothing else; other parts go through torch.load(weights_only=True), which does the same. Where there is a manifest, the small
+files are also compared with their hashes before they are parsed.
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ _ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _ALLOWED
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
 
 class _HashingFile(io.RawIOBase):
-    """A file that is written from its beginning to its end."""
+    """A file that is written from its beginning to its end, and hashed."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -85,7 +84,7 @@ class _HashingFile(io.RawIOBase):
             self._file.flush()
 
     def fileno(self) -> int:
-        self._file.flush()  # whoever asks wants to sync
+        self._file.flush()  # the caller wants to sync
         return self._file.fileno()
 
     def close(self) -> None:
@@ -95,7 +94,7 @@ class _HashingFile(io.RawIOBase):
 
 
 class CarefulFiles(FileSystem):
-    """DCP's way to files: see [Note: Places that others can write to]. Keeps the hashes of what it wrote."""
+    """DCP's file access: see [Note: Places that others can write to]. Keeps the hashes of written files."""
 
     def __init__(self) -> None:
         self.written: dict[str, StoredFile] = {}
@@ -151,9 +150,9 @@ class Reader(dcp.FileSystemReader):
         return self._metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """What is stored of every tensor, by its name in the state dict. Raises CheckpointError."""
+        """The metadata of every tensor, by its name in the state dict. Raises CheckpointError."""
         stored = self.read_metadata().state_dict_metadata
-        return {name: each for name, each in stored.items() if isinstance(each, TensorStorageMetadata)}
+        return {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
 
     def _unpickle(self) -> Metadata:
         with open_regular(self._folder / ".metadata") as file:
@@ -172,7 +171,7 @@ class Reader(dcp.FileSystemReader):
 
 
 def cause_of(error: dcp.CheckpointException) -> BaseException | str:
-    """What failed first; of several ranks in words, with its number. DCP catches Ctrl-C too: that stays what it is."""
+    """The first failure; with several ranks, a message with the rank. DCP catches Ctrl-C too, which is raised again."""
     for cause, _ in error.failures.values():
         if isinstance(cause, (KeyboardInterrupt, SystemExit)):
             raise cause from None

@@ -1,6 +1,6 @@
-"""Floor 10. The folder that checkpoints of every format are saved to: under another name until they are whole, `latest` last.
+"""Floor 10. A checkpoint of any format until it has its name: written in a hidden folder, renamed when whole, `latest` last.
 
-Knows names and files, nothing of what is in them. What is written here one rank writes; training thread only.
+Knows names and files, not their content. One rank writes what is written here. Training thread only.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ log = logging.getLogger("infinity")
 
 
 class Draft:
-    """A checkpoint until it has its name, `root/tag`. All ranks have one and write to its folder, which the first of them makes
-    and completes or discards. See [Note: What a save may remove] in infinity/checkpoint/work_folder.py.
+    """A checkpoint until it has its name, `root/tag`. All ranks have one and write to its folder, which rank 0 creates and
+    completes or discards. See [Note: What a save may remove] in infinity/checkpoint/work_folder.py.
 
-    root, tag: what it will be called. folder: where its files go. beside: what is about it, and no part of it.
+    root, tag: its future name. folder: for its files. work_folder: for files about it that are no part of it.
     """
 
     def __init__(self, root: Path, tag: str, identity: str) -> None:
         self.root, self.tag, self.identity = root, tag, identity
-        self.beside = work_path(root, identity)
-        self.folder = self.beside / "new"
+        self.work_folder = work_path(root, identity)
+        self.folder = self.work_folder / "new"
         self._work: WorkFolder | None = None
 
     @property
-    def what(self) -> str:
-        """What is being done, in words."""
+    def task(self) -> str:
+        """The beginning of error messages: "writing the checkpoint ...\"."""
         return f"writing the checkpoint {self.root / self.tag}"
 
     def make(self) -> None:
-        """Make the folder, after what killed saves left is cleared. Raises CheckpointError, also where something else bears a
-        name that will be needed."""
+        """Create the folder, after clearing what killed saves left. Raises CheckpointError, also where a name that will be
+        needed is taken by something else."""
         with failing_as(f"writing a checkpoint to {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             clear_abandoned(self.root)
@@ -72,47 +72,47 @@ class Draft:
             self._work = WorkFolder.make(self.root, self.identity, self.tag)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """The last of its files. Raises CheckpointError where another isn't there as it was written: the ranks see different
+        """Write the last file. Raises CheckpointError where another file is not there as written: the ranks see different
         folders, or the file system lost it."""
         for name, why in missing(self.folder, manifest):
             raise CheckpointError(
-                f"{self.what} failed (of what the ranks wrote, {name} is {why}): save to a folder that all ranks share"
+                f"{self.task} failed (of what the ranks wrote, {name} is {why}): save to a folder that all ranks share"
             )
-        with failing_as(self.what):
+        with failing_as(self.task):
             write_durably(self.folder / FILE_NAME, manifest.to_json())
 
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:
-        """Around reading back what loading would read, before anything older goes. Raises CheckpointError where it can't be."""
+        """Around reading back the new checkpoint, before an older one is removed. Raises CheckpointError where that fails."""
         try:
             yield
         except CheckpointError as error:
             reason = str(error).replace(f"{self.folder}{os.sep}", "").rpartition(": ")[0] or error
             raise CheckpointError(
-                f"{self.what} failed (what was written could not be loaded: {reason}): the checkpoint before it stays; see to "
+                f"{self.task} failed (what was written could not be loaded: {reason}): the checkpoint before it stays; see to "
                 "the health of the drive, or save elsewhere"
             ) from None
 
     def complete(self, keep: int) -> None:
-        """It is written, and what loading takes (`proving`): give it its name, and remove the oldest beyond `keep`."""
+        """Give the written and proven checkpoint its name, and remove the oldest beyond `keep`."""
         assert self._work is not None
-        with failing_as(self.what):
+        with failing_as(self.task):
             self._publish(self._work)
         _clear(self.root, self._work)
         _rotate(self.root, self.tag, keep)
 
     def discard(self) -> None:
-        """Remove what there is of it, if it has not its name. Idempotent; nothing to do on ranks that did not make it."""
+        """Remove it, if it has no name yet. Idempotent; does nothing on ranks that did not create it."""
         if self._work is not None and self._work.held:
             _clear(self.root, self._work)
 
     def release(self) -> None:
-        """Leave what there is of it to the next save. Idempotent."""
+        """Leave it to be removed by the next save. Idempotent."""
         if self._work is not None:
             self._work.release()
 
     def _publish(self, work: WorkFolder) -> None:
-        """Give what was written its name. A whole checkpoint bears it, or was set aside where `find` finds it, all the time."""
+        """Rename the folder. At every moment a whole checkpoint has the name, or is set aside where `find` finds it."""
         final, note = self.root / self.tag, work.path / LATEST
         sync(work.new)
         write_durably(note, self.tag.encode())
@@ -124,7 +124,7 @@ class Draft:
                 work.new.rename(final)
                 break
             except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another save was just faster
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # else another save took the name first
                     raise
         sync(self.root)
         _rename_latest(note, self.root)
@@ -142,7 +142,7 @@ def clear_abandoned(root: Path) -> None:
 
 
 def draft_of(directory: str | os.PathLike[str], tag: str) -> Draft:
-    """A draft that all ranks know. A collective."""
+    """A draft with the same folder on all ranks. A collective."""
     everywhere = [""] * dist.get_world_size()
     dist.all_gather_object(everywhere, secrets.token_hex(8))
     return Draft(Path(directory), tag, everywhere[0])
@@ -159,7 +159,7 @@ def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
 
 
 def _recover(root: Path) -> None:
-    """Give checkpoints their names back that were set aside by a save which was killed before the new one had that name."""
+    """Rename checkpoints back that a save set aside, if it was killed before the new one had the name."""
     for work in abandoned(root):
         _put_back(root, work)
 
@@ -173,8 +173,8 @@ def _put_back(root: Path, work: WorkFolder) -> None:
 
 
 def _clear(root: Path, work: WorkFolder) -> None:
-    """Remove a work folder. What it set aside comes back where its name is free; else its files go, and what others have put
-    beside them goes on into the checkpoint that has the name now."""
+    """Remove a work folder. A checkpoint that it set aside gets its name back if that is free. Else its files are removed, and
+    foreign files among them move to the checkpoint that has the name now."""
     _put_back(root, work)
     for replaced in work.replaced:
         with contextlib.suppress(OSError, CheckpointError):
@@ -182,9 +182,9 @@ def _clear(root: Path, work: WorkFolder) -> None:
             if manifest is not None:
                 remove_named(replaced, manifest)
             for foreign in replaced.iterdir() if replaced.exists() else ():
-                kept = root / work.about.target / foreign.name
-                if not os.path.lexists(kept):
-                    foreign.rename(kept)
+                moved = root / work.about.target / foreign.name
+                if not os.path.lexists(moved):
+                    foreign.rename(moved)
             if replaced.exists():
                 replaced.rmdir()
     for replaced in work.replaced:
@@ -195,7 +195,7 @@ def _clear(root: Path, work: WorkFolder) -> None:
 
 
 def _check_name(final: Path) -> None:
-    """Raise CheckpointError unless a checkpoint may be written there: nothing is, or one of ours that it takes the place of."""
+    """Raise CheckpointError unless a checkpoint may take this name: it is free, or has a checkpoint of ours to replace."""
     if not os.path.lexists(final) or (is_own_folder(final) and not any(final.iterdir())):
         return
     why = "no manifest says that save_checkpoint wrote it"
@@ -217,16 +217,16 @@ def _check_latest(latest: Path) -> None:
 
 
 def _rotate(root: Path, tag: str, keep: int) -> None:
-    """Remove the oldest checkpoints that save wrote, down to `keep`; `tag` stays, and so does what was renamed or copied."""
-    found = []
+    """Remove the oldest checkpoints down to `keep`. `tag` stays, and so do renamed and copied ones."""
+    checkpoints = []
     for folder in root.iterdir() if keep else ():
         if is_own_folder(folder) and not folder.name.startswith(".") and folder.name != tag:
             with contextlib.suppress(CheckpointError):
                 manifest = load_manifest(folder)
                 if manifest is not None and manifest.tag in ("", folder.name):
-                    found.append((manifest.saved, manifest.global_steps, folder, manifest))
-    found.sort(key=lambda each: each[:3], reverse=True)
-    for _, _, folder, manifest in found[keep - 1 :]:
+                    checkpoints.append((manifest.saved, manifest.global_steps, folder, manifest))
+    checkpoints.sort(key=lambda entry: entry[:3], reverse=True)
+    for _, _, folder, manifest in checkpoints[keep - 1 :]:
         try:
             remove_named(folder, manifest)
         except OSError as error:
@@ -236,7 +236,7 @@ def _rotate(root: Path, tag: str, keep: int) -> None:
 def manifest_of(
     model: nn.Module, global_steps: int, files: dict[str, StoredFile], tag: str, state_format: StateFormat = "dcp"
 ) -> Manifest:
-    """What the manifest of a checkpoint of `model` says."""
+    """The manifest of a checkpoint of `model`."""
     return Manifest(
         saved=datetime.now(timezone.utc).isoformat(),
         global_steps=global_steps,
@@ -250,25 +250,25 @@ def manifest_of(
     )
 
 
-def check_space(root: Path, nbytes: int, what: str) -> None:
-    """Raise CheckpointError unless `nbytes` are free at `root`; `what` names them."""
+def check_space(root: Path, nbytes: int, name: str) -> None:
+    """Raise CheckpointError unless `nbytes` bytes are free at `root`; `name` says in the message what they are."""
     free = free_bytes(root)
     if nbytes > free:
         raise CheckpointError(
-            f"{what} takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free: free "
+            f"{name} takes {format_bytes(nbytes)}, and {root} has {format_bytes(free)} free: free "
             f"{format_bytes(nbytes - free)} more or save elsewhere"
         )
 
 
 @contextlib.contextmanager
-def failing_as(what: str) -> Iterator[None]:
-    """Around writing: what the system refuses becomes a CheckpointError that says what it was for."""
+def failing_as(task: str) -> Iterator[None]:
+    """Around writing: errors of the system become a CheckpointError that begins with `task`."""
     try:
         yield
     except IntegrityError as error:
-        raise CheckpointError(f"{what} failed ({error})") from None
+        raise CheckpointError(f"{task} failed ({error})") from None
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{what} failed ({error}): free space there, or choose another folder") from None
+        raise CheckpointError(f"{task} failed ({error}): free space there, or choose another folder") from None
 
 
 def free_bytes(root: Path) -> int:

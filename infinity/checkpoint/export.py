@@ -1,7 +1,7 @@
-"""Floor 10. An arena checkpoint as one of torch.distributed.checkpoint, which other tools read. One process, no ranks.
+"""Floor 10. Turns an arena checkpoint into one of torch.distributed.checkpoint, which other tools read. One process, no ranks.
 
-Tensors are read when DCP comes to write them, a piece of a file's worth at a time, so that memory is bounded by a piece however
-large the model is. What is made is a checkpoint of the format "dcp" like those that `save_checkpoint` writes.
+Tensors are read when DCP writes them, one piece at a time, so memory is bounded by a piece however large the model is. The
+result is like a checkpoint that `save_checkpoint` writes in the format "dcp".
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from infinity.store.layout import MOMENTS, Field
 Progress = Callable[[int], None]
 
 _PIECE_NUMEL = 64 << 20
-"""Elements of a tensor that go to one file, and are in memory at once: 256 MiB."""
+"""Elements that go to one file, and are in memory at once: 256 MiB."""
 
-_ELSEWHERE = ("param_groups", "group_names", "steps", "buffers")
-"""What a rank stored beside its arena that is among the tensors of the other format."""
+_IN_STATE_DICT = ("param_groups", "group_names", "steps", "buffers")
+"""Keys of the unpaged state that DCP's format has in its state dict."""
 
 
 def export(
@@ -52,7 +52,7 @@ def export(
 
     Args:
         output: the folder of the new one, which must not exist, or be empty.
-        progress: called with the bytes of all masters and moments; what it returns is called with those just written.
+        progress: called with the bytes of all masters and moments; it returns a function that is called with those written.
 
     Returns its folder. Raises CheckpointError where the checkpoint is damaged or of another format, or `output` can't be
     written or lacks the space; nothing is left then.
@@ -66,16 +66,16 @@ def export(
 
 @dataclass(frozen=True)
 class _Values:
-    """Masters or moments of one parameter, which are read when they are written."""
+    """The master or a moment of one parameter, to be read when DCP writes it."""
 
     parameter: str
-    which: Field
+    field: Field
     nbytes: int
 
 
 def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress]) -> Path:
     state, values = _state_of(stored)
-    total = sum(each.nbytes for each in values.values())
+    total = sum(tensor.nbytes for tensor in values.values())
     partial = final.parent / f".infinity-export-{secrets.token_hex(8)}"
     with _failing_as(final):
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -96,22 +96,22 @@ def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress
 
 
 def _state_of(stored: StoredArena) -> tuple[dict[str, Any], dict[str, _Values]]:
-    """What FSDP2 + AdamW would have saved, with meta tensors for masters and moments; and which of them is what, by its key."""
+    """The state dict of FSDP2 + AdamW with meta tensors for masters and moments; and, by key, the values for these."""
     unpaged_state = stored.unpaged_state(0)
     model: dict[str, torch.Tensor] = dict(unpaged_state["buffers"])
     moments: dict[str, dict[str, torch.Tensor]] = {}
     values = {}
-    for each in stored.parameters:
-        model[each.name] = torch.empty(each.shape, device="meta")
-        nbytes = 4 * math.prod(each.shape)
-        values[f"model.{each.name}"] = _Values(each.name, Field.MASTER, nbytes)
+    for param in stored.parameters:
+        model[param.name] = torch.empty(param.shape, device="meta")
+        nbytes = 4 * math.prod(param.shape)
+        values[f"model.{param.name}"] = _Values(param.name, Field.MASTER, nbytes)
         steps = unpaged_state["steps"]
-        if not each.trained or (steps and each.name not in steps):  # SGD counts none
+        if not param.trained or (steps and param.name not in steps):  # SGD counts none
             continue
-        moments[each.name] = {"step": steps[each.name]} if steps else {}
-        for name, which in zip(stored.moments, MOMENTS, strict=False):
-            moments[each.name][name] = torch.empty(each.shape, device="meta")
-            values[f"optimizer.state.{each.name}.{name}"] = _Values(each.name, which, nbytes)
+        moments[param.name] = {"step": steps[param.name]} if steps else {}
+        for name, field in zip(stored.moments, MOMENTS, strict=False):
+            moments[param.name][name] = torch.empty(param.shape, device="meta")
+            values[f"optimizer.state.{param.name}.{name}"] = _Values(param.name, field, nbytes)
     for alias, name in stored.manifest.aliases.items():
         if name in model:
             model[alias] = model[name]
@@ -134,18 +134,18 @@ def _group_names(stored: StoredArena, unpaged_state: dict[str, Any]) -> list[lis
             f"{stored.path} was saved by an earlier version, which did not note the parameters of each of its {len(groups)} "
             'groups: load it and save it with format="dcp"'
         )
-    known = [each.name for each in stored.parameters]
+    in_model = [param.name for param in stored.parameters]
     if not (
         isinstance(names, list)
         and len(names) == len(groups)
-        and all(isinstance(own, list) and all(name in known for name in own) for own in names)
+        and all(isinstance(group, list) and all(name in in_model for name in group) for group in names)
     ):
         raise stored.rank(0).damaged("the parameters of its optimizer's groups are not the model's")
     return names
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """DCP's own plan, with large tensors cut by rows, and what is a meta tensor read when it is to be written."""
+    """DCP's plan, but large tensors are cut by rows, and meta tensors are read when they are written."""
 
     def __init__(self, stored: StoredArena, values: dict[str, _Values], tell: Progress) -> None:
         super().__init__()
@@ -159,21 +159,21 @@ class _Planner(dcp.DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """What is to be written. Raises CheckpointError where the arena files are damaged."""
-        wanted = self._values.get(write_item.index.fqn)
-        if wanted is None:
+        """The value to write. Raises CheckpointError where the arena files are damaged."""
+        values = self._values.get(write_item.index.fqn)
+        if values is None:
             return super().resolve_data(write_item)
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         row_numel = math.prod(write_item.tensor_data.size[1:])
         numel = math.prod(chunk.sizes)
-        found = self._stored.read_verified(wanted.parameter, wanted.which, chunk.offsets[0] * row_numel, numel)
+        tensor = self._stored.read_verified(values.parameter, values.field, chunk.offsets[0] * row_numel, numel)
         self._tell(4 * numel)
-        return found.view(chunk.sizes)
+        return tensor.view(chunk.sizes)
 
 
 def _cut(item: WriteItem) -> Iterator[WriteItem]:
-    """The item by pieces of whole rows."""
+    """The item, cut into pieces of whole rows."""
     data = item.tensor_data
     assert data is not None
     rows = max(1, _PIECE_NUMEL // max(1, math.prod(data.size[1:])))
@@ -202,10 +202,10 @@ def _write(state: dict[str, Any], planner: _Planner, writer: Writer, final: Path
 
 
 def _complete(stored: StoredArena, partial: Path, files: dict[str, StoredFile]) -> None:
-    """Add what each rank had of its own, and the manifest."""
+    """Add the training state of each rank, and the manifest."""
     for rank in range(stored.manifest.ranks):
-        own = {key: value for key, value in stored.unpaged_state(rank).items() if key not in _ELSEWHERE}
-        content = encode(own)
+        unpaged_state = stored.unpaged_state(rank)
+        content = encode({key: value for key, value in unpaged_state.items() if key not in _IN_STATE_DICT})
         write_durably(partial / f"rank{rank}.pt", content)
         files[f"rank{rank}.pt"] = StoredFile(len(content), sha256(content).hexdigest())
     write_durably(partial / FILE_NAME, replace(stored.manifest, state_format="dcp", files=files).to_json())

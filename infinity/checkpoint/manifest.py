@@ -1,6 +1,6 @@
-"""Floor 10. The manifest of a checkpoint: what files it consists of, how long they are and what they hash to. No torch here.
+"""Floor 10. The manifest of a checkpoint: its files with their lengths and hashes. Also finds checkpoints. No torch here.
 
-It is read as what it is, a file that anybody may have written: checked field by field before anything of it is used.
+Anybody may have written a manifest, so every field is checked before any is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.units import MIB
 FILE_NAME = "manifest.json"
 LATEST = "latest"
 FIRST_RECORD = "rank0.record"
-"""What every checkpoint of arenas has."""
+"""A file of every arena checkpoint."""
 _NBYTES_MAX = 256 * MIB
 _PIECE_BYTES = 4 * MIB
 
@@ -32,25 +32,25 @@ StateFormat = Literal["dcp", "arena"]
 """How masters and moments are stored: as torch.distributed.checkpoint does, or as they lie in the arenas."""
 
 _FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}$")]
-"""Of a file in the checkpoint's own folder: no way leads out of it."""
+"""The name of a file in the checkpoint's folder; no path that leads out of it."""
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The files of a checkpoint, and what kind of checkpoint it is.
 
     Attributes:
         format, version: of this file.
-        saved: when, ISO 8601 in UTC.
-        global_steps: optimizer steps that had been taken.
-        ranks: that wrote it.
+        saved: time, ISO 8601 in UTC.
+        global_steps: optimizer steps taken.
+        ranks: number of ranks that wrote it.
         state_format: of masters and moments.
-        aliases: further names of tied parameters, each with the name under which the values are meant.
-        buffers: names of what is no parameter.
-        tag: the name of its folder; a folder of another name is a copy, or was renamed. "" where it isn't noted.
-        scalars: names of parameters that have no dimension in the model, and are stored in the shape (1,).
-        files: by name, all of the checkpoint but this one.
+        aliases: further names of tied parameters, each with the name that has the values.
+        buffers: names of the model's buffers.
+        tag: name of its folder when it was saved; "" in older manifests. A folder of another name was copied or renamed.
+        scalars: names of parameters without dimensions, which are stored in the shape (1,).
+        files: all files but this one, by name.
     """
 
     format: Literal["infinity-checkpoint"] = "infinity-checkpoint"
@@ -71,12 +71,12 @@ class Manifest:
         return sum(file.nbytes for file in self.files.values())
 
     def to_json(self) -> bytes:
-        """What stands in the file."""
+        """The content of the file."""
         return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """The manifest that `content` is. Raises ValueError saying what is wrong."""
+    """Parse `content`. Raises ValueError saying what is wrong."""
     try:
         return TypeAdapter(Manifest).validate_json(content, strict=True)
     except ValidationError as error:
@@ -99,7 +99,7 @@ def load_manifest(checkpoint: Path) -> Manifest | None:
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
     """The folder of a checkpoint: `directory` itself if it is one, else the one in it called `tag`, else its latest.
 
-    Raises CheckpointError naming what there is.
+    Raises CheckpointError naming the checkpoints that there are.
     """
     root = Path(directory)
     if tag is None and is_checkpoint(root):
@@ -138,11 +138,11 @@ def read_latest(root: Path) -> str:
 
 
 def others(root: Path, *, but: str = "") -> str:
-    """What else could be loaded, in words."""
-    found = {each.parent.name for name in (".metadata", FIRST_RECORD) for each in root.glob(f"*/{name}")} - {but}
-    if not found:
+    """The other checkpoints in the folder, for messages."""
+    tags = {file.parent.name for name in (".metadata", FIRST_RECORD) for file in root.glob(f"*/{name}")} - {but}
+    if not tags:
         return "there is no other in that folder"
-    return f"there is also the tag {', '.join(map(repr, sorted(found)))}"
+    return f"there is also the tag {', '.join(map(repr, sorted(tags)))}"
 
 
 def damage(
@@ -151,7 +151,7 @@ def damage(
     names: list[str] | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[tuple[str, str]]:
-    """(file, what is wrong with it) for every file, of `names` if given, that isn't what the manifest says.
+    """(file, what is wrong with it) for every file, of `names` if given, that differs from the manifest.
 
     `progress` is called with the number of bytes read since the last call.
     """
@@ -164,21 +164,21 @@ def missing(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """(file, what is wrong with it) for every file that isn't there with its length: `damage` without reading any."""
     for name, stored in sorted(manifest.files.items()):
         try:
-            found = (checkpoint / name).lstat()
+            status = (checkpoint / name).lstat()
         except FileNotFoundError:
             yield name, "missing"
             continue
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             yield name, "no file"
-        elif found.st_size != stored.nbytes:
-            yield name, f"{found.st_size} bytes instead of {stored.nbytes}"
+        elif status.st_size != stored.nbytes:
+            yield name, f"{status.st_size} bytes instead of {stored.nbytes}"
 
 
 def remove_named(checkpoint: Path, manifest: Manifest) -> None:
-    """Remove the files that a checkpoint's manifest names, the manifest, and the folder where nothing else is in it.
+    """Remove the files that a checkpoint's manifest names, the manifest, and the folder if it is empty then.
 
-    What tells that it is a checkpoint goes first, the manifest last: half removed, it is none, and can be removed again.
-    Raises OSError.
+    The file that makes it a checkpoint goes first, the manifest last: if interrupted, it is no checkpoint any more, and can be
+    removed again. Raises OSError.
     """
     first = [name for name in (".metadata", FIRST_RECORD) if name in manifest.files]
     for name in [*first, *sorted(manifest.files.keys() - {*first}), FILE_NAME]:

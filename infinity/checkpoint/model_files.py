@@ -1,11 +1,10 @@
-"""Floor 10. A model's safetensors files on their way into a folder that others use, too. One rank's; training thread only.
+"""Floor 10. Writes a model's safetensors files into a folder that others may use, too. Rank 0; training thread only.
 
 [Note: A model in the place of another]
-Readers look for `model.safetensors`, or for `model.safetensors.index.json`, which names several files. A model that was
-saved there before is whole until the new one is, whichever of the two a reader prefers: the new files come under names that
-are free, then the one that makes them the model takes the place of its like in one rename, and only then does the older
-model go. What goes was written by us: the header of each file says so, and where there are several, our index names it.
-What somebody else wrote keeps its name; only what bears one of the two names above is moved aside.
+Readers look for `model.safetensors`, or for `model.safetensors.index.json`, which names several files. A model saved there
+before stays whole until the new one is: new files get names that are free, then one rename replaces the file that readers look
+for, and only then is the older model removed. Only files that we wrote are removed: the header of a file says so, and the
+index names it where there are several. Files of others keep their names; only one with a name above is moved aside.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from infinity.units import GIB, MIB
 log = logging.getLogger("infinity")
 
 SAFETENSORS_BYTES_MAX = 2 * GIB
-"""Bytes per file of a 16-bit model: also what saving holds in memory at once."""
+"""Bytes per file of a 16-bit model, and in memory at once while saving."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +35,7 @@ _HEADER_BYTES_MAX = 100 * MIB
 
 
 class ModelFiles:
-    """Tensors that gather in memory and go to a file when they reach SAFETENSORS_BYTES_MAX; named when all are there."""
+    """Collects tensors in memory and writes a file per SAFETENSORS_BYTES_MAX; files get their names when all are written."""
 
     def __init__(self, root: Path) -> None:
         """Raises OSError, CheckpointError where nothing can be written to `root`."""
@@ -46,7 +45,7 @@ class ModelFiles:
         self._part_bytes = 0
         self._total_bytes = 0
         self._named: list[Path] = []
-        """Files that have their names and belong to no model yet."""
+        """Files that have their names but belong to no model yet."""
         self._identity = secrets.token_hex(4)
         root.mkdir(parents=True, exist_ok=True)
         clear_abandoned(root)
@@ -62,7 +61,7 @@ class ModelFiles:
         self._total_bytes += nbytes
 
     def finish(self) -> None:
-        """All are there: see [Note: A model in the place of another]. Raises OSError, SafetensorError."""
+        """Name the files: see [Note: A model in the place of another]. Raises OSError, SafetensorError."""
         self._flush()
         former = _parts_of(self._root / INDEX)
         if len(self._files) == 1:
@@ -76,14 +75,14 @@ class ModelFiles:
         sync(self._root)
 
     def clean_up(self) -> None:
-        """Remove what has become no model. Idempotent."""
+        """Remove files that have become no model. Idempotent."""
         for path in self._named:
             path.unlink(missing_ok=True)
         self._named.clear()
         self._work.remove()
 
     def _indexed(self) -> Path:
-        """Name all files; the index of them, which has not its name yet."""
+        """Name all files; returns their index, which does not have its name yet."""
         count = len(self._files)
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         if any(os.path.lexists(self._root / name) for name in names):
@@ -96,12 +95,12 @@ class ModelFiles:
         sync(self._root)
         index = {"metadata": {"total_size": self._total_bytes, **_WRITER}, "weight_map": weight_map}
         written = self._work.new / INDEX
-        written.write_text(json.dumps(index, indent=2) + "\n")  # for whoever may read the others, too
+        written.write_text(json.dumps(index, indent=2) + "\n")  # with the permissions of the other files
         sync(written)
         return written
 
     def _take_place(self, written: Path, name: str) -> None:
-        """Give the file the name by which readers find the model."""
+        """Rename the file to the name that readers look for."""
         if not _is_ours(self._root / name):
             self._move_aside(name)
         written.rename(self._root / name)
@@ -109,7 +108,7 @@ class ModelFiles:
         sync(self._root)
 
     def _free(self, name: str) -> None:
-        """Take the name from what another way of writing a model left there."""
+        """Remove, or move aside, the file that a model written in the other way has left."""
         if _is_ours(self._root / name):
             (self._root / name).unlink()
         else:
@@ -148,7 +147,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _parts_of(index: Path) -> list[Path]:
-    """The files of ours that an index of ours names."""
+    """Our files that our index names."""
     if not _is_ours(index):
         return []
     names = json.loads(read_small(index, _HEADER_BYTES_MAX)).get("weight_map")

@@ -1,10 +1,10 @@
-"""Floor 10. What a checkpoint's arena file holds of one rank, and where in it what lies: pure arithmetic, no torch, no I/O.
+"""Floor 10. Where the fields of each sub-group lie in a checkpoint's arena file: pure arithmetic, no torch, no I/O.
 
-    sub-group 0 | sub-group 1 | ...      rankN.arena
-    copy | remainder | moment 1 | ...    each: all of its fields, in the order of layout.py
+    sub-group 0 | sub-group 1 | ...                   rankN.arena
+    compute parameter | remainder | moment 1 | ...    a sub-group: all of its fields, in the order of layout.py
 
-It is the same file whatever of it rested in the arena or in host memory, and whichever half was current. What lies outside is
-in `rankN.record` beside it, which is a commit record (infinity/store/commit.py) and says how the sub-groups are cut.
+The file is the same whether a field was in the arena or in host memory, and whichever A/B slot was current. The remaining
+state of a rank is in `rankN.record`, a commit record (infinity/store/commit.py), which also says how sub-groups are cut.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Snapshot:
-    """The arena file of a rank whose state lay as `layout` says. Raises ValueError where nothing can have lain so.
+    """The arena file of a rank whose arena has `layout`. Raises ValueError where that contradicts itself.
 
-    sub_groups: in the order of the file, with all their fields. offsets: where each begins (bytes). nbytes: of the file.
+    sub_groups: in the order of the file, with all their fields. offsets: of the sub-groups (bytes). nbytes: of the file.
     """
 
     def __init__(self, layout: ArenaLayout) -> None:
@@ -35,13 +35,13 @@ class Snapshot:
             for piece in sub.pieces:
                 self._by_parameter[piece.shard].append((sub, piece))
 
-    def field_offset(self, sub: SubGroup, which: Field) -> int:
-        """Where a field of a sub-group begins (bytes)."""
-        return self.offsets[sub.index] + sub.field_offset(which)
+    def field_offset(self, sub: SubGroup, field: Field) -> int:
+        """Where a field of a sub-group begins in the file (bytes)."""
+        return self.offsets[sub.index] + sub.field_offset(field)
 
     def pieces(self, parameter: int, start: int, numel: int) -> Iterator[tuple[SubGroup, int, int]]:
-        """(sub-group, its first element, count) of the pieces that make up elements [start, start + numel) of the shard of
-        parameter number `parameter`, in order."""
+        """(sub-group, its first element, count) of the pieces of elements [start, start + numel) of the shard of parameter
+        number `parameter`, in order."""
         for sub, piece in self._by_parameter[parameter]:
             low, high = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if low < high:
@@ -49,8 +49,8 @@ class Snapshot:
 
 
 def rows_of(shape: Sequence[int], rank: int, ranks: int) -> tuple[int, int]:
-    """Elements [start, end) of a whole parameter that rank number `rank` of those that it is sharded over has: FSDP2 cuts it by
-    rows, as many to each, and the last ranks get what is left."""
+    """Elements [start, end) of a whole parameter that are on rank `rank` of the `ranks` it is sharded over. FSDP2 cuts by rows:
+    equally many per rank, fewer on the last ranks."""
     rows, row_numel = -(-shape[0] // ranks), math.prod(shape[1:])
     first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
     return first * row_numel, last * row_numel
@@ -61,34 +61,34 @@ def _check_parameters(layout: ArenaLayout) -> None:
         raise ValueError(f"parameters can't have been gathered in {layout.compute_dtype}")
     if not layout.rank < layout.ranks or layout.ranks % layout.shards:
         raise ValueError(f"rank {layout.rank} of {layout.ranks}, sharded over {layout.shards}, can't be")
-    if len({each.name for each in layout.parameters}) != len(layout.parameters):
+    if len({parameter.name for parameter in layout.parameters}) != len(layout.parameters):
         raise ValueError("a parameter is in it twice")
     if len(set(layout.moments)) != len(layout.moments):
         raise ValueError("a moment is in it twice")
-    for each in layout.parameters:
-        if not each.shape or each.numel != rows_of((-(-each.shape[0] // layout.shards), *each.shape[1:]), 0, 1)[1]:
-            raise ValueError(f"{each.name} of shape {each.shape} can't have {each.numel} elements on a rank")
-        if each.group >= len(layout.parameters):
-            raise ValueError(f"{each.name} can't be in group {each.group}")
+    for param in layout.parameters:
+        if not param.shape or param.numel != rows_of((-(-param.shape[0] // layout.shards), *param.shape[1:]), 0, 1)[1]:
+            raise ValueError(f"{param.name} of shape {param.shape} can't have {param.numel} elements on a rank")
+        if param.group >= len(layout.parameters):
+            raise ValueError(f"{param.name} can't be in group {param.group}")
 
 
 def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
-    """Those of the record, which must make up the flat spaces that its parameters need."""
-    groups = max((each.group for each in layout.parameters), default=-1) + 1
-    shards = [Shard(each.name, each.group, each.numel, each.trained, each.resident) for each in layout.parameters]
+    """The sub-groups of the record, which must fill the flat spaces of its parameters."""
+    groups = max((param.group for param in layout.parameters), default=-1) + 1
+    shards = [Shard(param.name, param.group, param.numel, param.trained, param.resident) for param in layout.parameters]
     where, parts = place_shards(shards, groups)
-    given = iter(enumerate(layout.sub_groups))
-    found: list[SubGroup] = []
+    stored = iter(enumerate(layout.sub_groups))
+    sub_groups: list[SubGroup] = []
     for space, of_space in enumerate(parts):
         for trained, part in zip((True, False), of_space, strict=True):
-            found += _cut_as_given(given, layout, part, space, trained, space < groups, shards, where)
-    if next(given, None) is not None:
+            sub_groups += _cut_as_stored(stored, layout, part, space, trained, space < groups, shards, where)
+    if next(stored, None) is not None:
         raise ValueError("it has more sub-groups than its parameters need")
-    return found
+    return sub_groups
 
 
-def _cut_as_given(
-    given: Iterator[tuple[int, StoredSubGroup]],
+def _cut_as_stored(
+    stored: Iterator[tuple[int, StoredSubGroup]],
     layout: ArenaLayout,
     part: Part,
     space: int,
@@ -99,14 +99,14 @@ def _cut_as_given(
 ) -> Iterator[SubGroup]:
     at = part.start
     while at < part.end:
-        index, cut = next(given, (0, None))
+        index, cut = next(stored, (0, None))
         if cut is None or (cut.space, cut.start, cut.trained) != (space, at, trained):
             raise ValueError(f"its sub-groups don't make up space {space}")
         if not 0 < cut.numel <= part.end - at or cut.numel % SPACE_ALIGN:
             raise ValueError(f"sub-group {index} can't have {cut.numel} elements")
         itemsize = _ITEMSIZES[layout.compute_dtype]
         if cut.compute_itemsize not in ((0, itemsize) if gathered else (0,)):
-            raise ValueError(f"sub-group {index} can't have copies of {cut.compute_itemsize} bytes")
+            raise ValueError(f"sub-group {index} can't have compute parameters of {cut.compute_itemsize} bytes")
         if cut.split and not (trained and cut.compute_itemsize and layout.compute_dtype == "bfloat16"):
             raise ValueError(f"sub-group {index} can't have split masters")
         pieces = pieces_of(part, shards, where, at, cut.numel)

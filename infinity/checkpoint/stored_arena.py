@@ -1,7 +1,7 @@
-"""Floor 10. What an arena checkpoint holds: any elements of any parameter, out of the ranks' files. Any thread, one at a time.
+"""Floor 10. Reads an arena checkpoint: any elements of any parameter, out of the ranks' files. Any thread, one at a time.
 
-Everything in it is read as what it is, files that anybody may have written: held to their hashes in the manifest before they
-are parsed, then checked field by field (infinity/store/commit.py, snapshot.py).
+Anybody may have written these files. So each is compared with its hash in the manifest before it is parsed, then checked field
+by field (infinity/store/commit.py, snapshot.py).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def arena_name(rank: int) -> str:
 
 
 def record_name(rank: int) -> str:
-    """The file with what lies outside of it."""
+    """The file with the record of a rank: the state outside of its arena, and how that is laid out."""
     return f"rank{rank}.record"
 
 
 class RankState:
-    """What one rank stored. Raises CheckpointError where its files can't be read or are damaged."""
+    """The files of one rank. Raises CheckpointError where they can't be read or are damaged."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path / record_name(rank)
@@ -68,7 +68,7 @@ class RankState:
         return self.record.layout
 
     def damaged(self, why: object, name: str = "") -> CheckpointError:
-        """The error that says so, of the record or of the file `name` beside it."""
+        """The error for a damaged record, or for the damaged file `name` in its folder."""
         checkpoint = self._path.parent
         reason = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
         return CheckpointError(
@@ -76,86 +76,86 @@ class RankState:
             f"{others(checkpoint.parent, but=checkpoint.name)}"
         )
 
-    def read_field(self, sub: SubGroup, which: Field, into: torch.Tensor, start: int = 0) -> None:
-        """Elements of a field of a sub-group, from element `start` on, as many as `into` (1-D, contiguous) holds."""
-        offset = self.snapshot.field_offset(sub, which) + start * into.itemsize
+    def read_field(self, sub: SubGroup, field: Field, into: torch.Tensor, start: int = 0) -> None:
+        """Fill `into` (1-D, contiguous) with a field of a sub-group, from element `start` on."""
+        offset = self.snapshot.field_offset(sub, field) + start * into.itemsize
         buffer, done = into.view(torch.uint8).numpy().data, 0
         while done < buffer.nbytes:
             try:
                 count = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
                 if not count:
-                    raise OSError(errno.EIO, "the arena file beside it ends too early")
+                    raise OSError(errno.EIO, "its arena file ends too early")
             except OSError as error:
                 raise self.damaged(error) from None
             done += count
 
-    def dtype(self, which: Field) -> torch.dtype:
-        """Of a field's elements."""
-        if which is Field.COMPUTE:
+    def dtype(self, field: Field) -> torch.dtype:
+        """The dtype of a field."""
+        if field is Field.COMPUTE:
             return _DTYPES[self.layout.compute_dtype]
-        return torch.int16 if which is Field.REMAINDER else torch.float32
+        return torch.int16 if field is Field.REMAINDER else torch.float32
 
-    def read(self, parameter: int, which: Field, start: int, numel: int) -> torch.Tensor:
+    def read(self, parameter: int, field: Field, start: int, numel: int) -> torch.Tensor:
         """Elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
-        found = torch.empty(numel, dtype=torch.float32)
+        values = torch.empty(numel, dtype=torch.float32)
         done = 0
         for sub, first, count in self.snapshot.pieces(parameter, start, numel):
-            out = found[done : done + count]
-            if which is Field.MASTER and sub.split:
+            out = values[done : done + count]
+            if field is Field.MASTER and sub.split:
                 self._join(sub, first, out)
             else:
-                self.read_field(sub, which, out, first)
+                self.read_field(sub, field, out, first)
             done += count
         assert done == numel, "a shard that its sub-groups don't make up"
-        return found
+        return values
 
     def _join(self, sub: SubGroup, first: int, out: torch.Tensor) -> None:
         parts = {}
-        for which in (Field.COMPUTE, Field.REMAINDER):
-            parts[which] = torch.empty(out.numel(), dtype=self.dtype(which))
-            self.read_field(sub, which, parts[which], first)
-        ties = self.ties[sub.index]
-        own = ties[(ties >= first) & (ties < first + out.numel())] - first
-        join(parts[Field.COMPUTE], parts[Field.REMAINDER], own, out=out)
+        for field in (Field.COMPUTE, Field.REMAINDER):
+            parts[field] = torch.empty(out.numel(), dtype=self.dtype(field))
+            self.read_field(sub, field, parts[field], first)
+        all_ties = self.ties[sub.index]
+        ties = all_ties[(all_ties >= first) & (all_ties < first + out.numel())] - first
+        join(parts[Field.COMPUTE], parts[Field.REMAINDER], ties, out=out)
 
     def close(self) -> None:
-        """Close its file."""
+        """Close the arena file."""
         self._file.close()
 
 
 class StoredArena:
-    """An arena checkpoint, for the time of a `with` block. Its records are verified and parsed when they are needed.
+    """An arena checkpoint, open within a `with` block. Records are verified and parsed when they are needed.
 
     Raises CheckpointError where it has no manifest, or rank 0's files can't be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        found = load_manifest(path)
-        if found is None:
+        manifest = load_manifest(path)
+        if manifest is None:
             raise CheckpointError(
                 f"{path} has no {FILE_NAME}, without which arenas can't be verified: {others(path.parent, but=path.name)}"
             )
-        self.manifest: Manifest = found
+        self.manifest: Manifest = manifest
         self._ranks: dict[int, RankState] = {}
         self._verified: set[str] = set()
         first = self.rank(0)
         self.shards = first.layout.shards
-        """Over how many ranks each parameter is sharded; what there are more hold the same again, and have stored no arena."""
-        self._numbers = {each.name: number for number, each in enumerate(first.layout.parameters)}
+        """Number of ranks that each parameter is sharded over. Further ranks are replicas and have stored no arena."""
+        self._numbers = {parameter.name: number for number, parameter in enumerate(first.layout.parameters)}
 
     @property
     def parameters(self) -> tuple[StoredParameter, ...]:
-        """The model's, as rank 0 had them."""
+        """The parameters of the model, as rank 0 had them."""
         return self.rank(0).layout.parameters
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What the optimizer kept of each element, by its names."""
+        """The optimizer's names for its numbers per element."""
         return self.rank(0).layout.moments
 
     def rank(self, rank: int) -> RankState:
-        """What a rank has stored. Raises CheckpointError."""
+        """The files of a rank. Raises CheckpointError."""
         if rank not in self._ranks:
             self.verify(record_name(rank))
             state = RankState(self.path, rank)
@@ -168,7 +168,7 @@ class StoredArena:
         return self._ranks[rank]
 
     def unpaged_state(self, rank: int) -> dict[str, Any]:
-        """What a rank stored that lies outside of its arena; rank 0's less its random numbers where there was no such rank."""
+        """The unpaged state that a rank stored; where there was no such rank, rank 0's without its random states."""
         if rank >= self.manifest.ranks:
             return {key: value for key, value in self.unpaged_state(0).items() if key not in RANDOM_STATES}
         self.verify(record_name(rank))
@@ -184,43 +184,43 @@ class StoredArena:
             and _are_tensors(steps)
             and _are_tensors(buffers)
         ):
-            raise self.rank(0).damaged("what lies outside of the arena is something else")
+            raise self.rank(0).damaged("its unpaged state is something else")
         return unpaged_state
 
-    def alike(self, here: ArenaLayout) -> RankState | None:
-        """What the rank stored whose state lies just as `here`; None where none did, so that it must be put together."""
+    def with_layout(self, here: ArenaLayout) -> RankState | None:
+        """The files of the rank whose state lies just as `here`; None where there is none."""
         if here.ranks != self.manifest.ranks or here.shards != self.shards:
             return None
         state = self.rank(here.rank % self.shards)
         return None if any(differences(state.layout, replace(here, rank=state.layout.rank))) else state
 
-    def read(self, name: str, which: Field, start: int, numel: int) -> torch.Tensor:
+    def read(self, name: str, field: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the master or a moment (1-D, fp32) of the whole parameter `name`."""
         number = self._numbers[name]
         parts = []
         for state, first, count in self._rows(number, start, numel):
-            parts.append(state.read(number, which, first, count))
+            parts.append(state.read(number, field, first, count))
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def read_verified(self, name: str, which: Field, start: int, numel: int) -> torch.Tensor:
-        """As `read`, with the files that the elements are in held to the manifest before. Raises CheckpointError."""
+    def read_verified(self, name: str, field: Field, start: int, numel: int) -> torch.Tensor:
+        """As `read`, after the files with the elements were verified. Raises CheckpointError."""
         for state, _, _ in self._rows(self._numbers[name], start, numel):
             self.verify(arena_name(state.layout.rank))
-        return self.read(name, which, start, numel)
+        return self.read(name, field, start, numel)
 
     def verify(self, name: str) -> None:
-        """Hold a file to the manifest, once. Raises CheckpointError."""
+        """Compare a file with the manifest, once. Raises CheckpointError."""
         if name in self._verified:
             return
-        known = name in self.manifest.files
-        for _, why in damage(self.path, self.manifest, [name]) if known else [(name, "its manifest doesn't know it")]:
+        listed = name in self.manifest.files
+        for _, why in damage(self.path, self.manifest, [name]) if listed else [(name, "its manifest doesn't know it")]:
             raise CheckpointError(
                 f"{self.path / name} is damaged ({why}): {others(self.path.parent, but=self.path.name)}"
             )
         self._verified.add(name)
 
     def _rows(self, number: int, start: int, numel: int) -> Iterator[tuple[RankState, int, int]]:
-        """(rank's state, first element of its shard, count) of what makes up elements [start, start + numel)."""
+        """(rank's files, first element in its shard, count) of the pieces of elements [start, start + numel)."""
         shape = self.parameters[number].shape
         for rank in range(self.shards):
             first, end = rows_of(shape, rank, self.shards)
@@ -229,7 +229,7 @@ class StoredArena:
                 yield self.rank(rank), low - first, high - low
 
     def _check_belongs(self, state: RankState) -> None:
-        """Raise CheckpointError where it isn't of this save, or of another model than rank 0's."""
+        """Raise CheckpointError where the files are of another save or another model than rank 0's."""
         layout, first = state.layout, self._ranks[0] if self._ranks else state
         alike = [(p.name, p.shape, p.trained) for p in layout.parameters] == [
             (p.name, p.shape, p.trained) for p in first.layout.parameters
@@ -239,7 +239,7 @@ class StoredArena:
             raise state.damaged("it belongs to another checkpoint")
         stored = self.manifest.files.get(arena_name(layout.rank))
         if stored is None or stored.nbytes != state.snapshot.nbytes:
-            raise state.damaged("the arena file beside it has another length")
+            raise state.damaged("its arena file has another length")
 
     def __enter__(self) -> StoredArena:
         return self
@@ -248,13 +248,13 @@ class StoredArena:
         self.close()
 
     def close(self) -> None:
-        """Close its files."""
+        """Close all files."""
         for state in self._ranks.values():
             state.close()
 
 
 def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless training can go on from what a record holds: see `check_resumable`."""
+    """Raise CheckpointError unless training can go on from a record: see `check_resumable`."""
     has_moments = zip(record.layout.parameters, record.commit.stepped, strict=True)
     moments = {parameter.name for parameter, bit in has_moments if bit == "1"}
     steps, groups = unpaged_state["steps"], unpaged_state.get("group_names")  # earlier versions noted no groups
@@ -263,7 +263,7 @@ def check_record(record: Record, unpaged_state: dict[str, Any]) -> None:
 
 
 def prove(path: Path, ranks: Iterable[int]) -> None:
-    """Read back what loading an arena checkpoint parses of these ranks. Raises CheckpointError where it can't be loaded."""
+    """Read back the parts of an arena checkpoint that loading parses, of these ranks. Raises CheckpointError."""
     with StoredArena(path) as stored:
         for rank in ranks:
             check_record(stored.rank(rank % stored.shards).record, stored.unpaged_state(rank))

@@ -1,11 +1,10 @@
-"""Floor 10. Small things beside a model's tensors (counters, schedules, random numbers, the user's own), as bytes and back.
+"""Floor 10. Training state (counters, schedules, random numbers, `client_state`) as bytes and back.
 
 torch's format, read with weights_only: numbers, strings, tensors, lists and dicts, and no code.
 
 [Note: Many small things]
-torch stores each tensor as a file of its own, and reads each string by itself, which takes seconds where there is one of either
-for each of tens of thousands of parameters. So the numbers of their steps are one tensor, and names are one string (JSON). What
-an older version stored otherwise is read as it is.
+torch stores each tensor as a file of its own, and reads strings one by one, which takes seconds with one of them for each of
+tens of thousands of parameters. So all step counts are one tensor, and all names one string (JSON). The older form is read too.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ import torch
 from infinity.errors import CheckpointError
 
 RANDOM_STATES = frozenset({"rng", "rng_device"})
-"""What a rank that there was not before doesn't take over from another."""
+"""Keys that a new rank does not take from another rank."""
 _NAMES, _VALUES = "names", "values"
 
 
 def encode(training_state: dict[str, Any]) -> bytes:
-    """The bytes of plain values and tensors. Raises CheckpointError where something else is among them."""
+    """Encode plain values and tensors. Raises CheckpointError where there is anything else."""
     buffer = io.BytesIO()
     try:
         torch.save(_packed(training_state), buffer)
@@ -39,39 +38,39 @@ def encode(training_state: dict[str, Any]) -> bytes:
 
 
 def decode(stored: bytes | BinaryIO) -> dict[str, Any]:
-    """What `encode` was given, on the CPU. Raises ValueError for anything else."""
+    """Decode the bytes of `encode`; tensors are on the CPU. Raises ValueError for other bytes."""
     try:
         file = io.BytesIO(stored) if isinstance(stored, bytes) else stored
-        found = torch.load(file, weights_only=True, map_location="cpu")
-        if isinstance(found, dict):
-            return _unpacked(found)
+        packed = torch.load(file, weights_only=True, map_location="cpu")
+        if isinstance(packed, dict):
+            return _unpacked(packed)
     except Exception as error:  # whatever torch.load makes of arbitrary bytes
         raise ValueError(str(error) or type(error).__name__) from None
     raise ValueError("it holds something else")
 
 
 def _packed(training_state: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(training_state)
+    packed = dict(training_state)
     if steps := training_state.get("steps"):
-        found["steps"] = {_NAMES: json.dumps([*steps]), _VALUES: torch.stack([*steps.values()])}
+        packed["steps"] = {_NAMES: json.dumps([*steps]), _VALUES: torch.stack([*steps.values()])}
     if "group_names" in training_state:
-        found["group_names"] = json.dumps(training_state["group_names"])
-    return found
+        packed["group_names"] = json.dumps(training_state["group_names"])
+    return packed
 
 
-def _unpacked(found: dict[str, Any]) -> dict[str, Any]:
-    steps, groups = found.get("steps"), found.get("group_names")
+def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
+    steps, groups = state.get("steps"), state.get("group_names")
     if isinstance(steps, dict) and isinstance(steps.get(_NAMES), str):
         names, values = _strings(steps[_NAMES]), steps.get(_VALUES)
         if not isinstance(values, torch.Tensor) or values.shape != (len(names),):
             raise ValueError(f"it has no number of steps for each of {len(names)} parameters")
-        found["steps"] = {name: value.clone() for name, value in zip(names, values.unbind(), strict=True)}
+        state["steps"] = {name: value.clone() for name, value in zip(names, values.unbind(), strict=True)}
     if isinstance(groups, str):
         listed = json.loads(groups)
         if not isinstance(listed, list):
             raise ValueError("the names of its parameter groups are something else")
-        found["group_names"] = [_strings(json.dumps(each)) for each in listed]
-    return found
+        state["group_names"] = [_strings(json.dumps(names)) for names in listed]
+    return state
 
 
 def _strings(listed: str) -> list[str]:

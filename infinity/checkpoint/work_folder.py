@@ -1,13 +1,12 @@
-"""Floor 10. Where something is written before it gets its name: a hidden folder beside that name, locked while its maker lives.
+"""Floor 10. The work folder of a save: hidden, in the folder that is saved to, and locked while the save runs.
 
 [Note: What a save may remove]
-Users keep other things in the folders that we save to, and several jobs may save to one. So what isn't whole yet lies in
-`ROOT/.infinity-saving-IDENTITY/`, which one save makes for itself and no other save writes to; `about.json` in it says so,
-and is locked (flock) until that save has ended. A later save removes such a folder only where all of it says that a killed
-save left it: the name, the owner, the words in `about.json`, and the lock, which nobody holds. Not all file systems show a
-lock to other machines; so what was made on another one must also have been left alone for a day. Where no lock can be had,
-nothing is removed. Of what bears a name already, only that goes which a manifest of ours names
-(infinity/checkpoint/draft.py).
+Users keep other files in the folders that we save to, and several jobs may save to one folder. So a checkpoint that isn't whole
+lies in `ROOT/.infinity-saving-IDENTITY/`, which belongs to one save; `about.json` in it says so, and is locked (flock) until
+that save has ended. A later save removes such a folder only where everything says that a killed save left it: its name, its
+owner, `about.json`, and a lock that nobody holds. Not all file systems show a lock to other machines, so a folder that was
+made on another one must also be untouched for a day. Where no lock can be had, nothing is removed. Of a checkpoint that has
+its name, only files in a manifest of ours are removed (infinity/checkpoint/draft.py).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LEFT_ALONE_SECONDS = 24 * 3600.0
 
 @dataclass(frozen=True)
 class About:
-    """What `about.json` says. target: the name, beside the folder, that what is written in it will get."""
+    """The content of `about.json`. target: the name that the new folder in it will get."""
 
     target: str
     host: str
@@ -52,7 +51,7 @@ def work_path(root: Path, identity: str) -> Path:
 class WorkFolder:
     """The folder `work_path` of one save, and its lock. One process has it at a time: see [Note: What a save may remove].
 
-    path: of the folder. new: the empty folder in it to write to. about: what it says of itself.
+    path: of the folder. new: the empty folder in it to write to. about: the content of `about.json`.
     """
 
     def __init__(self, path: Path, about: About, lock: int) -> None:
@@ -62,7 +61,7 @@ class WorkFolder:
 
     @classmethod
     def make(cls, root: Path, identity: str, target: str) -> WorkFolder:
-        """A new one for what will be `root/target`. Raises OSError."""
+        """Create the work folder for what will be `root/target`. Raises OSError."""
         path = work_path(root, identity)
         about = About(target, socket.gethostname(), os.getpid())
         path.mkdir(mode=0o700)
@@ -70,7 +69,7 @@ class WorkFolder:
         try:
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
             lock = os.open(path / _ABOUT, flags, 0o600)
-            if _lock(lock, wait=True):  # without a lock it stays empty, and so nobody removes it
+            if _lock(lock, wait=True):  # without a lock the file stays empty, so that nobody removes the folder
                 os.write(lock, (json.dumps(asdict(about)) + "\n").encode())
             (path / "new").mkdir(mode=0o700)
         except BaseException:
@@ -81,23 +80,23 @@ class WorkFolder:
         return cls(path, about, lock)
 
     def set_aside(self, path: Path) -> None:
-        """Take its name from a checkpoint that is being replaced. Raises OSError."""
+        """Move a checkpoint that is being replaced into this folder. Raises OSError."""
         path.rename(self.path / f"replaced-{len(self.replaced)}")
         sync(self.path)
 
     @property
     def held(self) -> bool:
-        """Whether it is still ours."""
+        """Whether we still hold the lock."""
         return self._lock >= 0
 
     @property
     def replaced(self) -> list[Path]:
-        """What was set aside, the oldest first."""
+        """The checkpoints set aside, the oldest first."""
         return sorted(self.path.glob("replaced-*"))
 
     def remove(self) -> None:
-        """Remove it, and release the lock. Idempotent. Where something stays in it, because it was set aside or another rank is
-        writing, a later save finds it."""
+        """Remove the folder, and release the lock. Idempotent. If something has to stay, since it was set aside or another rank
+        is writing, a later save finds it."""
         if not self.held:
             return
         shutil.rmtree(self.new, ignore_errors=True)
@@ -113,7 +112,7 @@ class WorkFolder:
 
 
 def abandoned(root: Path) -> Iterator[WorkFolder]:
-    """Those that killed saves left in `root`, each ours when it comes, to `remove` or `release`."""
+    """The work folders that killed saves left in `root`, locked one at a time, to `remove` or `release`."""
     for path in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):
             if is_own_folder(path) and (work := _take(path)) is not None:
@@ -122,8 +121,8 @@ def abandoned(root: Path) -> Iterator[WorkFolder]:
 
 
 def _take(path: Path) -> WorkFolder | None:
-    """The folder as ours; None where its maker lives, or may. Raises OSError, ValueError where it can't be told."""
-    # For writing, which NFS asks of whom it lends such a lock.
+    """The folder, locked; None where its save may still run. Raises OSError, ValueError where that can't be told."""
+    # Opened for writing, which NFS requires for an exclusive lock.
     lock = os.open(path / _ABOUT, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if _lock(lock, wait=False):
@@ -138,7 +137,7 @@ def _take(path: Path) -> WorkFolder | None:
 
 
 def _parse(content: bytes) -> About:
-    """Raises ValueError where it isn't what a save of ours writes."""
+    """Raises ValueError where the content is not from a save of ours."""
     try:
         about = TypeAdapter(About).validate_json(content, strict=True)
     except ValidationError:
@@ -149,12 +148,12 @@ def _parse(content: bytes) -> About:
 
 
 def _changed(path: Path) -> float:
-    """When something in it was changed last."""
-    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+    """Time of the last change in the folder."""
+    return max(place.lstat().st_mtime for place in (path, *path.rglob("*")))
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Whether it is locked now; not where another has it, or the file system keeps no locks."""
+    """Lock the file; False where another holds the lock, or the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

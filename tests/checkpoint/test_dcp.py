@@ -496,7 +496,7 @@ def test_what_another_machine_left_stays_for_a_day(tmp_path: Path, monkeypatch: 
     now = time.time()
     monkeypatch.setattr(work_folder.time, "time", lambda: now + 25 * 3600)
     saved(tmp_path, "two")
-    assert not left.beside.exists()
+    assert not left.work_folder.exists()
 
 
 def test_ranks_that_see_different_folders_make_no_checkpoint(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ PLACE = place_of([((30, 300), 0, True, False), ((10, 10), 0, False, False), ((5,
         ({"sub_groups": (replace(PLACE.sub_groups[0], numel=100), *PLACE.sub_groups[1:])}, "can't have 100 elements"),
         (
             {"sub_groups": (replace(PLACE.sub_groups[0], compute_itemsize=3), *PLACE.sub_groups[1:])},
-            "copies of 3 bytes",
+            "compute parameters of 3 bytes",
         ),
         ({"compute_dtype": "float16"}, "can't have split masters"),
         ({"compute_dtype": "int8"}, "gathered in int8"),
