@@ -1,4 +1,4 @@
-"""Floor 17. What the subcommands ask of their arguments alike: bounds, files that can be written, how a model is stepped."""
+"""Floor 17. Arguments that several subcommands share: bounds, files to write, how a model is stepped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[str], int]:
-    """A type for argparse: `parse` and a bound, refused in words."""
+    """A type for argparse: `parse` with a lower bound, and a message for other values."""
 
     def checked(text: str) -> int:
         try:
@@ -32,7 +32,7 @@ def checked_value(parse: Callable[[str], int], *, at_least: int) -> Callable[[st
 
 
 def whole_number(text: str) -> int:
-    """The integer in `text`. Raises ValueError in words."""
+    """The integer in `text`. Raises ValueError with a message."""
     try:
         return int(text)
     except ValueError:
@@ -40,11 +40,11 @@ def whole_number(text: str) -> int:
 
 
 count = checked_value(whole_number, at_least=1)
-"""A type for argparse: a number of things, one at least."""
+"""A type for argparse: an integer of at least 1."""
 
 
 def _parse_size(text: str) -> int:
-    """Bytes in `text`. Raises ValueError for so few without a unit that one was forgotten."""
+    """Bytes in `text`. Raises ValueError for a small number without a unit, where one was probably forgotten."""
     nbytes = parse_bytes(text)
     if 0 < nbytes < MIB and not text.strip()[-1].isalpha():
         raise ValueError(f"expected a size with its unit, got {text}: did you mean {text.strip()}GiB?")
@@ -55,7 +55,7 @@ size = checked_value(_parse_size, at_least=1)
 """A type for argparse: bytes of a memory, a drive or a file."""
 
 size_or_none = checked_value(_parse_size, at_least=0)
-"""The same where 0 means none."""
+"""As `size`, but 0 is allowed and means none."""
 
 
 def add_described(
@@ -66,7 +66,7 @@ def add_described(
     description: str,
     epilog: str,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand whose description and epilog are shown with their lines as they are."""
+    """Add a subcommand whose description and epilog keep their line breaks."""
     return subparsers.add_parser(
         name,
         help=help,
@@ -76,32 +76,32 @@ def add_described(
     )
 
 
-def why_not_written(asked: argparse.Namespace) -> str | None:
-    """What stands against writing the files of --json and --plot; None where nothing does."""
-    if asked.plot is not None:
-        if asked.plot.suffix not in PLOT_SUFFIXES:
-            return f"--plot {asked.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}"
+def why_not_written(options: argparse.Namespace) -> str | None:
+    """Why the files of --json and --plot can't be written; None where they can."""
+    if options.plot is not None:
+        if options.plot.suffix not in PLOT_SUFFIXES:
+            return f"--plot {options.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}"
         if importlib.util.find_spec("matplotlib") is None:
             return "--plot needs matplotlib: install infinity-offload[plot], or leave --plot out"
-    files = [asked.plot] if asked.plot is not None else []
-    files += [Path(asked.json)] if asked.json not in (None, "-") else []
+    files = [options.plot] if options.plot is not None else []
+    files += [Path(options.json)] if options.json not in (None, "-") else []
     return next((reason for file in files if (reason := why_no_file(file)) is not None), None)
 
 
 def why_no_file(file: Path) -> str | None:
-    """What stands against writing `file`."""
+    """Why `file` can't be written; None where it can."""
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         return f"{file} can't be written: name a file in a folder that exists and is writable"
     return None
 
 
 def add_scheme(parser: argparse._ActionsContainer) -> None:
-    """Add how a model is stepped whose state rests on NVMe."""
+    """Add the options for how a model on NVMe is stepped."""
     parser.add_argument(
         "--master-weights",
         choices=get_args(MasterWeights),
         default="split",
-        help="how masters rest on NVMe: as the copy and its remainder, or in full beside it (default: split)",
+        help="how masters are kept on NVMe: as compute parameter and remainder, or in full (default: split)",
     )
     parser.add_argument(
         "--update",
@@ -112,12 +112,14 @@ def add_scheme(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--no-clipping", action="store_true", help="do not clip gradients (default: at a norm of 1)")
 
 
-def scheme_from(asked: argparse.Namespace, *, accumulation: int = 1) -> Scheme:
-    """What `add_scheme` asked for. Raises ConfigError, naming the arguments, for an update that would not be exact."""
-    if asked.update == "backward" and not asked.no_clipping:
+def scheme_from(options: argparse.Namespace, *, accumulation: int = 1) -> Scheme:
+    """The scheme of the options of `add_scheme`. Raises ConfigError for an update timing that would not be exact."""
+    if options.update == "backward" and not options.no_clipping:
         raise ConfigError(
             "--update backward does not go with clipping: a gradient would be applied before all are known; add "
             "--no-clipping, or use --update forward, which moves as few bytes"
         )
-    update = choose_update(asked.update, clipping=not asked.no_clipping, accumulation=accumulation, loss_scaling=False)
-    return Scheme(asked.master_weights, update)
+    update = choose_update(
+        options.update, clipping=not options.no_clipping, accumulation=accumulation, loss_scaling=False
+    )
+    return Scheme(options.master_weights, update)

@@ -1,6 +1,6 @@
-"""Floor 17. The program `infinity-ckpt`: looks into checkpoints, verifies them, makes others or models of them. Main thread.
+"""Floor 17. The program `infinity-ckpt`: shows, verifies, consolidates and exports checkpoints. Main thread.
 
-What is heavy (torch, pydantic, rich) is imported when a command runs, so that --help is there at once.
+Heavy modules (torch, pydantic, rich) are imported when a command runs, so that --help is there at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.cli.program import run_program
 from infinity.units import format_bytes, format_count
 
 JSON_FORMAT = 1
-"""Raised when a key of a JSON report changes its meaning or goes away; new keys may come without."""
+"""Raised when a key of a JSON report changes its meaning or goes away, not when one is added."""
 
 _EPILOG = (
     "exit code: 0 as asked; 1 if it failed or the checkpoint is damaged, with the reason; 2 for wrong usage; "
@@ -91,15 +91,15 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _info(asked: argparse.Namespace) -> int:
+def _info(options: argparse.Namespace) -> int:
     from infinity.checkpoint.consolidate import open_model
     from infinity.checkpoint.manifest import others
 
-    with open_model(asked.checkpoint, asked.tag) as model:
+    with open_model(options.checkpoint, options.tag) as model:
         manifest = model.manifest
         buffers = set(manifest.buffers) if manifest else set()
         parameters = [name for name in model.names if name not in buffers]
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "format": JSON_FORMAT,
             "checkpoint": str(model.path),
             "saved": manifest.saved if manifest else None,
@@ -110,7 +110,7 @@ def _info(asked: argparse.Namespace) -> int:
             "tied": model.aliases,
             "state_format": manifest.state_format if manifest else "dcp",
             "files": len(manifest.files) if manifest else None,
-            "nbytes": sum(each.stat().st_size for each in model.path.iterdir() if each.is_file()),
+            "nbytes": sum(file.stat().st_size for file in model.path.iterdir() if file.is_file()),
             "hashed": manifest is not None,
         }
         tensors = [
@@ -122,28 +122,28 @@ def _info(asked: argparse.Namespace) -> int:
             }
             for name in model.names
         ]
-    if asked.json:
-        print(json.dumps({**found, "tensors": tensors} if asked.tensors else found, indent=2))
+    if options.json:
+        print(json.dumps({**facts, "tensors": tensors} if options.tensors else facts, indent=2))
     else:
-        _print_info(found, tensors if asked.tensors else [], others(model.path.parent, but=model.path.name))
+        _print_info(facts, tensors if options.tensors else [], others(model.path.parent, but=model.path.name))
     return 0
 
 
-def _print_info(found: dict[str, Any], tensors: list[dict[str, Any]], elsewhere: str) -> None:
+def _print_info(facts: dict[str, Any], tensors: list[dict[str, Any]], elsewhere: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False)
     rows = {
-        "checkpoint": found["checkpoint"],
-        "saved": found["saved"],
-        "optimizer steps": found["global_steps"],
-        "written by": f"{found['ranks']} rank(s)" if found["ranks"] else None,
-        "format": {"dcp": "PyTorch's (dcp)", "arena": "as in the arenas (arena)"}[found["state_format"]],
-        "parameters": f"{format_count(found['parameters'])} in {found['parameter_tensors']} tensors",
-        "tied": ", ".join(f"{alias} = {name}" for alias, name in found["tied"].items()) or None,
-        "on the drive": format_bytes(found["nbytes"]),
-        "hashes": "yes, for every file" if found["hashed"] else "none: save_checkpoint did not write it",
+        "checkpoint": facts["checkpoint"],
+        "saved": facts["saved"],
+        "optimizer steps": facts["global_steps"],
+        "written by": f"{facts['ranks']} rank(s)" if facts["ranks"] else None,
+        "format": {"dcp": "PyTorch's (dcp)", "arena": "as in the arenas (arena)"}[facts["state_format"]],
+        "parameters": f"{format_count(facts['parameters'])} in {facts['parameter_tensors']} tensors",
+        "tied": ", ".join(f"{alias} = {name}" for alias, name in facts["tied"].items()) or None,
+        "on the drive": format_bytes(facts["nbytes"]),
+        "hashes": "yes, for every file" if facts["hashed"] else "none: save_checkpoint did not write it",
         "beside it": elsewhere,
     }
     for key, value in rows.items():
@@ -151,26 +151,26 @@ def _print_info(found: dict[str, Any], tensors: list[dict[str, Any]], elsewhere:
             table.add_row(key, str(value))
     console = Console()
     console.print(table)
-    for each in tensors:
-        kind = " (buffer)" if each["buffer"] else ""
-        console.print(f"{each['name']}  {each['dtype']} {each['shape']}{kind}", markup=False, highlight=False)
+    for tensor in tensors:
+        kind = " (buffer)" if tensor["buffer"] else ""
+        console.print(f"{tensor['name']}  {tensor['dtype']} {tensor['shape']}{kind}", markup=False, highlight=False)
 
 
-def _verify(asked: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> int:
     from infinity.checkpoint.manifest import FILE_NAME, damage, find_checkpoint, load_manifest
     from infinity.errors import CheckpointError
 
-    path = find_checkpoint(asked.checkpoint, asked.tag)
+    path = find_checkpoint(options.checkpoint, options.tag)
     manifest = load_manifest(path)
     if manifest is None:
         raise CheckpointError(
             f"{path} has no {FILE_NAME}, so there is nothing to hold it to: save_checkpoint writes one"
         )
-    with _progress("verifying", manifest.nbytes, shown=not asked.json) as tell:
+    with _progress("verifying", manifest.nbytes, shown=not options.json) as tell:
         wrong = dict(damage(path, manifest, progress=tell))
-    strange = {each.name for each in path.iterdir()} - {*manifest.files, FILE_NAME}
-    wrong |= dict.fromkeys(sorted(strange), "the manifest doesn't know it")
-    if asked.json:
+    unlisted = {file.name for file in path.iterdir()} - {*manifest.files, FILE_NAME}
+    wrong |= dict.fromkeys(sorted(unlisted), "the manifest doesn't know it")
+    if options.json:
         report = {
             "format": JSON_FORMAT,
             "checkpoint": str(path),
@@ -187,41 +187,46 @@ def _verify(asked: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _consolidate(asked: argparse.Namespace) -> int:
+def _consolidate(options: argparse.Namespace) -> int:
     from infinity.checkpoint.consolidate import DTYPES, consolidate
 
     with contextlib.ExitStack() as stack:
         files = consolidate(
-            asked.checkpoint,
-            asked.output,
-            tag=asked.tag,
-            dtype=DTYPES[asked.dtype],
-            max_shard_bytes=asked.max_shard_size,
-            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not asked.json)),
+            options.checkpoint,
+            options.output,
+            tag=options.tag,
+            dtype=DTYPES[options.dtype],
+            max_shard_bytes=options.max_shard_size,
+            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not options.json)),
         )
     nbytes = sum(file.stat().st_size for file in files)
-    if asked.json:
-        report = {"format": JSON_FORMAT, "files": [str(file) for file in files], "nbytes": nbytes, "dtype": asked.dtype}
+    if options.json:
+        report = {
+            "format": JSON_FORMAT,
+            "files": [str(file) for file in files],
+            "nbytes": nbytes,
+            "dtype": options.dtype,
+        }
         print(json.dumps(report, indent=2))
     else:
-        print(f"{format_bytes(nbytes)} in {asked.output}: {', '.join(file.name for file in files)}")
+        print(f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}")
     return 0
 
 
-def _export(asked: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> int:
     from infinity.checkpoint.export import export
     from infinity.checkpoint.manifest import load_manifest
 
     with contextlib.ExitStack() as stack:
         path = export(
-            asked.checkpoint,
-            asked.output,
-            tag=asked.tag,
-            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not asked.json)),
+            options.checkpoint,
+            options.output,
+            tag=options.tag,
+            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not options.json)),
         )
     manifest = load_manifest(path)
     assert manifest is not None
-    if asked.json:
+    if options.json:
         report = {
             "format": JSON_FORMAT,
             "checkpoint": str(path),
@@ -235,15 +240,15 @@ def _export(asked: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal. Yields what is called with the bytes just done."""
+def _progress(activity: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, where that is a terminal. Yields a function to call with the number of bytes just done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(activity), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(activity, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)
 
 

@@ -1,4 +1,4 @@
-"""Floor 17. What this machine and this process may do, as plain data read from /proc and /sys: no judgement, no effect.
+"""Floor 17. Reads /proc and /sys: machine, container, limits, huge pages, as plain data. Judges and changes nothing.
 
 What the kernel does not say is None. `root` is where /proc, /sys and /run are looked for.
 """
@@ -121,7 +121,7 @@ def read_machine(root: Path = _ROOT) -> Machine:
 
 
 def read_container(root: Path = _ROOT) -> Container:
-    """What surrounds the process and what it forbids."""
+    """The container around the process, and its restrictions."""
     status = _colon_table(root / "proc/self/status")
     users = (text_of(root / "proc/self/uid_map") or "").split()
     inside = users != _ALL_USERS if users else None
@@ -157,7 +157,7 @@ def read_limits(root: Path = _ROOT) -> Limits:
 
 
 def read_huge_pages(root: Path = _ROOT) -> HugePages:
-    """The settings of transparent huge pages, and what is reserved apart from them."""
+    """The settings of transparent huge pages, and the reserved pools."""
     settings = root / "sys/kernel/mm/transparent_hugepage"
     reserved = []
     for pool in sorted((root / "sys/kernel/mm/hugepages").glob("hugepages-*kB")):
@@ -187,14 +187,14 @@ def _container_kind(root: Path) -> str | None:
         return "podman"
     if (root / ".dockerenv").exists():
         return "docker"
-    told = text_of(root / "run/systemd/container")
-    if told:
-        return told
+    name = text_of(root / "run/systemd/container")
+    if name:
+        return name
     return next((kind for kind in ("docker", "lxc") if f"/{kind}/" in (text_of(root / "proc/self/cgroup") or "")), None)
 
 
-def _rlimit(which: int) -> tuple[int | None, int | None]:
-    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
+def _rlimit(resource_id: int) -> tuple[int | None, int | None]:
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource_id))
     return soft, hard
 
 

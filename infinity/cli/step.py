@@ -1,6 +1,6 @@
-"""Floor 17. `infinity-bench step`: real training steps of a synthetic transformer from a drive, beside their lower bound.
+"""Floor 17. `infinity-bench step`: times real training steps of a synthetic transformer from a drive, and their lower bound.
 
-Checks what it was asked, then trains, then tells. What it puts on the drive has no name and is gone when it ends.
+Checks its options, trains, then prints. Its files on the drive have no name and are gone when it ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from infinity.schedule.timeline import TraceSummary
 
 POOL_BYTES_MIN = 2 * ACCESS_BYTES
-"""Of any model; what this one needs is known once it is there."""
+"""Smallest pool of any model; that of a given model is known once it is built."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=size_or_none,
         default=0,
         metavar="BYTES",
-        help="of it, what keeps copies and optimizer state from step to step (default: 0)",
+        help="part of it that keeps compute parameters and optimizer state from step to step (default: 0)",
     )
     parser.add_argument(
         "--gradient-memory",
@@ -87,16 +87,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(func=run)
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Train and tell: 0 when done, 2 when it can't be done as asked. Raises InfinityError."""
+def run(options: argparse.Namespace) -> int:
+    """Train and print: 0 when done, 2 for options that can't be met. Raises InfinityError."""
     try:
-        scheme_from(asked)
-        if asked.pinned_bytes_max != "auto" and parse_bytes(asked.pinned_bytes_max) < POOL_BYTES_MIN:
+        scheme_from(options)
+        if options.pinned_bytes_max != "auto" and parse_bytes(options.pinned_bytes_max) < POOL_BYTES_MIN:
             raise ValueError(
-                f"--pinned-bytes-max {asked.pinned_bytes_max} is below the least that works, "
+                f"--pinned-bytes-max {options.pinned_bytes_max} is below the least that works, "
                 f"{format_bytes(POOL_BYTES_MIN)}: raise it, or leave it out"
             )
-        files = {"--json": None if asked.json in (None, "-") else Path(asked.json), "--trace": asked.trace}
+        files = {"--json": None if options.json in (None, "-") else Path(options.json), "--trace": options.trace}
         for name, file in files.items():
             reason = why_no_file(file) if file is not None else None
             if reason is not None:
@@ -105,45 +105,45 @@ def run(asked: argparse.Namespace) -> int:
         print(f"infinity-bench step: error: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    result, traced = measure(asked)
+    result, traced = measure(options)
     text = json.dumps(result, indent=2) + "\n"
-    if asked.json == "-":
+    if options.json == "-":
         print(text, end="")
         return 0
     _print(result, traced)
-    if asked.json:
-        Path(asked.json).write_text(text)
+    if options.json:
+        Path(options.json).write_text(text)
     return 0
 
 
-def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
-    """Train for `warmup` and `steps` steps and return what they took, as the JSON of this command has it; and the trace."""
+def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
+    """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken)."""
     from infinity.cli.synthetic import shape_for
     from infinity.drive.probe import measure_drive
     from infinity.plan.estimate import Work
     from infinity.store.run_folder import make_writable
 
-    shape = shape_for(asked.params)
-    make_writable(asked.nvme_path)
-    machine, model = _machine(asked, shape)
-    scheme, clipping = scheme_from(asked), not asked.no_clipping
+    shape = shape_for(options.params)
+    make_writable(options.nvme_path)
+    machine, model = _machine(options, shape)
+    scheme, clipping = scheme_from(options), not options.no_clipping
     work = Work(
         model,
-        samples=asked.batch_size,
+        samples=options.batch_size,
         checkpointing=False,
         clipping=clipping,
         scheme=scheme,
-        gradient_bytes_max=asked.gradient_memory,
+        gradient_bytes_max=options.gradient_memory,
     )
-    with _engine(asked, shape) as engine:
-        _tell(asked, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
+    with _engine(options, shape) as engine:
+        _show(options, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
         steps = []
-        for number in range(asked.warmup + asked.steps):
-            steps.append(_step(engine, _tokens(asked)))
-            _tell(asked, f"step {number + 1} of {asked.warmup + asked.steps}: {steps[-1]['seconds']:.2f} s")
-        steps = steps[asked.warmup :]
-        traced = _trace(engine, asked) if asked.trace is not None else None
-        rates = measure_drive(asked.nvme_path, nbytes=128 * MIB, rounds=3)
+        for number in range(options.warmup + options.steps):
+            steps.append(_step(engine, _tokens(options)))
+            _show(options, f"step {number + 1} of {options.warmup + options.steps}: {steps[-1]['seconds']:.2f} s")
+        steps = steps[options.warmup :]
+        traced = _trace(engine, options) if options.trace is not None else None
+        rates = measure_drive(options.nvme_path, nbytes=128 * MIB, rounds=3)
         compute = statistics.median(step["seconds"] - step["stall_seconds"] for step in steps)
         lower_bound = engine.step_lower_bound_seconds(
             compute_seconds=compute,
@@ -157,8 +157,8 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
         "params": numel,
         "layers": shape.layers,
         "hidden": shape.hidden,
-        "batch_size": asked.batch_size,
-        "seq": asked.seq,
+        "batch_size": options.batch_size,
+        "seq": options.seq,
         "master_weights": scheme.master_weights,
         "update": scheme.update,
         "steps": steps,
@@ -185,7 +185,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | N
 
 
 def predict(machine: Machine, work: Work, *, pinned_bytes: int, cache_bytes: int) -> float | None:
-    """What the planner says a step takes on `machine` with everything on NVMe; None where it says that it can't be done."""
+    """Seconds of a step on `machine` with everything on NVMe, by the planner; None where it says that it can't run."""
     from infinity.plan.estimate import STRATEGIES
     from infinity.plan.planner import plan_step
 
@@ -194,8 +194,8 @@ def predict(machine: Machine, work: Work, *, pinned_bytes: int, cache_bytes: int
     return plan.simulated.seconds if plan.simulated is not None else None
 
 
-def _machine(asked: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine, Shape]:
-    """This machine and the model, in the planner's terms. Measured before the steps, so that it is a prediction."""
+def _machine(options: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine, Shape]:
+    """This machine and the model, as the planner describes them. Measured before the steps, so that it is a prediction."""
     from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import HEAD, VOCABULARY
     from infinity.plan.transformer import Transformer
@@ -205,35 +205,35 @@ def _machine(asked: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine
         layers=shape.layers,
         hidden=shape.hidden,
         heads=shape.hidden // HEAD,
-        seq=asked.seq,
+        seq=options.seq,
         vocab=VOCABULARY,
         block_numel=block,
         root_numel=shape.numel - shape.layers * block,
     )
-    report = functools.partial(_tell, asked)
-    return measure_machine(asked.nvme_path, model, samples=asked.batch_size, report=report), model
+    report = functools.partial(_show, options)
+    return measure_machine(options.nvme_path, model, samples=options.batch_size, report=report), model
 
 
 @contextmanager
-def _engine(asked: argparse.Namespace, shape: synthetic.Shape) -> Iterator[infinity.Engine]:
+def _engine(options: argparse.Namespace, shape: synthetic.Shape) -> Iterator[infinity.Engine]:
     import torch
 
     import infinity
     from infinity.cli.synthetic import Transformer
 
-    drive = {"device": "nvme", "nvme_path": str(asked.nvme_path)}
+    drive = {"device": "nvme", "nvme_path": str(options.nvme_path)}
     config = {
-        "train_micro_batch_size_per_gpu": asked.batch_size,
+        "train_micro_batch_size_per_gpu": options.batch_size,
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.0 if asked.no_clipping else 1.0,
+        "gradient_clipping": 0.0 if options.no_clipping else 1.0,
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
         "infinity": {
-            "pinned_bytes_max": asked.pinned_bytes_max,
-            "host_cache_bytes": asked.cache,
-            "master_weights": asked.master_weights,
-            "update": asked.update,
-            "gradient_bytes_max": "auto" if asked.gradient_memory is None else asked.gradient_memory,
+            "pinned_bytes_max": options.pinned_bytes_max,
+            "host_cache_bytes": options.cache,
+            "master_weights": options.master_weights,
+            "update": options.update,
+            "gradient_bytes_max": "auto" if options.gradient_memory is None else options.gradient_memory,
         },
     }
     torch.manual_seed(0)
@@ -265,20 +265,20 @@ def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
     }
 
 
-def _trace(engine: infinity.Engine, asked: argparse.Namespace) -> TraceSummary:
+def _trace(engine: infinity.Engine, options: argparse.Namespace) -> TraceSummary:
     """One more step, written to the file of --trace."""
     engine.start_trace()
-    _step(engine, _tokens(asked))
-    return engine.stop_trace(asked.trace)
+    _step(engine, _tokens(options))
+    return engine.stop_trace(options.trace)
 
 
-def _tokens(asked: argparse.Namespace) -> Any:
-    """A batch, and what follows each token of it."""
+def _tokens(options: argparse.Namespace) -> Any:
+    """A batch of token numbers, (batch size, seq + 1)."""
     import torch
 
     from infinity.cli.synthetic import VOCABULARY
 
-    return torch.randint(VOCABULARY, (asked.batch_size, asked.seq + 1))
+    return torch.randint(VOCABULARY, (options.batch_size, options.seq + 1))
 
 
 def _predicted(result: dict[str, Any]) -> str:
@@ -288,9 +288,9 @@ def _predicted(result: dict[str, Any]) -> str:
     return f"{seconds:.3f} s by the planner; the measured step is {result['seconds'] / seconds - 1:+.0%} from it"
 
 
-def _tell(asked: argparse.Namespace, line: str) -> None:
-    """Progress, where it doesn't mix with the JSON."""
-    print(line, file=sys.stderr if asked.json == "-" else sys.stdout, flush=True)
+def _show(options: argparse.Namespace, line: str) -> None:
+    """Print progress, on stderr where stdout is for the JSON."""
+    print(line, file=sys.stderr if options.json == "-" else sys.stdout, flush=True)
 
 
 def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:

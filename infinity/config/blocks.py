@@ -32,9 +32,9 @@ from infinity.units import MIB
 class Block(BaseModel):
     """One JSON object of the config.
 
-    `ignored_keys` exist in DeepSpeed and mean nothing here; `old_names` are other spellings of a key; `fixed_keys` are
-    accepted with one value only, for the reason that stands beside it. `units` and `differs` are for the reference: what a
-    number counts, and what is otherwise in DeepSpeed.
+    `ignored_keys` exist in DeepSpeed and have no effect here; `old_names` are other spellings of a key; `fixed_keys` are
+    accepted with one value only: (value, reason). `units` and `differs` are for the reference: the unit of a number, and the
+    difference to DeepSpeed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""Floor 1. From values to a config, or to an error that tells all that is wrong with them."""
+"""Floor 1. Turns values into a config, or into an error with all problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def validated(
     written: Mapping[str, str] | None = None,
     problems: Sequence[str] = (),
 ) -> SomeConfig:
-    """The `model` of `values`, or a ConfigError with `problems` and all that is wrong with them."""
+    """The `model` with these values. Raises ConfigError with `problems` and all that is wrong with the values."""
     lines = list(problems)
     try:
         config = model.model_validate(values, context={"auto": frozenset(auto)})

@@ -1,4 +1,4 @@
-"""Floor 1. Values of the config that are fine alone and can't work together, and how an error tells of them."""
+"""Floor 1. Values of the config that are fine alone but contradict each other, and the error lines for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from infinity.config.top_level import TopLevel
 
 
 def find_contradictions(config: TopLevel, auto: frozenset[str]) -> Iterator[str]:
-    """Error lines for values that are fine alone and can't work together; what is still "auto" is given the benefit."""
+    """Error lines for values that contradict each other. Values that are still "auto" are not judged."""
     zero = config.zero_optimization
     for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         path = f"zero_optimization.{name}"
@@ -50,7 +50,7 @@ def _find_sgd_contradictions(optimizer: SGDConfig) -> Iterator[str]:
 
 
 def _find_durability_contradictions(config: TopLevel) -> Iterator[str]:
-    """What stays in host memory from step to step has no place on the drive that could be committed."""
+    """Durability excludes state that stays in host memory: it has no place on the drive to be committed."""
     path = "infinity.durability"
     offload = config.zero_optimization.offload_optimizer
     if offload.device != "nvme":

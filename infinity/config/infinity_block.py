@@ -133,8 +133,8 @@ class InfinityConfig(Block):
     fused: Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
     master_weights: Annotated[MasterWeights, choice(MasterWeights)] = Field(
         default="split",
-        description="How an fp32 master weight rests on NVMe beside its bf16 copy: split keeps the 16 bits that "
-        "the copy lacks, full keeps all 32. The numbers are the same.",
+        description="How an fp32 master weight rests on NVMe beside its bf16 compute parameter: split keeps the 16 "
+        "bits that this lacks, full keeps all 32. The numbers are the same.",
     )
     update: Annotated[Update, choice(Update)] = Field(
         default="auto",

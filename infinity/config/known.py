@@ -1,4 +1,4 @@
-"""Floor 1. Every key that exists, by its dotted path; what to say of one that doesn't."""
+"""Floor 1. Every key that exists, by its dotted path; the error for one that does not."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from infinity.config.top_level import TopLevel
 from infinity.config.words import join
 
 _OTHER_NAMES = {"max_grad_norm": "gradient_clipping", "learning_rate": "lr", "max_lr": "warmup_max_lr"}
-"""What other tools call some of the keys, for the error that names the key."""
+"""Names that other tools have for some keys, for the error that suggests the key."""
 
 
 def explain_unknown(written: str, where: str) -> str:
     """The error line for a key that exists nowhere, or not here, with the nearest name that does."""
     path = join(where, written)
-    known = known_paths()
-    if path in known:
+    paths = known_paths()
+    if path in paths:
         return f"{path}: unknown key for this type, remove it"
-    elsewhere = [other for other in known if other.rpartition(".")[2] == _OTHER_NAMES.get(written, written)]
+    elsewhere = [other for other in paths if other.rpartition(".")[2] == _OTHER_NAMES.get(written, written)]
     if 1 <= len(elsewhere) <= 2:
         return f"{path}: unknown key here, it belongs at {' or '.join(elsewhere)}"
-    here = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == where}
-    anywhere = {other.rpartition(".")[2]: other for other in reversed(known)}
+    here = {other.rpartition(".")[2]: other for other in paths if other.rpartition(".")[0] == where}
+    anywhere = {other.rpartition(".")[2]: other for other in reversed(paths)}
     for names in (here, anywhere):
         if near := difflib.get_close_matches(written, names, n=1, cutoff=0.6):
             return f"{path}: unknown key, did you mean {names[near[0]]}?"

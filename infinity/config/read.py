@@ -1,4 +1,4 @@
-"""Floor 1. Reading a config from a dict, a file or base64: what each of its keys is taken for."""
+"""Floor 1. Reads a config from a dict, a file or base64, and sorts its keys."""
 
 from __future__ import annotations
 
@@ -173,12 +173,10 @@ class _Reader:
         kind, params = read
         if kind in ("AdamW", "Adam"):
             w_mode = self._pop_flag(params, "adam_w_mode", "optimizer.params.adam_w_mode", default=True)
-            found = self.read_block(params, AdamConfig, "optimizer.params")
-            if kind == "Adam":
-                found.setdefault(
-                    "weight_decay", 0.0
-                )  # the default of the type that is written, before it becomes AdamW
-            values["optimizer"] = {**found, "type": "AdamW" if w_mode else kind}
+            adam = self.read_block(params, AdamConfig, "optimizer.params")
+            if kind == "Adam":  # its default counts, even where it becomes AdamW
+                adam.setdefault("weight_decay", 0.0)
+            values["optimizer"] = {**adam, "type": "AdamW" if w_mode else kind}
         else:
             values["optimizer"] = {**self.read_block(params, OPTIMIZERS[kind], "optimizer.params"), "type": kind}
 
@@ -202,12 +200,12 @@ class _Reader:
         params = source.get("params")
         if params is not None and not isinstance(params, Mapping) and params != "auto":
             self.problems.append(f"{where}.params: got {shown(params)}, expected an object")
-        known = dict(params) if isinstance(params, Mapping) else {}
+        copied = dict(params) if isinstance(params, Mapping) else {}
         kind, rule = source.get("type"), choice(types)
         if kind == "auto":
-            return default, known
+            return default, copied
         try:
-            return str(rule.read(kind)), known
+            return str(rule.read(kind)), copied
         except ValueError:
             got = "missing" if kind is None else f"got {shown(kind)}"
             advice = _OTHER_OPTIMIZERS if where == "optimizer" and kind is not None else ""
@@ -236,13 +234,13 @@ class _Reader:
         return current
 
     def _replace_communication_type(self, source: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """`source` with its `communication_data_type` where it is called `infinity.reduce_dtype`, unless that is there."""
+        """`source` with `communication_data_type` moved to `infinity.reduce_dtype`, unless that is set."""
         current = dict(source)
-        value, own = current.pop("communication_data_type", None), current.get("infinity") or {}
+        value, block = current.pop("communication_data_type", None), current.get("infinity") or {}
         if isinstance(value, str) and value.lower() == "fp16":
             self.ignored.append("communication_data_type")
-        elif value not in (None, "auto") and isinstance(own, Mapping) and own.get("reduce_dtype") is None:
-            current["infinity"] = {**own, "reduce_dtype": value}
+        elif value not in (None, "auto") and isinstance(block, Mapping) and block.get("reduce_dtype") is None:
+            current["infinity"] = {**block, "reduce_dtype": value}
         return current
 
     def _pop_flag(self, source: dict[str, Any], key: str, path: str, *, default: bool) -> bool:

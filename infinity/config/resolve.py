@@ -78,10 +78,9 @@ def _fill_autos(
             "zero_optimization.reduce_bucket_size": hidden_size * hidden_size,
             "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
         }
-    known = set(known_paths()) - {"optimizer", "scheduler", *NESTED}  # a block has no value of its own
-    for path in sorted(
-        known.intersection(auto)
-    ):  # the optimizer's lr comes before the scheduler's warmup_max_lr, which may follow it
+    fillable = set(known_paths()) - {"optimizer", "scheduler", *NESTED}  # a block has no value of its own
+    # Sorted: the optimizer's lr comes before the scheduler's warmup_max_lr, which may be derived from it.
+    for path in sorted(fillable.intersection(auto)):
         value = _from_caller(path, caller)
         if value is None:
             value = by_size.get(path)
@@ -106,8 +105,8 @@ def _solve_from_values(
     checked = validated(TopLevel, {name: values[name] for name in names if name in values}, "config")
     sizes: list[int | None] = [getattr(checked, name) for name in names]
     for index, name in enumerate(names):
-        if sizes[index] is None and name not in auto and sum(size is not None for size in sizes) < 2:
-            given = validated(TopLevel, {name: caller[name]}, "config") if caller.get(name) is not None else None
-            sizes[index] = getattr(given, name, None)
+        known = sum(size is not None for size in sizes)
+        if sizes[index] is None and name not in auto and known < 2 and caller.get(name) is not None:
+            sizes[index] = getattr(validated(TopLevel, {name: caller[name]}, "config"), name)
     batch = solve_batch(sizes[0], sizes[1], sizes[2], world_size=world_size)
     return dict(zip(names, batch, strict=True))

@@ -1,4 +1,4 @@
-"""Floor 1. What a value of the config may be: how each kind is read, when it is right, and the words for it."""
+"""Floor 1. The kinds of values in the config: how they are read, which are valid, and their names in errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity.units import MIB, PAGE_BYTES, parse_bytes, parse_count
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of value: how it is read, when it is right, and the words for it in an error and in the reference."""
+    """One kind of value: how it is read, which values are valid, and its name in errors and in the reference."""
 
     wanted: str
     parse: Callable[[Any], Any]

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class TopLevel(Block):
-    """The keys of the whole config: `Config` without what looks at several of them at once."""
+    """All keys of the config: `Config` without the checks that concern several keys."""
 
     train_batch_size: Positive | None = Field(default=None, description="Samples per optimizer step over all ranks.")
     train_micro_batch_size_per_gpu: Positive | None = Field(
@@ -148,12 +148,16 @@ class TopLevel(Block):
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, *, world_size: int) -> Batch:
-    """The three batch sizes from those that are given: `train` = `micro` · `accumulation` · `world_size`.
+    """The three batch sizes from the known ones: `train` = `micro` · `accumulation` · `world_size`.
 
-    Two give the third. With `train` alone one pass is accumulated; otherwise what is missing is 1.
-    Raises ConfigError, showing the product, when they can't agree.
+    Two give the third. With `train` alone one pass is accumulated; otherwise missing sizes are 1.
+    Raises ConfigError, showing the product, when they contradict each other.
     """
-    given = (train, micro, accumulation)
+    derived = [
+        name
+        for name, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", accumulation))
+        if value is None
+    ]
     if train is None:
         micro, accumulation = micro or 1, accumulation or 1
         return Batch(micro * accumulation * world_size, micro, accumulation)
@@ -165,7 +169,6 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
     product = micro * accumulation * world_size
     if product != train:
         names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        derived = [name for name, value in zip(names, given[1:], strict=True) if value is None]
         raise config_error(
             "config",
             [

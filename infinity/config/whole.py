@@ -1,4 +1,4 @@
-"""Floor 1. The whole config: its keys, what may not stand together in them, and how they are resolved."""
+"""Floor 1. The whole config: its keys, the contradictions among them, and how they are resolved."""
 
 from __future__ import annotations
 

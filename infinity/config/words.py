@@ -1,4 +1,4 @@
-"""Floor 1. How errors of the config are put: what was given, where, and one line for each problem."""
+"""Floor 1. The form of the config's errors: value, key, and one line per problem."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ docs/doctor.md lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the commands of `infinity-bench`."""
-    what = "check whether training with NVMe works here, and what would make it work better"
-    parser = add_described(subparsers, "doctor", help=what, description=_DESCRIPTION, epilog=_EPILOG)
+    summary = "check whether training with NVMe works here, and what would make it work better"
+    parser = add_described(subparsers, "doctor", help=summary, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         "path",
         nargs="?",

@@ -1,7 +1,7 @@
 """Floor 17. `infinity-bench sweep`: how fast is this drive, and with which settings? Runs on the main thread.
 
-Checks what it was asked, then measures, then tells. What it puts on the drive has no name and is gone when it ends,
-however it ends; only the drive's profile stays.
+Checks its options, measures, then prints. Its files on the drive have no name and are gone however it ends; only the drive's
+profile stays.
 """
 
 from __future__ import annotations
@@ -61,46 +61,46 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(func=run)
 
 
-def run(asked: argparse.Namespace) -> int:
-    """Sweep what was asked for: 0 when done, 2 when it can't be done as asked. Raises StoreError or IoError."""
-    reason = _why_not(asked)
+def run(options: argparse.Namespace) -> int:
+    """Sweep the paths: 0 when done, 2 for options that can't be met. Raises StoreError or IoError."""
+    reason = _why_not(options)
     if reason is not None:
         print(f"infinity-bench sweep: error: {reason}", file=sys.stderr)
         return 2
     from infinity.cli.sweep.run import Sweep
 
-    sweep = Sweep(asked, {path: _file_bytes(path, asked.size, quick=asked.quick) for path in asked.paths})
+    sweep = Sweep(options, {path: _file_bytes(path, options.size, quick=options.quick) for path in options.paths})
     try:
         sweep.run()
     except (InfinityError, KeyboardInterrupt, SystemExit):
-        sweep.tell_what_is_known()
+        sweep.print_partial_results()
         raise
     return 0
 
 
-def _file_bytes(path: Path, asked_bytes: int | None, *, quick: bool) -> int:
+def _file_bytes(path: Path, size: int | None, *, quick: bool) -> int:
     """Size of the test file on the drive of `path`."""
     from infinity.store.run_folder import free_bytes
 
-    return asked_bytes or min(_QUICK_SIZE_MAX if quick else _SIZE_MAX, free_bytes(path) // _FREE_SHARE)
+    return size or min(_QUICK_SIZE_MAX if quick else _SIZE_MAX, free_bytes(path) // _FREE_SHARE)
 
 
-def _why_not(asked: argparse.Namespace) -> str | None:
-    """What stands against it, looked for before the first byte is written."""
-    for path in asked.paths:
-        if (reason := _why_not_on(path, asked)) is not None:
+def _why_not(options: argparse.Namespace) -> str | None:
+    """Why the options can't be met, before the first byte is written; None where they can."""
+    for path in options.paths:
+        if (reason := _why_not_on(path, options)) is not None:
             return reason
-    return _why_not_backends(asked.backend) or _why_not_fio(asked.fio) or why_not_written(asked)
+    return _why_not_backends(options.backend) or _why_not_fio(options.fio) or why_not_written(options)
 
 
-def _why_not_on(path: Path, asked: argparse.Namespace) -> str | None:
+def _why_not_on(path: Path, options: argparse.Namespace) -> str | None:
     from infinity.store.run_folder import free_bytes
 
     if not path.is_dir():
         return f"{path} is {'no folder' if path.exists() else 'not there'}: name an existing folder on the drive to measure"
     if not os.access(path, os.W_OK | os.X_OK):
         return f"{path} is not writable: change its owner or name another folder"
-    nbytes, free = _file_bytes(path, asked.size, quick=asked.quick), free_bytes(path)
+    nbytes, free = _file_bytes(path, options.size, quick=options.quick), free_bytes(path)
     if nbytes > free:
         return f"{path}: a file of {format_bytes(nbytes)} does not fit into the {format_bytes(free)} that are free"
     if nbytes < _SIZE_MIN:
@@ -111,13 +111,13 @@ def _why_not_on(path: Path, asked: argparse.Namespace) -> str | None:
 def _why_not_backends(names: list[str] | None) -> str | None:
     from infinity.aio import probe
 
-    found = {name: (available, reason) for name, available, reason in probe()}
+    backends = {name: (available, reason) for name, available, reason in probe()}
     for name in names or ():
-        if name not in found:
-            return f"--backend {name}: there is no such backend, but {', '.join(found)}"
-        if not found[name][0]:
-            return f"--backend {name}: {found[name][1]}"
-    return None if any(available for available, _ in found.values()) else "no I/O backend is available here"
+        if name not in backends:
+            return f"--backend {name}: there is no such backend, but {', '.join(backends)}"
+        if not backends[name][0]:
+            return f"--backend {name}: {backends[name][1]}"
+    return None if any(available for available, _ in backends.values()) else "no I/O backend is available here"
 
 
 def _why_not_fio(wanted: bool) -> str | None:

@@ -73,18 +73,17 @@ class Fio:
     def command(self, workload: Workload, settings: IoSettings, seconds: float) -> list[str]:
         """The command line of one trial.
 
-        It goes through half of the file at most, from where the last one stopped, each job through a part of that: what it
-        has just written or read, and the drive or a hypervisor may still hold, is not read again. No ramp time: what is
-        under way when the clock starts would count as moved within it, a tenth of a second of the drive's time at great
-        depths.
+        A trial goes through at most half of the file, from where the last one stopped, and each job through a part of that: so
+        it does not read bytes that the drive or a hypervisor may still hold in a cache. No ramp time: requests in flight when
+        the clock starts would count as moved, a tenth of a second of the drive's time at great depths.
         """
-        half = self._test.nbytes // 2
-        part = half // settings.rings // settings.block_bytes * settings.block_bytes
+        range_bytes = self._test.nbytes // 2
+        part = range_bytes // settings.rings // settings.block_bytes * settings.block_bytes
         options = {
             "name": "sweep",
             "filename": f"/proc/{os.getpid()}/fd/{self._test.descriptor}",
             "readwrite": _READWRITE[workload],
-            "offset": align_up(self._cursor % half),
+            "offset": align_up(self._cursor % range_bytes),
             "size": part,
             "offset_increment": part,
             "blocksize": settings.block_bytes,

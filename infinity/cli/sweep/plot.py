@@ -43,15 +43,15 @@ def _lines(search: Search, workload: Workload) -> list[tuple[str, dict[str, obje
 
     Only depths that were tried at several block sizes make a line.
     """
-    found: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    rates_of: dict[tuple[str, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in search.trials:
         settings = trial.settings
         if trial.workload is workload and settings.rings == 1:
-            found[settings.backend, settings.queue_depth][settings.block_bytes].append(trial.bytes_per_s)
-    kept = {key: rates for key, rates in found.items() if len(rates) > 1}
-    depths = sorted({depth for _, depth in kept})
+            rates_of[settings.backend, settings.queue_depth][settings.block_bytes].append(trial.bytes_per_s)
+    lines_of = {key: rates for key, rates in rates_of.items() if len(rates) > 1}
+    depths = sorted({depth for _, depth in lines_of})
     lines = []
-    for (name, depth), rates in sorted(kept.items()):
+    for (name, depth), rates in sorted(lines_of.items()):
         number = search.names.index(name)
         style = {
             "color": mpl.colormaps["tab10"](number),

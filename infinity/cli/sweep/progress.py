@@ -14,7 +14,7 @@ _LINE_SECONDS = 5.0
 
 
 class Progress:
-    """Shows how far something is that knows what is done and estimates what is left, both in seconds."""
+    """Shows progress, from the seconds done and an estimate of the seconds left."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -33,15 +33,15 @@ class Progress:
             )
             self._task = self._bar.add_task("", total=None, left="")
 
-    def show(self, what: str, *, done_seconds: float, left_seconds: float) -> None:
-        """`what` goes on now; may be called often."""
+    def show(self, activity: str, *, done_seconds: float, left_seconds: float) -> None:
+        """Show what is being done now. May be called often."""
         left = f"about {_in_words(left_seconds)} left"
         if self._bar is not None:
             total = done_seconds + left_seconds
-            self._bar.update(self._task, description=what, completed=done_seconds, total=total, left=left)
+            self._bar.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
-            print(f"{what}; {left}", file=sys.stderr, flush=True)
+            print(f"{activity}; {left}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:

@@ -33,11 +33,11 @@ _RATED_DAYS = 5 * 365
 
 _PARAMS = (10**9, 7 * 10**9, 70 * 10**9)
 _NVME_BYTES_PER_PARAM = 12
-"""16-bit copy, 16-bit remainder of the master and two fp32 moments."""
+"""The 16-bit compute parameter, the 16-bit remainder of the master and two fp32 moments."""
 
 
 class Swept:
-    """One path: what was found, and what it was found on. Holds no memory of the test itself."""
+    """One path: its drive, its test file and its results. Holds none of the test's memory."""
 
     def __init__(
         self, path: Path, drive: Drive, test: DriveTest, search: Search, rival: fio.Fio | None, rounds: int
@@ -54,7 +54,7 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class Together:
+class AllAtOnce:
     """Bytes per second of all drives at the same time, each at its recommended settings."""
 
     bytes_per_s: dict[Workload, float]
@@ -193,8 +193,8 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
         lines[-1] += f" That is {comparison} the defaults ({block_in_words(usual.settings.block_bytes)} x 32)."
     ratios = ratios_to_rival(swept)
     if ratios:
-        told = ", ".join(f"{workload} {ratio:.2f}" for workload, ratio in ratios.items())
-        lines.append(f"Relative to the best of fio ({swept.rival_engine}) in the same rounds: {told}.")
+        listed = ", ".join(f"{workload} {ratio:.2f}" for workload, ratio in ratios.items())
+        lines.append(f"Relative to the best of fio ({swept.rival_engine}) in the same rounds: {listed}.")
     if not swept.direct:
         lines.append(
             "[yellow]This file system refuses direct I/O, so this is the speed of memory, not of a drive: "
@@ -263,7 +263,7 @@ def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
     }
 
 
-def print_together(swept: list[Swept], together: Together | None, console: Console) -> None:
+def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Console) -> None:
     """All paths at once, or why there is no such measurement."""
     for one, other in _on_one_device(swept):
         console.print(
@@ -271,12 +271,12 @@ def print_together(swept: list[Swept], together: Together | None, console: Conso
             "path there gains nothing.",
             style="yellow",
         )
-    if together is None:
+    if result is None:
         return
     table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("load", "GiB/s", "sum of each alone", "ratio"):
         table.add_column(name, justify="right")
-    for workload, rate in together.bytes_per_s.items():
+    for workload, rate in result.bytes_per_s.items():
         alone = _alone(swept, workload)
         table.add_row(workload.value, f"{rate / GIB:.2f}", f"{alone / GIB:.2f}", f"{rate / alone:.2f}")
     console.print(table)
@@ -285,33 +285,33 @@ def print_together(swept: list[Swept], together: Together | None, console: Conso
 # --- For programs ---
 
 
-def as_json(swept: list[Swept], together: Together | None, asked: argparse.Namespace) -> dict[str, Any]:
+def as_json(swept: list[Swept], all_at_once: AllAtOnce | None, options: argparse.Namespace) -> dict[str, Any]:
     """The whole result. Of several paths, each is an entry of `paths`; a single one stands at the top."""
     about = {
         "bench": "sweep",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": _machine(),
         "kernel": platform.release(),
-        "versions": _versions(asked),
-        "quick": asked.quick,
+        "versions": _versions(options),
+        "quick": options.quick,
         "rounds": swept[0].rounds,
     }
-    results = [_path_as_json(one, asked) for one in swept]
+    results = [_path_as_json(one, options) for one in swept]
     if len(results) == 1:
         return about | results[0]
     more: dict[str, Any] = {
         "paths": results,
         "one_device": [[str(a.path), str(b.path)] for a, b in _on_one_device(swept)],
     }
-    if together is not None:
+    if all_at_once is not None:
         more["together"] = {
             workload.value: {"gib_per_s": rate / GIB, "of_sum": rate / _alone(swept, workload)}
-            for workload, rate in together.bytes_per_s.items()
+            for workload, rate in all_at_once.bytes_per_s.items()
         }
     return about | more
 
 
-def _path_as_json(swept: Swept, asked: argparse.Namespace) -> dict[str, Any]:
+def _path_as_json(swept: Swept, options: argparse.Namespace) -> dict[str, Any]:
     search, drive = swept.search, swept.drive
     result: dict[str, Any] = {
         "path": str(swept.path),
@@ -345,14 +345,14 @@ def _path_as_json(swept: Swept, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _loads_as_json(swept: Swept, name: str) -> dict[str, Any]:
-    found = {workload: swept.search.best(name, workload) for workload in Workload}
-    return {load.value: _standing_as_json(best, load, fio_s=name == fio.NAME) for load, best in found.items() if best}
+    bests = {workload: swept.search.best(name, workload) for workload in Workload}
+    return {load.value: _standing_as_json(best, load, fio_s=name == fio.NAME) for load, best in bests.items() if best}
 
 
 def _standing_as_json(standing: Standing, workload: Workload, *, fio_s: bool = False) -> dict[str, Any]:
     settings = standing.settings
     names = ("iodepth", "numjobs") if fio_s else ("queue_depth", "rings")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "gib_per_s": standing.bytes_per_s / GIB,
         "gib_per_s_min": standing.bytes_per_s_min / GIB,
         "gib_per_s_max": standing.bytes_per_s_max / GIB,
@@ -364,8 +364,8 @@ def _standing_as_json(standing: Standing, workload: Workload, *, fio_s: bool = F
         names[1]: settings.rings,
     }
     if workload is Workload.MIXED and not fio_s:
-        found["mix"] = settings.mix
-    return found
+        result["mix"] = settings.mix
+    return result
 
 
 def _choice_as_json(choice: Choice) -> dict[str, Any]:
@@ -383,9 +383,9 @@ def _machine() -> dict[str, Any]:
     return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "architecture": platform.machine()}
 
 
-def _versions(asked: argparse.Namespace) -> dict[str, str]:
+def _versions(options: argparse.Namespace) -> dict[str, str]:
     versions = {"infinity": infinity.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    if asked.fio:
+    if options.fio:
         versions["fio"] = fio.version_of(fio.find_fio())
     return versions
 

@@ -1,6 +1,6 @@
-"""Floor 17. The sweep itself: every path on its own, then those on different drives all at once; then the results.
+"""Floor 17. Runs a sweep: every path alone, then all at once if they are on different drives; then prints the results.
 
-Owns the order of things. The policy is in search.py, the measuring in drive/measure.py, the words in sweep_report.py.
+Owns the order. The policy is in search.py, measuring in drive/measure.py, texts in report.py.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from infinity.aio import IoSettings, probe
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.progress import Progress
 from infinity.cli.sweep.report import (
+    AllAtOnce,
     Swept,
-    Together,
     as_json,
     block_in_words,
+    print_all_at_once,
     print_found,
     print_report,
-    print_together,
     profile_of,
     share_a_disk,
 )
@@ -40,7 +40,8 @@ from infinity.units import GIB, MIB
 
 _QUEUE_SECONDS_MAX = 0.1
 _QUEUE_BYTES_MIN = 64 * MIB
-"""More in flight than the drive moves in this time (but at least this much) only makes it slow to answer: not tried."""
+"""Settings with more in flight than the drive moves in this time, and more than this minimum, are not tried: they only
+make the drive slow to answer."""
 
 _PIPED_WIDTH = 100
 
@@ -51,35 +52,35 @@ _MEMORY_SHARE = 4
 class Sweep:
     """One run of the command. `sizes` are the bytes of the test file of each path."""
 
-    def __init__(self, asked: argparse.Namespace, sizes: dict[Path, int]) -> None:
-        self._asked = asked
+    def __init__(self, options: argparse.Namespace, sizes: dict[Path, int]) -> None:
+        self._options = options
         self._sizes = sizes
-        self._effort: Effort = QUICK if asked.quick else THOROUGH
-        if asked.rounds is not None:
-            self._effort = replace(self._effort, rounds=asked.rounds)
-        self._console = Console(stderr=asked.json == "-")
+        self._effort: Effort = QUICK if options.quick else THOROUGH
+        if options.rounds is not None:
+            self._effort = replace(self._effort, rounds=options.rounds)
+        self._console = Console(stderr=options.json == "-")
         if not self._console.is_terminal:
             self._console.width = _PIPED_WIDTH
         self._began = time.monotonic()
-        self._trial_seconds, self._wall_seconds = 4.0, 6.0  # a guess, until there are more trials than it weighs
+        self._trial_seconds, self._wall_seconds = 4.0, 6.0  # a guess that outweighs the first trials
         self._swept: list[Swept] = []
-        self._together: Together | None = None
+        self._all_at_once: AllAtOnce | None = None
 
     def run(self) -> None:
-        """Measure everything, then print, write and keep what was asked for. Raises StoreError or IoError."""
+        """Measure everything; then print, write the files and keep the profiles. Raises StoreError or IoError."""
         with Progress() as progress:
             for path, nbytes in self._sizes.items():
                 self._sweep(path, nbytes, progress)
-            self._together = self._run_together(progress)
+            self._all_at_once = self._run_all_at_once(progress)
         for swept in self._swept:
-            print_report(swept, self._console, params=self._asked.params)
-            if not self._asked.no_profile:
+            print_report(swept, self._console, params=self._options.params)
+            if not self._options.no_profile:
                 self._keep_profile(swept)
-        print_together(self._swept, self._together, self._console)
+        print_all_at_once(self._swept, self._all_at_once, self._console)
         self._write_files()
 
-    def tell_what_is_known(self) -> None:
-        """After an early end: the best so far."""
+    def print_partial_results(self) -> None:
+        """After an early end: print the best so far."""
         self._console.print("[bold]Ended early.[/] What was found so far, from short trials:")
         for swept in self._swept:
             print_found(swept, self._console)
@@ -125,29 +126,29 @@ class Sweep:
             swept.seconds = time.monotonic() - began
 
     def _rival(self, test: DriveTest) -> fio.Fio | None:
-        if not self._asked.fio:
+        if not self._options.fio:
             return None
         io_uring = any(name == "io_uring" and available for name, available, _ in probe())
         return fio.Fio(fio.find_fio(), test, "io_uring" if io_uring else "libaio")
 
     def _backends(self) -> list[str]:
         available = [name for name, available, _ in probe() if available]
-        return [name for name in available if not self._asked.backend or name in self._asked.backend]
+        return [name for name in available if not self._options.backend or name in self._options.backend]
 
-    def _show(self, progress: Progress, swept: Swept, what: str) -> None:
-        """Trials take longer than their clock runs: by how much is learned on the way."""
+    def _show(self, progress: Progress, swept: Swept, activity: str) -> None:
+        """Show progress. Trials take longer than they measure; the factor is estimated from those done."""
         stretch = self._wall_seconds / self._trial_seconds
         waiting = len(self._sizes) - len(self._swept)
         left = swept.search.remaining_seconds * stretch + waiting * self._effort_seconds(stretch)
-        progress.show(what, done_seconds=time.monotonic() - self._began, left_seconds=left)
+        progress.show(activity, done_seconds=time.monotonic() - self._began, left_seconds=left)
 
     def _effort_seconds(self, stretch: float) -> float:
-        """What a drive takes whose turn has not come."""
-        return stretch * self._effort.seconds(backends=len(self._backends()), rivals=int(self._asked.fio))
+        """Seconds that a drive will take that has not been started."""
+        return stretch * self._effort.seconds(backends=len(self._backends()), rivals=int(self._options.fio))
 
     # --- All at once ---
 
-    def _run_together(self, progress: Progress) -> Together | None:
+    def _run_all_at_once(self, progress: Progress) -> AllAtOnce | None:
         """All drives at their recommended settings at the same time; None where that makes no sense."""
         chosen = [(swept, choice.settings) for swept in self._swept if (choice := swept.search.recommended())]
         if len(chosen) < 2 or any(share_a_disk(a.drive, b.drive) for a, b in combinations(self._swept, 2)):
@@ -160,10 +161,10 @@ class Sweep:
                 test = DriveTest(swept.path, nbytes=self._sizes[swept.path], pool_bytes=_pool_bytes())
                 tests.append((stack.enter_context(test), settings))
                 test.fill()
-            return Together({workload: self._rounds_together(tests, workload) for workload in Workload})
+            return AllAtOnce({workload: self._rounds_all_at_once(tests, workload) for workload in Workload})
 
-    def _rounds_together(self, tests: list[tuple[DriveTest, IoSettings]], workload: Workload) -> float:
-        """Bytes per second of all drives together, median of the rounds."""
+    def _rounds_all_at_once(self, tests: list[tuple[DriveTest, IoSettings]], workload: Workload) -> float:
+        """Sum of the bytes per second of all drives, median of the rounds."""
 
         def one_round() -> float:
             with ThreadPoolExecutor(len(tests)) as threads:
@@ -186,16 +187,16 @@ class Sweep:
             self._console.print(f"Kept in {path}.", soft_wrap=True)
 
     def _write_files(self) -> None:
-        if self._asked.json is not None:
-            text = json.dumps(as_json(self._swept, self._together, self._asked), indent=2)
-            if self._asked.json == "-":
+        if self._options.json is not None:
+            text = json.dumps(as_json(self._swept, self._all_at_once, self._options), indent=2)
+            if self._options.json == "-":
                 print(text)
             else:
-                Path(self._asked.json).write_text(text + "\n")
-        if self._asked.plot is not None:
+                Path(self._options.json).write_text(text + "\n")
+        if self._options.plot is not None:
             from infinity.cli.sweep.plot import draw
 
-            draw(self._swept, self._asked.plot)
+            draw(self._swept, self._options.plot)
 
 
 def _pool_bytes() -> int:

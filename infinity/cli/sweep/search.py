@@ -1,12 +1,11 @@
-"""Floor 17. Which settings to try on a drive, and which of them to recommend. Pure policy: it is given a function that
-measures, and does no I/O of its own, so that it is tested on drives made of arithmetic.
+"""Floor 17. Which settings to try on a drive, and which to recommend. Pure policy: it calls a function that measures and does
+no I/O, so tests run it on simulated drives.
 
 [Note: How the search goes]
-For each backend and workload a coarse grid of blocks and depths is tried, then steps from the best point along one setting
-at a time (block, depth, rings, and how reads and writes are mixed), all in short trials. The best few go on as candidates
-for the one setting that must serve all workloads. What is left, with the best of every backend, runs in longer trials,
-interleaved over several rounds; medians of these decide. Short trials may be off by some percent: they choose who goes on,
-never what is reported.
+For each backend and workload, short trials go over a coarse grid of block sizes and depths, then from the best point along one
+setting at a time (block, depth, rings, mix of reads and writes). The best few are candidates for the one setting that must
+serve all workloads. The best candidates, and the best of every backend, run in longer trials, interleaved over several rounds;
+their medians decide. Short trials may be off by some percent: they select finalists, and are never reported.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ THOROUGH = Effort(
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of some settings under one workload: a median and the range of the trials that count."""
+    """The result of some settings under one workload: median and range of their trials."""
 
     settings: IoSettings
     bytes_per_s: float
@@ -104,8 +103,8 @@ class Choice:
 def step_bytes_per_s(read: float, mixed: float) -> float:
     """Bytes per second of a training step on a drive with these rates (bytes per second; `mixed` counts both ways).
 
-    Of the 14 bytes read and 12 written per parameter (docs/architecture.md, "The sum"), the 2 of the copies for the backward
-    are read alone, and 12 are read while 12 are written: the harmonic mean of the two.
+    Of the 14 bytes read and 12 written per parameter (docs/architecture.md, "The sum"), the 2 that are gathered for the
+    backward are read alone, and 12 are read while 12 are written: the harmonic mean of the two.
     """
     return 26 / (2 / read + 24 / mixed)
 
@@ -150,11 +149,11 @@ class Search:
 
     @property
     def remaining_seconds(self) -> float:
-        """Trial time still to come at most; without what it takes to start and stop trials."""
+        """Upper bound of the trial time still to come, without starting and stopping trials."""
         return self._plan.total
 
     def run(self) -> None:
-        """Try everything that the effort allows. Ends early only with what `measure` raises; what is known then stays."""
+        """Try all that the effort allows. Only an exception of `measure` ends it early; results so far stay."""
         for name in self.names:
             for workload in Workload:
                 self._explore(name, workload)
@@ -165,17 +164,17 @@ class Search:
 
     def best(self, name: str, workload: Workload) -> Standing | None:
         """The fastest settings of one backend or rival under one workload; None before any was tried."""
-        known = self._known(workload)
+        standings = self._standings(workload)
         return max(
-            (standing for standing in known if standing.settings.backend == name),
+            (standing for standing in standings if standing.settings.backend == name),
             key=lambda standing: standing.bytes_per_s,
             default=None,
         )
 
     def fastest(self, workload: Workload) -> Standing | None:
         """The fastest of all backends that may be recommended."""
-        found = [best for name in self._backends if (best := self.best(name, workload)) is not None]
-        return max(found, key=lambda standing: standing.bytes_per_s, default=None)
+        bests = [best for name in self._backends if (best := self.best(name, workload)) is not None]
+        return max(bests, key=lambda standing: standing.bytes_per_s, default=None)
 
     def recommended(self) -> Choice | None:
         """The one setting for all workloads, or None before anything was tried on all three."""
@@ -183,9 +182,8 @@ class Search:
         return prefer(choices) if choices else None
 
     def choice_of(self, settings: IoSettings) -> Choice | None:
-        """What a step gets from these settings; None if they were not tried on all workloads."""
-        found = [choice for choice in self._choices(self._final) if choice.settings == settings]
-        return found[0] if found else None
+        """These settings with their rate for a step; None if they were not tried on all workloads."""
+        return next((choice for choice in self._choices(self._final) if choice.settings == settings), None)
 
     # --- Exploring ---
 
@@ -201,8 +199,8 @@ class Search:
         self._plan.end_exploring()
 
     def _step(self, name: str, workload: Workload, tried_until: int, *, first: str) -> str | None:
-        """The move from the best point to a clearly better one, which is the best point then; None where none is left.
-        `first` is tried first: what helped once often helps again."""
+        """Move from the best point to a clearly better one; returns the move, or None where none helps. `first` is tried
+        first: a move that helped once often helps again."""
         start = self.best(name, workload)
         if start is None:
             return None
@@ -216,7 +214,7 @@ class Search:
         return None
 
     def _moves(self, settings: IoSettings, workload: Workload) -> dict[str, IoSettings]:
-        """One setting changed, likely gains first; and block against depth at the same bytes in flight."""
+        """All changes of one setting, likely gains first; and block against depth at the same bytes in flight."""
         block, depth, rings = settings.block_bytes, settings.queue_depth, settings.rings
         moves = {}
         if workload is Workload.MIXED and settings.backend not in self._rivals:
@@ -251,28 +249,30 @@ class Search:
         return trial
 
     def _as_tried(self, workload: Workload, settings: IoSettings) -> IoSettings:
-        """The mix means nothing to a workload that goes one way."""
+        """The settings with the usual mix, where the workload only reads or only writes and the mix has no effect."""
         return settings if workload is Workload.MIXED else replace(settings, mix=self._mixes[0])
 
     # --- Choosing ---
 
     def _candidates(self) -> list[IoSettings]:
-        """What may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
-        found = [replace(default_settings(name), mix=mix) for name in self._backends[:1] for mix in self._mixes[:1]]
+        """Settings that may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
+        candidates = [
+            replace(default_settings(name), mix=mix) for name in self._backends[:1] for mix in self._mixes[:1]
+        ]
         for name in self._backends:
             mixed = self.best(name, Workload.MIXED)
             for workload in Workload:
-                ranked = _ranked(each for each in self._known(workload) if each.settings.backend == name)
-                chosen = [each.settings for each in ranked[: self._effort.candidates]]
-                good = [each for each in ranked if each.bytes_per_s >= _AS_GOOD * ranked[0].bytes_per_s]
-                chosen += [min(good, key=lambda each: _cost(each.settings)).settings] if good else []
+                ranked = self._ranked(name, workload)
+                chosen = [standing.settings for standing in ranked[: self._effort.candidates]]
+                good = [standing for standing in ranked if standing.bytes_per_s >= _AS_GOOD * ranked[0].bytes_per_s]
+                chosen += [min(good, key=lambda standing: _cost(standing.settings)).settings] if good else []
                 if workload is not Workload.MIXED and mixed is not None:
                     chosen = [replace(settings, mix=mixed.settings.mix) for settings in chosen]
-                found += chosen
-        return list(dict.fromkeys(settings for settings in found if self._fits(settings)))
+                candidates += chosen
+        return list(dict.fromkeys(settings for settings in candidates if self._fits(settings)))
 
     def _run_finals(self) -> None:
-        """Rounds over what is left, forwards and backwards in turn, so that a drive that tires hits everybody alike."""
+        """Rounds over the finalists, forwards and backwards in turn, so that a drive that slows down affects all alike."""
         entries = self._final_entries()
         self._plan.begin_finals(len(entries))
         for number in range(self._effort.rounds):
@@ -289,20 +289,29 @@ class Search:
         for workload in Workload:
             entries += [(workload, self._as_tried(workload, settings)) for settings in chosen]
             for name in self.names:
-                ranked = _ranked(each for each in self._known(workload) if each.settings.backend == name)
-                entries += [(workload, each.settings) for each in ranked[: 2 if name in self._rivals else 1]]
+                ranked = self._ranked(name, workload)[: 2 if name in self._rivals else 1]
+                entries += [(workload, standing.settings) for standing in ranked]
         return list(dict.fromkeys(entries))
 
-    def _known(self, workload: Workload) -> list[Standing]:
-        """Final standings of this workload; short ones of a backend that has no final ones (yet)."""
+    def _ranked(self, name: str, workload: Workload) -> list[Standing]:
+        return _ranked(standing for standing in self._standings(workload) if standing.settings.backend == name)
+
+    def _standings(self, workload: Workload) -> list[Standing]:
+        """Final standings of this workload; those of short trials for a backend without final ones (yet)."""
         final = _standings(self._final, workload)
         done = {standing.settings.backend for standing in final}
-        return final + [each for each in _standings(self._short, workload) if each.settings.backend not in done]
+        return final + [
+            standing for standing in _standings(self._short, workload) if standing.settings.backend not in done
+        ]
 
     def _choices(self, trials: dict[tuple[Workload, IoSettings], list[Trial]]) -> list[Choice]:
-        """Everything that was tried on all workloads."""
-        standings = {(workload, each.settings): each for workload in Workload for each in _standings(trials, workload)}
-        found = []
+        """All settings that were tried on every workload."""
+        standings = {
+            (workload, standing.settings): standing
+            for workload in Workload
+            for standing in _standings(trials, workload)
+        }
+        choices = []
         for (workload, settings), mixed in standings.items():
             if workload is not Workload.MIXED or settings.backend in self._rivals:
                 continue
@@ -311,17 +320,17 @@ class Search:
             if read is not None and write is not None:
                 rate = step_bytes_per_s(read.bytes_per_s, mixed.bytes_per_s)
                 of = {Workload.READ: read, Workload.WRITE: write, Workload.MIXED: mixed}
-                found.append(Choice(settings, rate, of))
-        return found
+                choices.append(Choice(settings, rate, of))
+        return choices
 
 
 def default_settings(backend: str) -> IoSettings:
-    """What a training run uses where nobody says anything."""
+    """The settings of a training run without config and profile."""
     return IoSettings(backend)
 
 
 def prefer(choices: Sequence[Choice]) -> Choice:
-    """The cheapest of those that are as good as the best: first the lean ones in CPU, then few rings, then little memory."""
+    """The cheapest of those as good as the best: first by CPU time, then by rings, then by memory."""
     best = max(choice.step_bytes_per_s for choice in choices)
     good = [choice for choice in choices if choice.step_bytes_per_s >= _AS_GOOD * best]
     lean = min(choice.cpu_seconds_per_gib for choice in good)
