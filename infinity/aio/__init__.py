@@ -1,4 +1,4 @@
-"""Floor 3. The typed Python face of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
+"""Floor 3. The typed Python interface of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
 from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, page_checksums, probe
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request

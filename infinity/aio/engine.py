@@ -1,6 +1,6 @@
-"""Floor 3. The I/O engine as the floors above see it: transfers between a file and a lease of the pinned pool.
+"""Floor 3. The I/O engine: transfers between files and leases of the pinned pool.
 
-The ring threads live in csrc/aio and never enter Python; everything here runs on the caller's thread.
+The ring threads are in csrc/aio and never enter Python; everything here runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Request:
 
 @dataclass(frozen=True)
 class DriveLimit:
-    """Slows a drive down, to see what a slow one would do; 0 means as it is.
+    """Makes a drive slower, for experiments; 0 means no limit.
 
-    bytes_per_s: at most. latency_seconds: of each block, at least.
+    bytes_per_s: upper bound. latency_seconds: lower bound, of each block.
     """
 
     bytes_per_s: float = 0.0
@@ -46,23 +46,23 @@ class DriveLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPlan:
-    """Makes the drives of an engine fail, at random: what a bad drive, cable or kernel does, for tests and experiments.
+    """Makes the drives of an engine fail at random, as bad drives, cables or kernels do. For tests and experiments.
 
-    Each field but the last three is the probability (0 to 1) that it happens to a submission; of those before `late`, one at
-    most. The same seed and the same submissions give the same faults, in whatever order the drive answers.
+    Each field but the last three is the probability (0 to 1) of a fault per submission; of those before `late`, at most one
+    happens. The same seed and submissions give the same faults, in whatever order the drive answers.
 
     Attributes:
         interrupted, again, memory: EINTR, EAGAIN, ENOMEM; nothing was moved. The engine tries again, for about a second.
         io, space: EIO, ENOSPC (EIO for a read); sometimes after a part was moved. The transfer fails.
-        short: a part was moved. The engine goes on with the rest.
-        corrupt: one bit of what was moved is wrong, and nobody says so.
+        short: a part was moved. The engine goes on with the remaining part.
+        corrupt: one bit of the moved bytes is wrong, without an error.
         lost: a write that reports success and moved nothing. A read fails with EIO.
-        stuck: no answer ever; see `silence_seconds_max` of `IoEngine`.
-        late: the answer comes up to `delay_seconds_max` later.
-        overtaken: the answer comes after some that should have come later.
-        seed: of the draws.
-        delay_seconds_max: of `late`.
-        after_blocks: so many submissions of each ring go well first.
+        stuck: no answer; see `silence_seconds_max` of `IoEngine`.
+        late: the answer is delayed by up to `delay_seconds_max`.
+        overtaken: later submissions are answered first.
+        seed: of the random draws.
+        delay_seconds_max: upper bound for `late`.
+        after_blocks: number of submissions of each ring that succeed first.
     """
 
     interrupted: float = 0.0
@@ -83,7 +83,7 @@ class FaultPlan:
 
 @dataclass(frozen=True)
 class DriveStats:
-    """What one drive moved (bytes), and the seconds during which it had at least one read, one write in flight."""
+    """Bytes that one drive moved, and the seconds in which it had a read, and a write, in flight."""
 
     read_bytes: int
     written_bytes: int
@@ -92,12 +92,12 @@ class DriveStats:
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Bandwidth while it was reading."""
+        """Bandwidth while reading."""
         return self.read_bytes / self.read_seconds if self.read_seconds else 0.0
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Bandwidth while it was writing."""
+        """Bandwidth while writing."""
         return self.written_bytes / self.write_seconds if self.write_seconds else 0.0
 
 
@@ -107,12 +107,12 @@ class IoEngine:
     Args:
         pool: the only memory this engine moves bytes through; registered with the kernel where it permits.
         io: how it drives storage.
-        drives: how many drives its files lie on; each has rings of its own.
-        limits: one per drive, to make drives slower than they are; empty for none.
-        faults: makes them fail; None for none.
-        silence_seconds_max: a drive that leaves blocks unanswered for so long is given up: what waits for it fails, and
-            nothing can be started any more. 0 waits for ever.
-        io_options: fields of `io` by name, which count instead: `backend="threads"`.
+        drives: number of drives that its files lie on; each has rings of its own.
+        limits: one per drive, to make drives slower; empty for none.
+        faults: makes drives fail; None for no faults.
+        silence_seconds_max: a drive that answers no block for so long is given up: transfers that wait for it fail, and no
+            more can be started. 0 waits for ever.
+        io_options: fields of `io` to override by name: `backend="threads"`.
 
     Raises IoError where a backend asked for by name is not available (with the reason), ValueError on bad numbers.
     """
@@ -151,7 +151,7 @@ class IoEngine:
 
     @property
     def notes(self) -> list[str]:
-        """Why it was chosen, and what the kernel refused."""
+        """Messages: why the backend was chosen, and what the kernel refused."""
         return list(self._core.notes)
 
     @property
@@ -166,17 +166,17 @@ class IoEngine:
 
     @property
     def drives(self) -> list[DriveStats]:
-        """What each drive has moved so far."""
+        """The statistics of each drive so far."""
         keys = ("read_bytes", "written_bytes", "read_seconds", "write_seconds")
         return [DriveStats(*(drive[key] for key in keys)) for drive in self._core.counters()["drives"]]
 
     @property
     def faults(self) -> dict[str, int]:
-        """How often each fault of the plan has happened so far, by its name."""
+        """Number of faults so far, by name."""
         return dict(self._core.counters()["faults"])
 
     def take_timings(self) -> npt.NDArray[np.void]:
-        """When each transfer that ended since the last call was queued, submitted and done, by drive; see `_aio.Engine`."""
+        """Times at which the transfers that ended since the last call were queued, submitted and done; see `_aio.Engine`."""
         return self._core.take_timings()
 
     def open(
@@ -188,20 +188,23 @@ class IoEngine:
         exclusive: bool = False,
         checksums: bool = False,
     ) -> File:
-        """Open `path`, which lies on drive number `drive`, for direct I/O.
+        """Open `path`, a file on drive number `drive`, for direct I/O.
 
-        Buffered where the file system refuses direct I/O; `File.notes` then says so. `exclusive`: locked (flock) until the last
-        transfer on it has ended, and never what a link names; raises IoError (EAGAIN) where somebody has the lock.
-        `checksums`: sum every page that is written, and fail reads that find another with IntegrityError; see `File`.
+        Where the file system refuses direct I/O, transfers are buffered, and `File.notes` says so.
+
+        Args:
+            exclusive: lock the file (flock) until its last transfer has ended, and do not follow a link. Raises IoError
+                (EAGAIN) where another has the lock.
+            checksums: keep a CRC-32C of every page written; reads that find other bytes raise IntegrityError. See `File`.
         """
         return File(os.fspath(path), create=create, drive=drive, exclusive=exclusive, checksums=checksums)
 
     def start(self, requests: Sequence[Request], *, sums_by_caller: bool = False) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.
 
-        A lease must be held until its transfers are done. `sums_by_caller`: of files that keep checksums, the caller verifies
-        what was read (`verify`), and has told what the pages hold that are written (`File.set_checksums`); otherwise the engine
-        does both. Raises ValueError on bounds or alignment.
+        A lease must be held until its transfers are done. `sums_by_caller`: of files with checksums, the caller verifies bytes
+        read (`verify`) and has set the checksums of pages to be written (`File.set_checksums`); otherwise the engine does both.
+        Raises ValueError on bounds or alignment.
         """
         assert all(request.lease.held for request in requests), "a transfer with a lease that was given back"
         slab = self._pool.slab
@@ -214,7 +217,7 @@ class IoEngine:
         )
 
     def verify(self, request: Request) -> None:
-        """Hold what a read has brought against the checksums of its pages. Raises IntegrityError as the read would have."""
+        """Verify the checksums of the pages that a read has brought. Raises IntegrityError as the read would have."""
         r = request
         self._core.verify(r.file, r.offset, self._pool.slab, r.lease.offset + r.lease_offset, r.length)
 
@@ -226,7 +229,7 @@ class IoEngine:
         ranges: npt.NDArray[np.int64],
         priority: Priority,
     ) -> Transfer:
-        """Start one transfer of many small pieces; what it costs Python doesn't depend on how many.
+        """Start one transfer of many small pieces; its cost in Python does not depend on their number.
 
         Args:
             ranges: int64 of shape (n, 3); each row is (offset in the file, offset in the lease, length), in bytes.
@@ -240,9 +243,9 @@ class IoEngine:
         )
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
-        """Wait until all are done; the time it takes counts as stall.
+        """Wait until all transfers are done; the time counts as stall.
 
-        Raises IoError of the first one that failed, after all of them ended.
+        Raises the IoError of the first one that failed, after all have ended.
         """
         failure: Exception | None = None
         began = time.perf_counter()
@@ -256,7 +259,7 @@ class IoEngine:
             raise failure
 
     def drain(self) -> None:
-        """Wait until nothing is under way; the time it takes counts as stall. Raises no IoError."""
+        """Wait until no transfer is in flight; the time counts as stall. Raises no IoError."""
         began = time.perf_counter()
         try:
             self._core.drain()

@@ -1,6 +1,6 @@
-"""Floor 3. On which NUMA node new memory lies: near the device or the drive that it is for.
+"""Floor 3. Places new memory on the NUMA node of the device or drive that it is for.
 
-A slab is touched whole when it is made, by the thread that makes it, so a preference of that thread meanwhile is all it takes.
+The thread that makes a slab touches all of it at once, so it is enough to set that thread's preference meanwhile.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NODES_MAX = 1024
 
 @contextlib.contextmanager
 def near(node: int | None, notes: list[str]) -> Iterator[None]:
-    """In the block, what the calling thread touches first lies on `node` while there is room; elsewhere without complaint.
+    """In the block, memory that the calling thread touches first is placed on `node` while it has room, else elsewhere.
 
-    Does nothing where the node isn't known (None) or the only one, or where the process was given a policy from outside
-    (numactl), which is the user's. `notes` gets why the kernel refuses, in words.
+    Does nothing where the node is unknown (None) or the only one, or where the user has set a policy (numactl). If the kernel
+    refuses, the reason is appended to `notes`.
     """
     if node is None or not _has_several_nodes() or _policy() != _DEFAULT:
         yield
@@ -47,18 +47,18 @@ def near(node: int | None, notes: list[str]) -> Iterator[None]:
 
 
 def _policy() -> int | None:
-    """That of the thread; None where it can't be asked for."""
-    found = ctypes.c_int(-1)
-    return found.value if _call(1, ctypes.byref(found), None, 0, None, 0) == 0 else None
+    """The policy of the thread; None where the kernel does not tell."""
+    policy = ctypes.c_int(-1)
+    return policy.value if _call(1, ctypes.byref(policy), None, 0, None, 0) == 0 else None
 
 
-def _call(which: int, *args: object) -> int:
+def _call(call: int, *args: object) -> int:
     """0, or the error number."""
     numbers = _CALLS.get(platform.machine())
     if numbers is None:
         return 38  # ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
-    return 0 if libc.syscall(numbers[which], *args) == 0 else ctypes.get_errno()
+    return 0 if libc.syscall(numbers[call], *args) == 0 else ctypes.get_errno()
 
 
 def _has_several_nodes() -> bool:

@@ -1,4 +1,4 @@
-"""Floor 3. The pinned pool: one slab of host memory, fixed at start, lent out in leases.
+"""Floor 3. The pinned pool: one slab of host memory, fixed at start, lent in leases.
 
 Owns the slab and its free ranges. Used by the training thread only; the I/O threads see addresses, never the pool.
 """
@@ -17,7 +17,7 @@ from infinity.units import align_up, format_bytes
 
 
 class FreeRanges:
-    """First-fit allocator over [0, nbytes): offsets and lengths only, so that it is tested without memory behind it.
+    """First-fit allocator over [0, nbytes): offsets and lengths only, no memory.
 
     Keeps the free ranges sorted by offset and merges neighbours at once, so two free ranges never touch. `grow` adds more.
     """
@@ -35,7 +35,7 @@ class FreeRanges:
         return max(self._lengths, default=0)
 
     def take(self, nbytes: int) -> int | None:
-        """Offset of `nbytes` taken from the lowest range that holds them, or None where none does."""
+        """Take `nbytes` from the lowest range that holds them; returns their offset, or None where no range does."""
         for index, length in enumerate(self._lengths):
             if length >= nbytes:
                 offset = self._starts[index]
@@ -49,8 +49,8 @@ class FreeRanges:
         return None
 
     def take_pieces(self, nbytes: int) -> list[tuple[int, int]] | None:
-        """(offset, length) of the fewest ranges that hold `nbytes` together: one wherever one does. None where all that is free
-        is less."""
+        """Take `nbytes` from as few ranges as possible; returns (offset, length) of each, or None where fewer bytes are
+        free."""
         if nbytes > self.free_bytes:
             return None
         pieces = []
@@ -63,14 +63,14 @@ class FreeRanges:
         return pieces
 
     def grow(self, offset: int, nbytes: int) -> None:
-        """[offset, offset + nbytes) is there to be taken from now on; it begins at the end of what was, or beyond it."""
-        assert offset >= self._end, "more of what is there already"
+        """Add [offset, offset + nbytes), which begins at the end of the known ranges or beyond it."""
+        assert offset >= self._end, "a range that overlaps the known ones"
         self._end = offset + nbytes
         self.nbytes += nbytes
         self.put(offset, nbytes)
 
     def put(self, offset: int, nbytes: int) -> None:
-        """Give [offset, offset + nbytes) back; it must have been taken and not given back since."""
+        """Give back [offset, offset + nbytes), which must be taken."""
         index = bisect_left(self._starts, offset)
         before_end = self._starts[index - 1] + self._lengths[index - 1] if index else 0
         after_start = self._starts[index] if index < len(self._starts) else self._end
@@ -91,7 +91,7 @@ class FreeRanges:
         self.free_bytes += nbytes
 
     def reset(self, taken: Iterable[tuple[int, int]]) -> None:
-        """From now on these ranges (offset, length) are taken, and nothing else, whatever was."""
+        """Set the taken ranges, (offset, length) each; all else is free."""
         self._starts, self._lengths, at = [], [], 0
         for offset, length in [*sorted(taken), (self.nbytes, 0)]:
             if offset > at:
@@ -112,7 +112,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether the bytes are still ours."""
+        """Whether the lease was not given back yet."""
         return self._held
 
     def view(self, dtype: torch.dtype, start: int = 0, numel: int | None = None) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Lease:
             start: first byte inside the lease; a multiple of the element size.
             numel: elements; to the end of the lease where None.
 
-        The view is valid until the lease is given back; nothing checks this later.
+        The view is valid until the lease is given back, which is not checked.
         """
         assert self._held, "a view of a lease that was given back"
         count = (self.nbytes - start) // dtype.itemsize if numel is None else numel
@@ -151,7 +151,7 @@ class PinnedPool:
     """A fixed budget of pinned host memory.
 
     Args:
-        nbytes: size of the slab (bytes, rounded up to 4 KiB). All of it is resident from the start and it never grows.
+        nbytes: size of the slab (bytes, rounded up to 4 KiB). All of it is resident from the start; it never grows.
         lock: ask the kernel to lock the pages; a refusal is a line in `notes`, not an error.
 
     Raises MemoryError when the machine can't give that much.
@@ -175,7 +175,7 @@ class PinnedPool:
 
     @property
     def notes(self) -> list[str]:
-        """What the kernel refused, in words."""
+        """Messages: what the kernel refused."""
         return list(self.slab.notes)
 
     def try_lease(self, nbytes: int) -> Lease | None:
@@ -188,8 +188,8 @@ class PinnedPool:
         return Lease(self, offset, size)
 
     def reclaim(self, keep: Iterable[Lease]) -> None:
-        """Take back every lease but these, whoever has them: for when an exception may have lost some. Nothing may be moving
-        into or out of the others, and nobody may use them, or give them back."""
+        """Take back every lease but these, after an exception that may have lost some. No transfer may use the others, and
+        nobody may use them or give them back afterwards."""
         self._ranges.reset((lease.offset, lease.nbytes) for lease in keep)
 
     def lease(self, nbytes: int) -> Lease:
@@ -207,9 +207,9 @@ class PinnedPool:
 
 
 class PoolPart:
-    """A lease of a pool, lent out in smaller leases: the budget of one user, whom nobody else's leases can get in the way of.
+    """A lease of a pool, lent in smaller leases: a budget for one user, independent of all other leases.
 
-    The lease stays its owner's, who gives it back when all smaller ones are back.
+    The owner gives the lease back when all smaller ones are back.
     """
 
     def __init__(self, lease: Lease) -> None:

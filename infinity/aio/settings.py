@@ -1,4 +1,4 @@
-"""Floor 3. How storage is driven, in one value that is handed down from whoever decides it to the engine."""
+"""Floor 3. How storage is driven: one value, passed whole to the engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from infinity.units import MIB
 
 @dataclass(frozen=True)
 class IoSettings:
-    """How an engine drives storage. The engine checks the values, of which some can only be judged where it runs.
+    """How an engine drives storage. The engine checks the values; some depend on the machine.
 
     Attributes:
         backend: "auto", "io_uring", "linux_aio" or "threads".
         block_bytes: bytes per submission.
         queue_depth: submissions in flight per ring.
         rings: ring threads per drive.
-        mix: how reads and writes that wait for one drive share it: "interleaved", or "bursts" of one, then the other.
+        mix: how waiting reads and writes share a drive: "interleaved", or "bursts" of one, then the other.
         iopoll, sqpoll: io_uring polls for completions (the drive needs poll queues), for submissions (burns a core).
     """
 
@@ -30,5 +30,5 @@ class IoSettings:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes that a drive is given to work on at one time."""
+        """Bytes in flight at one drive."""
         return self.block_bytes * self.queue_depth * self.rings

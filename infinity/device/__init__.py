@@ -1,4 +1,4 @@
-"""Floor 4. The device that computes, as the swap floor sees it: bytes go there ahead of use and come back."""
+"""Floor 4. The device that computes: copies to it ahead of use, and back."""
 
 from infinity.device.buffers import HostBuffer, HostBuffers
 from infinity.device.choice import device_for, direct_reader_for

@@ -1,15 +1,15 @@
-"""Floor 4. Pinned host memory for what comes back from the device: made when first asked for, then lent again and again.
+"""Floor 4. Pinned host memory for copies from the device: made when first needed, then reused.
 
-Owns its slabs until `close`. Training thread only, but for `give_back`, which may come at any moment and on any thread.
+Owns its slabs until `close`. Training thread only, but `give_back` may be called at any moment and on any thread.
 
 [Note: One slab in the end]
-What a step brings back mostly has the same sizes every time: a slab of exactly its own size (rounded up to 4 KiB, never to a
-power of two) serves each buffer, and after the first step nothing is made any more.
+Copies from the device mostly have the same sizes in every step. Then each buffer has a slab of just its size (rounded up to
+4 KiB, never to a power of two), and none is made after the first step.
 
-Where sizes vary, a slab serves whatever fits, and memory of two slabs can't be lent as one. So what nobody uses is made anew:
-a buffer that fits nowhere replaces the idle slabs by one that is as large as all of them, and larger only where it must be; and
-as soon as nothing is lent, one slab replaces all of them, of the size of the most that was ever lent at once. From then on
-buffers that come and go like a stack find room in it, whatever their sizes.
+Where sizes vary, a slab serves any buffer that fits, but memory of two slabs can't be lent as one. So idle slabs are replaced:
+a buffer that fits nowhere replaces them by one as large as all of them, or as itself if that is larger; and as soon as nothing
+is lent, one slab replaces all, as large as the most that was ever lent at once. From then on buffers that are lent and given
+back like a stack find room in it, whatever their sizes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Slab:
 class HostBuffer:
     """Lent memory: `tensor` (1-D) until `give_back`, which comes once, when no copy into it is in flight.
 
-    nbytes: what it takes, a multiple of 4 KiB.
+    nbytes: its size, a multiple of 4 KiB.
     """
 
     def __init__(self, owner: HostBuffers, slab: _Slab, offset: int, nbytes: int, tensor: torch.Tensor) -> None:
@@ -53,45 +53,43 @@ class HostBuffer:
         self._owner, self._slab, self._offset = owner, slab, offset
 
     def give_back(self) -> None:
-        """The memory may be lent to somebody else."""
+        """Return the memory, which may then be lent again."""
         self._owner._returned.append((self._slab, self._offset, self.nbytes))
 
 
 class HostBuffers:
     """Buffers for one device; see the note of this file.
 
-    pin: whether they are registered with the device. bytes_max: at most so much memory is made (None: no bound).
+    pin: whether slabs are registered with the device. bytes_max: upper bound for all slabs (None: no bound).
     """
 
     def __init__(self, device: Device, *, pin: bool, bytes_max: int | None = None) -> None:
         self.nbytes = 0
         """Bytes of all slabs."""
         self.lent_bytes_max = 0
-        """The most that was lent at once."""
+        """Most bytes that were lent at once."""
         self.bytes_max = bytes_max
         self.notes: list[str] = []
-        """Why a buffer could not be pinned, or lies elsewhere than it should; told once, however many."""
+        """Why a buffer could not be pinned, or is on another NUMA node than it should be; said once."""
         self._device, self._pin = device, pin
         self._slabs: list[_Slab] = []
         self._idle: dict[int, list[_Slab]] = {}
-        """Those of which nothing is lent, by their size."""
+        """Slabs with nothing lent, by size."""
         self._lent_bytes = 0
         self._sizes_vary = False
-        """Whether a buffer ever found no slab of its own size, though there were bytes enough."""
+        """Whether a buffer ever found no slab of its size although enough bytes were free."""
         self._returned: deque[tuple[_Slab, int, int]] = deque()
-        """(slab, offset, bytes) of what was given back and not taken back yet."""
+        """(slab, offset, bytes) given back but not yet free in the slab: see `_take_back`."""
 
     def lend(self, numel: int, dtype: torch.dtype) -> HostBuffer:
-        """Memory for `numel` elements. Raises MemoryError where the machine, or the bound, has no more."""
+        """Memory for `numel` elements. Raises MemoryError where the machine or the bound has no more."""
         buffer = self.try_lend(numel, dtype)
         if buffer is None:
-            raise MemoryError(
-                f"{format_bytes(numel * dtype.itemsize)} are more than what is left of {self.bytes_max} bytes"
-            )
+            raise MemoryError(f"{format_bytes(numel * dtype.itemsize)} are more than is left of {self.bytes_max} bytes")
         return buffer
 
     def try_lend(self, numel: int, dtype: torch.dtype) -> HostBuffer | None:
-        """As `lend`; None where the bound has no more."""
+        """As `lend`, but None where the bound has no more."""
         nbytes = align_up(max(1, numel * dtype.itemsize))
         if self.bytes_max is not None and nbytes > self.bytes_max:
             return None
@@ -111,7 +109,7 @@ class HostBuffers:
         return HostBuffer(self, slab, offset, nbytes, tensor)
 
     def reset(self) -> None:
-        """Nothing is lent any more, whoever has what: for when an exception may have lost some. Every copy has ended."""
+        """Take back all buffers, after an exception that may have lost some. All copies must have ended."""
         self._returned.clear()
         self._lent_bytes = 0
         self._idle = {}
@@ -121,14 +119,14 @@ class HostBuffers:
         self.nbytes = sum(slab.nbytes for slab in self._slabs)
 
     def close(self) -> None:
-        """Every copy has ended, and nobody uses a buffer any more."""
+        """Free all slabs. All copies must have ended, and nobody may use a buffer any more."""
         for slab in self._slabs:
             self._device.unregister(slab.memory)
         self._slabs.clear()
         self._idle.clear()
 
     def _take_back(self) -> None:
-        """Do what `give_back` only notes: it may come from the garbage collector, in the middle of anything."""
+        """Free what `give_back` has only noted, since the garbage collector may call that at any point."""
         while self._returned:
             slab, offset, nbytes = self._returned.popleft()
             slab.ranges.put(offset, nbytes)
@@ -137,7 +135,7 @@ class HostBuffers:
                 self._idle.setdefault(slab.nbytes, []).append(slab)
 
     def _slab_with(self, nbytes: int) -> _Slab | None:
-        """An idle one of just this size; else, of those that hold it, that with the least to spare."""
+        """An idle slab of just this size; else the slab that holds it with the least to spare."""
         if self._idle.get(nbytes):
             return self._idle[nbytes][0]
         if nbytes > self.nbytes - self._lent_bytes:
@@ -147,7 +145,7 @@ class HostBuffers:
         return min(fitting, key=lambda slab: slab.ranges.largest, default=None)
 
     def _make_room(self, nbytes: int) -> _Slab | None:
-        """One that holds `nbytes`, in place of what is idle; None where the bound doesn't allow it."""
+        """A slab for `nbytes` that replaces the idle ones; None where the bound doesn't allow it."""
         idle_bytes = sum(size * len(slabs) for size, slabs in self._idle.items())
         size = max(nbytes, idle_bytes)
         if self.bytes_max is not None:
@@ -155,7 +153,7 @@ class HostBuffers:
         return self._replace_idle(size) if size >= nbytes else None
 
     def _replace_idle(self, nbytes: int) -> _Slab:
-        """Have one slab of `nbytes` instead of those that are idle."""
+        """Replace the idle slabs by one of `nbytes`."""
         for slab in [slab for slabs in self._idle.values() for slab in slabs]:
             self._device.unregister(slab.memory)
             self._slabs.remove(slab)
@@ -164,13 +162,13 @@ class HostBuffers:
         return self._make(nbytes)
 
     def _make(self, nbytes: int) -> _Slab:
-        said: list[str] = []
-        with near(self._device.numa_node, said):
+        notes: list[str] = []
+        with near(self._device.numa_node, notes):
             memory = PinnedSlab(nbytes)
         refused = self._device.register(memory) if self._pin else None
-        said += [refused] if refused else []
+        notes += [refused] if refused else []
         if not self.notes:
-            self.notes += said
+            self.notes += notes
         slab = _Slab(memory)
         self._slabs.append(slab)
         self._idle.setdefault(nbytes, []).append(slab)

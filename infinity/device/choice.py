@@ -1,4 +1,4 @@
-"""Floor 4. Which Device computes on a torch device, and who reads files into its memory."""
+"""Floor 4. Makes the Device of a torch device, and its direct reader."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def device_for(torch_device: torch.device) -> Device:
 
 
 def direct_reader_for(torch_device: torch.device, descriptors: Sequence[int]) -> DirectReader | str:
-    """Who reads these files into the memory of `torch_device`; or, in words, why nobody does."""
+    """A reader of these files into the memory of `torch_device`; or a message why there is none."""
     why_not = why_not_direct(torch_device)
     if why_not is not None:
         return why_not
     try:
         return KvikioReader(descriptors)
-    except Exception as error:  # IoError, or what a kvikio raises that has other names
+    except Exception as error:  # IoError, or an error of another version of kvikio
         return str(error)

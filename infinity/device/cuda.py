@@ -18,7 +18,7 @@ from infinity.units import format_bytes
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _UNLIMITED_BYTES = 1 << 60
-"""What cgroup v1 says where there is no limit is a little less than 2^63."""
+"""Without a limit, cgroup v1 says a little less than 2^63."""
 
 
 class CudaRuntime:
@@ -30,9 +30,11 @@ class CudaRuntime:
 
     @property
     def numa_node(self) -> int | None:
-        """Of the bus that the GPU is on."""
-        found = torch.cuda.get_device_properties(self.torch_device)
-        domain, bus, slot = (getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+        """The node of the GPU's bus."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        domain, bus, slot = (
+            getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        )
         if domain is None or bus is None or slot is None:  # torch doesn't tell
             return None
         node = number_of(_PCI_DEVICES / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node")
@@ -69,12 +71,12 @@ class CudaRuntime:
 
 
 def _refused(nbytes: int, status: int) -> str:
-    """What CUDA did not want, which limits could be the reason, and what follows."""
+    """The message for a refused registration: limits that could be the reason, and the consequence."""
     limits = []
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY:
         limits.append(f"the limit on locked memory (ulimit -l) is {format_bytes(locked)}")
-    group = next((found for file in _CGROUP_LIMITS if (found := number_of(file)) is not None), None)
+    group = next((limit for file in _CGROUP_LIMITS if (limit := number_of(file)) is not None), None)
     if group is not None and group < _UNLIMITED_BYTES:
         limits.append(f"the cgroup's limit on memory is {format_bytes(group)}")
     why = " and ".join(limits) or "no limit on locked memory or of the cgroup is set"

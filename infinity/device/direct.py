@@ -1,6 +1,6 @@
-"""Floor 4. Reads of files into a device's memory, past host memory: what whoever does them promises, and kvikio, which does.
+"""Floor 4. Direct reads: from files into a device's memory, bypassing host memory. The protocol, and kvikio.
 
-GPUDirect Storage by way of kvikio, where that is installed. A read is work of a stream. Called by the training thread.
+GPUDirect Storage through kvikio, where that is installed. A read is work of a stream. Called by the training thread.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ _DRIVER = Path("/proc/driver/nvidia-fs/version")
 
 
 class DirectRead(Protocol):
-    """One read, in its place in a stream. Somebody holds it until the stream has passed that."""
+    """One read in a stream. Its user holds it until the stream has passed it."""
 
     nbytes: int
 
     def check(self) -> None:
-        """Once the stream has passed it: raise IoError, every time, where it failed or found less than was asked for."""
+        """Call once the stream has passed it. Raises IoError, in every call, where it failed or read too few bytes."""
 
 
 class DirectReader(Protocol):
-    """Reads a few files that somebody else keeps open."""
+    """Reads files that its user keeps open."""
 
     def start(self, file: int, offset: int, into: torch.Tensor, stream: Any) -> DirectRead:
         """Have `stream` read file number `file` from byte `offset` on until `into` (1-D, uint8, on the device) is full.
 
-        Does not wait for anything that the device does. What fails is raised by the read's `check`.
+        Does not wait for the device. Failures are raised by the read's `check`.
         """
 
     def close(self) -> None:
-        """Let go of the files. Every stream has passed what it had to read."""
+        """Close the files. All streams must have passed their reads."""
 
 
 class KvikioReader:
-    """See `DirectReader`; the streams are torch's. kvikio's `pread` is not used, as it waits for the default stream.
+    """See `DirectReader`; streams are torch's. kvikio's `pread` is not used, since it waits for the default stream.
 
-    `descriptors`: of the files, which are opened once more through /proc, as they may have no name. Raises IoError where one
-    can't be opened so that nothing of it goes through host memory.
+    `descriptors`: of the files, which are reopened through /proc, since they may have no name. Raises IoError where one can't
+    be opened for direct reads.
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
@@ -84,12 +84,12 @@ class _KvikioRead:
         if self._future is not None:
             future, self._future = self._future, None
             try:
-                found = future.check_bytes_done()
+                nbytes = future.check_bytes_done()
             except Exception as error:
                 self._failure = str(error)
             else:
-                if found != self.nbytes:
-                    self._failure = f"only {found} of {self.nbytes} bytes came"
+                if nbytes != self.nbytes:
+                    self._failure = f"only {nbytes} of {self.nbytes} bytes came"
         if self._failure is not None:
             raise IoError(
                 f"read of {self.nbytes} bytes at offset {self._offset} past host memory: {self._failure}",
@@ -101,7 +101,7 @@ class _KvikioRead:
 
 
 def why_not_direct(torch_device: torch.device) -> str | None:
-    """The first thing that keeps files from being read into a device's memory directly, in words; None where nothing does."""
+    """Why files can't be read directly into a device's memory; None where they can."""
     if torch_device.type != "cuda":
         return "there is no CUDA device that computes"
     if importlib.util.find_spec("kvikio") is None:

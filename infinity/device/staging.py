@@ -1,7 +1,7 @@
-"""Floor 4. From pinned host memory to the device that computes, and back: what any device promises, and the CPU.
+"""Floor 4. Copies from pinned host memory to the device that computes, and back: the protocol, and the CPU.
 
-On a CPU the staged bytes are used where they lie. A device with memory of its own gets copies: see streams.py. Called by the
-training thread, which in a backward on CUDA is autograd's.
+On a CPU the staged bytes are used in place. A device with memory of its own gets copies: see streams.py. Called by the training
+thread, which in a backward on CUDA is autograd's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infinity.device.direct import DirectRead
 
 
 class CopyEvent(Protocol):
-    """Says when bytes that a copy reads or writes in host memory may be touched."""
+    """Tells when a copy is done with its bytes in host memory."""
 
     def done(self) -> bool:
         """Whether the copy has ended; never blocks."""
@@ -26,20 +26,20 @@ class CopyEvent(Protocol):
 
 
 class InFlightCopy(Protocol):
-    """Bytes on their way to the device. Whoever drops it before `on_device` wants them no more."""
+    """A copy to the device. Dropping it before `on_device` discards the bytes."""
 
     copy_event: CopyEvent
-    """Fires when they have come, so that the host bytes may be reused."""
+    """Fires when the copy has ended, so that the host bytes may be reused."""
 
     def on_device(self) -> torch.Tensor:
-        """All of them on the device (1-D): whatever the current stream does from now on comes after their arrival.
+        """The bytes on the device (1-D), for work that the current stream starts from now on.
 
-        Where they come straight from a drive this blocks until they have; it raises IoError where a read failed then.
+        Of direct reads, blocks until they have ended; raises IoError where one failed.
         """
 
 
 Fill = Callable[[torch.Tensor, Any], Sequence[DirectRead]]
-"""Has a stream of the device (None on a CPU) read what fills a tensor (1-D, on the device)."""
+"""Starts, on a stream of the device (None on a CPU), the reads that fill a tensor (1-D, on the device)."""
 
 
 class Device(Protocol):
@@ -47,39 +47,39 @@ class Device(Protocol):
 
     torch_device: torch.device
     is_discrete: bool
-    """Whether it has memory of its own, so that bytes are copied to it and back."""
+    """Whether it has memory of its own, so that bytes must be copied."""
 
     @property
     def numa_node(self) -> int | None:
-        """That of the host memory which is nearest; None where nobody says."""
+        """The NUMA node of the nearest host memory; None where unknown."""
 
     def register(self, slab: PinnedSlab) -> str | None:
-        """Make the slab known to the device's copy engine; in words why that was refused, or None."""
+        """Register the slab with the device's copy engine. Returns a message where that is refused, else None."""
 
     def unregister(self, slab: PinnedSlab) -> None:
-        """Undo `register`, before the slab is unmapped. Every copy from or to it has ended."""
+        """Undo `register`, before the slab is unmapped. All its copies must have ended."""
 
     def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
-        """Begin to copy `staged` (1-D, host memory) to the device, whatever that computes meanwhile."""
+        """Start to copy `staged` (1-D, host memory) to the device, while that computes."""
 
     def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
-        """Have memory of the device (1-D) filled by reads, whatever the device computes meanwhile.
+        """Start to fill memory of the device (1-D) by reads, while that computes.
 
-        Whoever wants it no more keeps what is returned until its copy event has fired.
+        The result must be held until its copy event has fired, even if it is no longer needed.
         """
 
     def copy_event(self) -> CopyEvent:
-        """Fires when everything taken so far has ended."""
+        """An event that fires when all copies started so far have ended."""
 
-    def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> CopyEvent:
-        """Begin to copy `found`, as the current stream leaves it, `into` host memory of the same shape and dtype.
+    def start_d2h(self, source: torch.Tensor, into: torch.Tensor) -> CopyEvent:
+        """Start to copy `source`, as the current stream leaves it, `into` host memory of the same shape and dtype.
 
-        `found` may be forgotten at once; nobody may look into `into` before the copy event fired.
+        `source` may be dropped at once; `into` may not be read before the copy event has fired.
         """
 
 
 class AlreadyCopied:
-    """Where no copy touches host memory."""
+    """The event of no copy at all: done."""
 
     def done(self) -> bool:
         return True
@@ -109,7 +109,7 @@ class _Filled(_InPlace):
 
 
 class CpuDevice:
-    """Compute reads the staged bytes in place; every use of them is over when the call that used them returns."""
+    """Computes on the staged bytes in place; a use of them is over when the call that uses them returns."""
 
     torch_device = torch.device("cpu")
     is_discrete = False
@@ -131,6 +131,6 @@ class CpuDevice:
     def copy_event(self) -> CopyEvent:
         return AlreadyCopied()
 
-    def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> CopyEvent:
-        into.copy_(found)
+    def start_d2h(self, source: torch.Tensor, into: torch.Tensor) -> CopyEvent:
+        into.copy_(source)
         return AlreadyCopied()

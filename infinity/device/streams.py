@@ -1,21 +1,21 @@
 """Floor 4. A device with memory of its own: which copy waits for what, in terms of streams, events and memory.
 
-Owns one stream for each direction and decides the order of everything on them; how a stream, an event or a copy is made is the
-runtime's matter (cuda.py; a fake in the tests, which holds this file to its promises).
+Owns one stream per direction and decides the order of all work on them. The runtime makes streams, events and copies (cuda.py;
+in the tests a fake, which checks the order).
 
 [Note: The order of copies]
-    to the device      memory is made on the inward stream, which nobody else writes to, so a copy into it waits for nothing
-                       that computes. Its event is recorded behind it; the stream that uses the bytes waits for that event, and
-                       is noted as a user, so that the memory is not given to the next copy while it is still read.
-    to the host        the outward stream waits for an event of the stream that computed the bytes, recorded when the copy is
-                       asked for; the source is noted as used by the outward stream, so it may be forgotten at once.
-    past host memory   reads of a drive into memory of the device are work of the inward stream, too. The host waits for the
-                       event behind them before it hands the memory over: only then is it known whether they went well.
-    host memory        is touched only after the copy event of the copy that reads or writes it has fired; by another copy also
-                       where its stream comes after that one: a sum may go back to where its first part was taken from.
+    H2D            Memory is allocated on the H2D stream, which nobody else writes to, so a copy into it waits for no compute.
+                   An event is recorded after the copy; the stream that uses the bytes waits for it, and is noted as a user,
+                   so that the memory is not given to the next copy while it is still read.
+    D2H            The D2H stream waits for an event of the stream that computed the bytes, recorded when the copy is started.
+                   The source is noted as used by the D2H stream, so it may be dropped at once.
+    direct reads   from a drive into memory of the device are work of the H2D stream, too. The host waits for the event after
+                   them before it returns the memory: only then is it known whether they succeeded.
+    host memory    is touched only after the event of the copy that reads or writes it has fired; by another copy also where
+                   its stream comes after that one: a sum may go back to where its first part was read from.
 
-Nobody waits for a whole stream, or for the device. A copy that is dropped before it was asked for needs no care: its memory
-goes back to the inward stream, which reuses it in its own order; the host bytes are free when its copy event has fired.
+Nobody waits for a whole stream, or for the device. A copy that is dropped needs no care: its memory goes back to the H2D
+stream, which reuses it in order; its host bytes are free when its copy event has fired.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Stream(Protocol):
         """The point behind all work so far."""
 
     def wait_event(self, event: Event) -> None:
-        """Work from now on begins only when the event's stream has passed it."""
+        """Work added from now on starts only when the event's stream has passed it."""
 
 
 class Runtime(Protocol):
@@ -57,33 +57,32 @@ class Runtime(Protocol):
 
     @property
     def numa_node(self) -> int | None:
-        """That of the host memory which is nearest; None where nobody says."""
+        """The NUMA node of the nearest host memory; None where unknown."""
 
     def pin(self, slab: PinnedSlab) -> str | None:
-        """Register a slab with the copy engine; in words why that was refused, or None."""
+        """Register a slab with the copy engine. Returns a message where that is refused, else None."""
 
     def unpin(self, slab: PinnedSlab) -> None:
-        """Undo `pin`; nothing to do for a slab that was not pinned."""
+        """Undo `pin`; does nothing for a slab that is not pinned."""
 
     def new_stream(self) -> Stream:
-        """A stream beside all others."""
+        """A new stream, independent of all others."""
 
     def current_stream(self) -> Stream:
-        """The stream of whoever asks."""
+        """The current stream of the calling thread."""
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Device memory (1-D), made on `stream`: when it is freed, later work of that stream may reuse it, and no other before
-        that work is done."""
+        """Device memory (1-D), allocated on `stream`: once freed, later work of that stream may reuse it at once."""
 
     def start_copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy on `stream`; returns before the copy has run where the host memory is pinned."""
 
     def note_use(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """`stream` uses the tensor's memory too, as far as its work reaches when the tensor is freed."""
+        """Note that `stream` uses the tensor's memory: it is not reused before the work that `stream` has when it is freed."""
 
 
 class StreamCopyEvent:
-    """A copy event that an event tells."""
+    """A copy event of an event in a stream."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
@@ -96,7 +95,7 @@ class StreamCopyEvent:
 
 
 class _Copied:
-    """On its way, or there: [Note: The order of copies]."""
+    """A copy to the device, in flight or done: [Note: The order of copies]."""
 
     def __init__(self, runtime: Runtime, taken: torch.Tensor, event: Event) -> None:
         self.copy_event: CopyEvent = StreamCopyEvent(event)
@@ -110,7 +109,7 @@ class _Copied:
 
 
 class _Filled:
-    """Being filled by reads, or full."""
+    """Device memory that reads fill, or have filled."""
 
     def __init__(self, copied: _Copied, reads: Sequence[DirectRead]) -> None:
         self.copy_event = copied.copy_event
@@ -124,15 +123,15 @@ class _Filled:
 
 
 class StreamDevice:
-    """Copies beside what is computed, asynchronously where the host memory could be pinned."""
+    """Copies while the device computes; asynchronous where the host memory could be pinned."""
 
     is_discrete = True
 
     def __init__(self, runtime: Runtime) -> None:
         self.torch_device = runtime.torch_device
         self._runtime = runtime
-        self._inward = runtime.new_stream()
-        self._outward = runtime.new_stream()
+        self._h2d = runtime.new_stream()
+        self._d2h = runtime.new_stream()
 
     @property
     def numa_node(self) -> int | None:
@@ -145,20 +144,20 @@ class StreamDevice:
         self._runtime.unpin(slab)
 
     def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
-        taken = self._runtime.empty(staged.numel(), staged.dtype, self._inward)
-        self._runtime.start_copy(taken, staged, self._inward)
-        return _Copied(self._runtime, taken, self._inward.record_event())
+        taken = self._runtime.empty(staged.numel(), staged.dtype, self._h2d)
+        self._runtime.start_copy(taken, staged, self._h2d)
+        return _Copied(self._runtime, taken, self._h2d.record_event())
 
     def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
-        filled = self._runtime.empty(numel, dtype, self._inward)
-        reads = fill(filled, self._inward)
-        return _Filled(_Copied(self._runtime, filled, self._inward.record_event()), reads)
+        filled = self._runtime.empty(numel, dtype, self._h2d)
+        reads = fill(filled, self._h2d)
+        return _Filled(_Copied(self._runtime, filled, self._h2d.record_event()), reads)
 
     def copy_event(self) -> CopyEvent:
-        return StreamCopyEvent(self._inward.record_event())
+        return StreamCopyEvent(self._h2d.record_event())
 
-    def start_d2h(self, found: torch.Tensor, into: torch.Tensor) -> CopyEvent:
-        self._outward.wait_event(self._runtime.current_stream().record_event())
-        self._runtime.start_copy(into, found, self._outward)
-        self._runtime.note_use(found, self._outward)
-        return StreamCopyEvent(self._outward.record_event())
+    def start_d2h(self, source: torch.Tensor, into: torch.Tensor) -> CopyEvent:
+        self._d2h.wait_event(self._runtime.current_stream().record_event())
+        self._runtime.start_copy(into, source, self._d2h)
+        self._runtime.note_use(source, self._d2h)
+        return StreamCopyEvent(self._d2h.record_event())

@@ -1,1 +1,1 @@
-"""Which drive lies under a path, what it gives, and how it is driven."""
+"""Floor 5. The drive under a path: its description, its measured rates, and the settings to drive it with."""

@@ -1,4 +1,4 @@
-"""Floor 5. How storage is driven: what the config says, and for what it leaves open the drive's profile, then its limits."""
+"""Floor 5. Chooses how storage is driven: from the config, else the drive's profile, else the limits of its queue."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from infinity.store.placement import step_bandwidth
 from infinity.units import MIB, format_bytes
 
 IN_FLIGHT_BYTES = 32 * MIB
-"""Per ring, where nothing says otherwise: drives reach their limit with 8 to 64 MiB in flight."""
+"""Default per ring: drives reach their limit with 8 to 64 MiB in flight."""
 
 
 @dataclass(frozen=True)
 class StorageChoice:
-    """How storage is driven, `bandwidths` as for `SwapManager`, and in words where it comes from."""
+    """How storage is driven. bandwidths: as for `SwapManager`. notes: messages that say where the choice comes from."""
 
     io: IoSettings
     bandwidths: tuple[float, ...] | None
@@ -28,14 +28,14 @@ class StorageChoice:
 
 
 def choose_storage(config: Config) -> StorageChoice:
-    """Settle how the drives of `config.nvme_paths` are driven.
+    """Choose how the drives of `config.nvme_paths` are driven.
 
-    Each key of `aio` and `infinity` that the config sets counts. The others are taken from the profile that `infinity-bench
-    sweep` left on the (first) drive; where there is none, from the limits of its block queue. With several drives of which
-    each has a profile, they are weighed by those; otherwise the swap manager measures.
+    Keys of `aio` and `infinity` that the config sets count. Others are taken from the profile that `infinity-bench sweep` left
+    on the first drive; without one, from the limits of its block queue. Where each of several drives has a profile, they get
+    shares of the bytes by these; otherwise the swap manager measures.
     """
     paths = config.nvme_paths
-    aio, own = config.aio, config.infinity
+    aio, settings = config.aio, config.infinity
     profiles = [load_profile(path) for path in paths]
     profile = profiles[0] if profiles else None
     notes = []
@@ -43,17 +43,17 @@ def choose_storage(config: Config) -> StorageChoice:
         notes.append(f"drive profile of {profile.written} found for {paths[0]} (infinity-bench sweep)")
     block_bytes = aio.block_size if "block_size" in aio.model_fields_set else _block_bytes(profile, paths)
     queue_depth = aio.queue_depth if "queue_depth" in aio.model_fields_set else _queue_depth(profile, block_bytes)
-    rings_set = "rings" in own.model_fields_set or "intra_op_parallelism" in aio.model_fields_set
-    backend, refusal = _backend(own.backend, profile, polls=own.iopoll or own.sqpoll)
+    rings_set = "rings" in settings.model_fields_set or "intra_op_parallelism" in aio.model_fields_set
+    backend, refusal = _backend(settings.backend, profile, polls=settings.iopoll or settings.sqpoll)
     notes += refusal
     io = IoSettings(
         backend=backend,
         block_bytes=block_bytes,
         queue_depth=queue_depth,
         rings=config.io_rings if rings_set or profile is None else profile.rings,
-        mix=own.mix if own.mix != "auto" else profile.mix if profile else "interleaved",
-        iopoll=own.iopoll,
-        sqpoll=own.sqpoll,
+        mix=settings.mix if settings.mix != "auto" else profile.mix if profile else "interleaved",
+        iopoll=settings.iopoll,
+        sqpoll=settings.sqpoll,
     )
     bandwidths = None
     if len(profiles) > 1 and all(profiles):
@@ -86,7 +86,7 @@ def _queue_depth(profile: DriveProfile | None, block_bytes: int) -> int:
 
 
 def _backend(wanted: str, profile: DriveProfile | None, *, polls: bool) -> tuple[str, list[str]]:
-    """The backend to ask for: the profile's only where it works here, as it may come from another container."""
+    """(backend, notes): the profile's only if it works here, since it may come from another container."""
     if wanted != "auto" or profile is None or polls:
         return wanted, []
     reasons = {name: reason for name, available, reason in probe() if not available}

@@ -1,7 +1,6 @@
-"""Floor 5. Which drive lies under a path, as the kernel describes it: file system, disks, limits of the block queue.
+"""Floor 5. The drive under a path, as the kernel describes it: file system, disks, limits of the block queue.
 
-Reads text under /proc and /sys and asks no device anything, so it needs no rights and takes no time. What the kernel
-does not say is None.
+Reads text under /proc and /sys and no device, so it needs no rights and no time. What the kernel does not say is None.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Drive:
-    """What lies under a path.
+    """The drive under a path.
 
     path: with symbolic links resolved. mount_point, file_system ("ext4"), source ("/dev/nvme0n1p2", "server:/export"),
     mount_options: of the mount that holds it. device: the block device with the file system, such as "nvme0n1p2" or
@@ -94,15 +93,15 @@ class Drive:
 
     @property
     def model(self) -> str:
-        """The disks in words, such as "2 x Samsung SSD 990 PRO 2TB"; the file system's type where there are none."""
+        """The names of the disks, such as "2 x Samsung SSD 990 PRO 2TB"; the file system's type where there are none."""
         names = [disk.model or f"{disk.transport} disk" for disk in self.disks]
         counted = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
         return " + ".join(counted) or self.file_system
 
     @property
     def identity(self) -> str:
-        """The same text for the same disks under the same file system, and another for others, as far as the kernel lets
-        them be told apart."""
+        """A text that is the same for the same disks and file system, and differs for others, as far as the kernel can tell
+        them apart."""
         disks = [disk.identity or f"{disk.model or disk.transport} {disk.name} {disk.nbytes}" for disk in self.disks]
         return " + ".join([self.file_system, *(disks or [self.source])])
 
@@ -163,10 +162,14 @@ class _Mount(NamedTuple):
 
 
 def _mount_of(path: Path, mountinfo: Path) -> _Mount:
-    """The mount that holds `path`: the deepest, and of several on one point the last, which hides the others."""
+    """The mount of `path`: the deepest; of several on one point the last, which hides the others."""
     unknown = _Mount("", "/", (), "unknown", "unknown")
     holding = [mount for mount in _mounts(mountinfo) if path.is_relative_to(mount.point)]
-    return max(enumerate(holding), key=lambda each: (len(Path(each[1].point).parts), each[0]), default=(0, unknown))[1]
+    return max(
+        enumerate(holding),
+        key=lambda numbered: (len(Path(numbered[1].point).parts), numbered[0]),
+        default=(0, unknown),
+    )[1]
 
 
 def _mounts(mountinfo: Path) -> Iterator[_Mount]:
@@ -183,7 +186,7 @@ def _mounts(mountinfo: Path) -> Iterator[_Mount]:
 
 
 def _unescape(text: str) -> str:
-    """Blanks and the like stand in mountinfo as three octal digits."""
+    """mountinfo writes blanks and the like as three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -206,7 +209,7 @@ def _below(device: Path, sysfs: Path) -> tuple[list[str], list[Disk]]:
     for slave in slaves:
         more_layers, more_disks = _below(slave.resolve(), sysfs)
         layers += [layer for layer in more_layers if layer not in layers]
-        disks += [each for each in more_disks if each not in disks]
+        disks += [disk for disk in more_disks if disk not in disks]
     return layers, disks
 
 

@@ -73,17 +73,17 @@ class Trial:
 
 
 class DriveTest:
-    """A file of random data on the drive of `path`, and a pinned pool to move it through.
+    """A file of random data on the drive of `path`, with a pinned pool to move it through.
 
     Args:
-        path: folder on the drive; made if it isn't there.
+        path: folder on the drive; created if needed.
         nbytes: size of the file, at least 16 MiB; rounded down to whole chunks.
-        pool_bytes: pinned memory to take at most; never more than the file holds.
+        pool_bytes: most pinned memory to take; never more than the size of the file.
         limits: as for `infinity.aio.IoEngine`.
 
-    `fill` comes before the first trial: space that was only reserved reads as zeros without touching the drive, and its
-    first write costs the file system a conversion. The file has no name, so its space comes back however the process
-    ends ([Note: Leaving nothing behind] in store/run_folder.py).
+    Call `fill` before the first trial: reserved space reads as zeros without touching the drive, and its first write costs the
+    file system a conversion. The file has no name, so its space is freed however the process ends ([Note: Leaving nothing
+    behind] in store/run_folder.py).
     Raises StoreError for a path without the rights or the space, ValueError for a file that is too small.
     """
 
@@ -131,7 +131,7 @@ class DriveTest:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache. If not, it is memory that is measured."""
+        """Whether transfers bypass the page cache. If not, memory is measured, not the drive."""
         return self._file.direct
 
     def fits(self, settings: IoSettings) -> bool:
@@ -171,7 +171,7 @@ class DriveTest:
             )
 
     def close(self) -> None:
-        """Give file, folder and pool back; there are no more trials then. Idempotent."""
+        """Free file, folder and pool; no trial may follow. Idempotent."""
         self._stack.close()
         self._leases.clear()
         self._pool = None
@@ -191,21 +191,20 @@ class DriveTest:
         return engine
 
     def _transfer_bytes(self, settings: IoSettings) -> int:
-        """Bytes per transfer: a power of two that divides the file. As much as is in flight, within bounds: whole leases
-        where much is, and less where little is, as a trial ends only when what it has queued has moved."""
+        """Bytes per transfer: a power of two that divides the file; the bytes in flight, within bounds. At most a lease; and
+        less where little is in flight, since a trial ends only when all it has queued has moved."""
         wanted = max(_TRANSFER_BYTES_MIN, settings.block_bytes, settings.in_flight_bytes)
         return min(1 << (wanted - 1).bit_length(), self.chunk_bytes)
 
     def _slots(self, workload: Workload, settings: IoSettings, transfer_bytes: int) -> int:
-        """Turns to keep in the engine: what is in flight, one that is being cut, and one until Python has woken up; one
-        more where reads and writes may take turns in bursts, so that either always waits for its turn."""
+        """Number of turns to keep in the engine: those in flight, one that is being cut into blocks, and one until Python has
+        woken up; one more where reads and writes may go in bursts, so that both kinds are always waiting."""
         ways = 2 if workload is Workload.MIXED else 1
         wanted = -(-settings.in_flight_bytes // (transfer_bytes * ways)) + 1 + ways
         return min(wanted, _LEASES // ways)
 
     def _turns(self, engine: IoEngine, workload: Workload, nbytes: int, slots: int) -> Iterator[None]:
-        """Keep `slots` turns of `nbytes` each way under way, for as long as it is iterated; yields whenever the oldest has
-        ended."""
+        """Keep `slots` turns of `nbytes` each way in flight while iterated; yields whenever the oldest has ended."""
         under_way = deque(engine.start(self._requests(workload, nbytes, slot)) for slot in range(slots))
         for slot in itertools.cycle(range(slots)):
             engine.wait(under_way.popleft())
@@ -228,7 +227,7 @@ class DriveTest:
 
 
 class _Reading:
-    """What the clocks and counters say at one moment."""
+    """Clocks and counters at one moment."""
 
     def __init__(self, engine: IoEngine) -> None:
         usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,4 +1,4 @@
-"""Floor 5. A short look at what the drive gives right now, for the floor that a measured step is held against."""
+"""Floor 5. A short measurement of a drive's present rates, for the lower bound of a measured step."""
 
 from __future__ import annotations
 

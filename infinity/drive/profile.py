@@ -1,4 +1,4 @@
-"""Floor 5. What was measured on a drive, kept in a file on it, so that a later run can take the settings from there."""
+"""Floor 5. The profile of a drive: its measured rates and best settings, in a file on it, for later runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class DriveProfile:
-    """The settings that serve a training step best on one drive, and what they give there.
+    """The settings that serve a training step best on one drive, and their rates.
 
     Attributes:
         version: of this format.
@@ -56,7 +56,7 @@ class DriveProfile:
 
 
 def save_profile(profile: DriveProfile, folder: str | os.PathLike[str]) -> Path:
-    """Write `profile` into `folder`, all or nothing, readable by everybody; the path of the file. Raises OSError."""
+    """Write `profile` into `folder`, atomically and readable by everybody; returns its path. Raises OSError."""
     path = Path(folder) / FILE_NAME
     handle, temporary = tempfile.mkstemp(prefix=f"{FILE_NAME}.", dir=folder)
     try:
@@ -74,7 +74,7 @@ def save_profile(profile: DriveProfile, folder: str | os.PathLike[str]) -> Path:
 
 
 def load_profile(nvme_path: str | os.PathLike[str]) -> DriveProfile | None:
-    """The profile that holds for `nvme_path`: of the folder itself or of the nearest one above it on the same file system.
+    """The profile for `nvme_path`: in the folder itself or the nearest one above it on the same file system.
 
     `nvme_path` need not exist yet. A file that can't be read or understood counts as absent; the log names it.
     """

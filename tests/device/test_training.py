@@ -197,15 +197,15 @@ def write_too_soon(stager: Any, chunk: Any, *, copy_event: Any = None) -> None:
 
 
 def give_too_soon(device: Any, found: torch.Tensor, into: torch.Tensor) -> Any:
-    device._runtime.start_copy(into, found, device._outward)
-    device._runtime.note_use(found, device._outward)
-    return streams.StreamCopyEvent(device._outward.record_event())
+    device._runtime.start_copy(into, found, device._d2h)
+    device._runtime.note_use(found, device._d2h)
+    return streams.StreamCopyEvent(device._d2h.record_event())
 
 
 def give_unnoted(device: Any, found: torch.Tensor, into: torch.Tensor) -> Any:
-    device._outward.wait_event(device._runtime.current_stream().record_event())
-    device._runtime.start_copy(into, found, device._outward)
-    return streams.StreamCopyEvent(device._outward.record_event())
+    device._d2h.wait_event(device._runtime.current_stream().record_event())
+    device._runtime.start_copy(into, found, device._d2h)
+    return streams.StreamCopyEvent(device._d2h.record_event())
 
 
 BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
