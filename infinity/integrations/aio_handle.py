@@ -1,12 +1,12 @@
-"""Floor 16. DeepSpeed's I/O handle on infinity's I/O engine; knows nothing of DeepSpeed itself.
+"""Floor 16. DeepSpeed's I/O handle on infinity's I/O engine; imports nothing of DeepSpeed.
 
 Owns an engine, and the calls that nobody has waited for. Any thread may use it; the bytes move on the engine's threads.
 
-[Note: What goes directly] A call's range of the file is cut at the alignment that the drive wants of direct transfers
-(512 bytes where it says so, else 4096). What lies between the first and the last cut goes from the tensor's own memory
-where that is aligned alike, else through a slab that lasts as long as the call. The edges outside the cuts, less than
-the alignment each, go through the page cache. They go when the call is waited for, after all direct transfers: a page
-that is dirty in the cache while its neighbourhood is written directly could be written back over it.
+[Note: What goes directly] A call's range of the file is cut at the alignment that the drive requires of direct transfers
+(512 bytes where it says so, else 4096). The part between the first and the last cut goes directly: from the tensor's own
+memory where that has the same alignment, else through a slab that lives as long as the call. The edges, each shorter than the
+alignment, go through the page cache. They are moved when the call is waited for, after all direct transfers: a dirty page in
+the cache could otherwise be written back over bytes written directly next to it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AioHandle:
     Args:
         block_size: bytes per submission; the engine rounds them up to 4 KiB.
         queue_depth: submissions in flight per thread.
-        single_submit, overlap_events: kept and reported; the engine always submits in batches and overlaps.
+        single_submit, overlap_events: stored and reported only; the engine always submits in batches and overlaps.
         intra_op_parallelism: ring threads, among which every call is divided.
 
     Tensors may be of any dtype, alignment and device; those of `new_cpu_locked_tensor` are moved without a copy. A failed
@@ -91,11 +91,11 @@ class AioHandle:
         return self._parallelism
 
     def get_alignment(self) -> int:
-        """Bytes that callers round their pieces to: 512 per thread, as there. Other pieces work as well."""
+        """Bytes that callers round their pieces to: 512 per thread, as in DeepSpeed. Other pieces work as well."""
         return 512 * self._parallelism
 
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Start reading `buffer`'s bytes from `file_offset` of the file; 0. The buffer is filled when `wait` returns."""
+        """Start to read `buffer`'s bytes from `file_offset` of the file; returns 0. `buffer` is filled when `wait` returns."""
         return self._start(_Read(self._engine, buffer, os.fspath(filename), file_offset))
 
     def async_pwrite(
@@ -106,7 +106,7 @@ class AioHandle:
         *,
         fd: int | None = None,
     ) -> int:
-        """Start writing `buffer`'s bytes to `file_offset` of the file (a path, made where missing, or an open file); 0."""
+        """Start to write `buffer` to `file_offset` of the file (a path, created if needed, or an open file); returns 0."""
         target = fd if filename is None else filename
         if target is None:
             raise TypeError("async_pwrite needs a filename or an fd")
@@ -114,7 +114,7 @@ class AioHandle:
         return self._start(_Write(self._engine, buffer, path, file_offset))
 
     def wait(self) -> int:
-        """Wait for every call since the last wait; how many there were. Raises the first IoError after all have ended."""
+        """Wait for all calls since the last wait; returns their number. Raises the first IoError after all have ended."""
         with self._lock:
             calls, self._pending = self._pending, []
         failures = [failure for call in calls if (failure := call.wait_direct()) is not None]
@@ -135,9 +135,9 @@ class AioHandle:
         *asynchronous: Any,
         **keywords: Any,
     ) -> int:
-        """`pread(buffer, filename, validate, async, file_offset=0)`: 0 where `async`, else as `wait`.
+        """`pread(buffer, filename, validate, async, file_offset=0)`: returns 0 where `async`, else as `wait`.
 
-        `validate` reads the file once more, another way, and compares; a difference raises IoError.
+        `validate`: read the file again through the page cache and compare; a difference raises IoError.
         """
         is_async, file_offset = _async_and_offset(*asynchronous, **keywords)
         self._start(_Read(self._engine, buffer, os.fspath(filename), file_offset, validate))
@@ -157,24 +157,24 @@ class AioHandle:
         return 0 if is_async else self.wait()
 
     def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Read, and wait for it and all before it; how many calls that were."""
+        """Read, and wait for this and all earlier calls; returns their number."""
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Write, and wait for it and all before it; how many calls that were."""
+        """Write, and wait for this and all earlier calls; returns their number."""
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def read(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Read at once; 0. Waits for what was started before, too."""
+        """Read, and wait for this and all earlier calls; returns 0."""
         self.pread(buffer, filename, validate, False, file_offset)
         return 0
 
     def write(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
     ) -> int:
-        """Write at once; 0. Waits for what was started before, too."""
+        """Write, and wait for this and all earlier calls; returns 0."""
         self.pwrite(buffer, filename, validate, False, file_offset)
         return 0
 
@@ -186,7 +186,7 @@ class AioHandle:
         return new_locked_tensor(num_elem, example_tensor.dtype)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Whether it was one of `new_cpu_locked_tensor`, of any handle; its memory goes with its last view."""
+        """Free a tensor of `new_cpu_locked_tensor`, of any handle, with its last view; returns whether it is one."""
         return free_locked_tensor(tensor)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
@@ -199,7 +199,7 @@ class AioHandle:
         return 0
 
     def __del__(self) -> None:
-        """Calls that nobody waited for still end, and what went wrong is said: nobody else would hear of it."""
+        """Wait for calls that nobody has waited for, and log a failure, which nobody else would learn of."""
         try:
             if getattr(self, "_pending", None):
                 self.wait()
@@ -208,7 +208,7 @@ class AioHandle:
 
 
 class _Call(abc.ABC):
-    """One read or write of a tensor: its direct part under way, its edges still to come."""
+    """One read or write of a tensor: its direct part is in flight, its edges are moved in `finish`."""
 
     operation = ""
 
@@ -229,7 +229,7 @@ class _Call(abc.ABC):
                 self._transfer = start(file, self._begin, slab, slab_offset, self._end - self._begin)
 
     def wait_direct(self) -> OSError | None:
-        """Wait for the direct part; how it failed, if it did."""
+        """Wait for the direct part; returns its error, if any."""
         try:
             if self._transfer is not None:
                 self._transfer.wait()
@@ -238,7 +238,7 @@ class _Call(abc.ABC):
         return None
 
     def finish(self) -> None:
-        """What remains once every direct part is done: the edges, and what was asked to be checked. Raises IoError."""
+        """Once all direct parts are done: move the edges, and validate if requested. Raises IoError."""
         try:
             self._move_edges()
             if self._validate:
@@ -250,19 +250,19 @@ class _Call(abc.ABC):
 
     @abc.abstractmethod
     def _open(self) -> File:
-        """The file, for what the call does to it."""
+        """Open the file for reading or writing."""
 
     @abc.abstractmethod
     def _fill(self) -> None:
-        """Before the transfer starts."""
+        """Prepare the memory before the transfer starts."""
 
     def _choose_memory(self, alignment: int) -> tuple[PinnedSlab, int]:
-        """The bytes to move: the tensor's own, or those of a slab; and where the direct part begins in which slab."""
+        """Choose the memory to transfer: the tensor's, or a slab. Returns (slab, offset of the direct part in it)."""
         head_bytes = self._begin - self._offset
         address = self._buffer.data_ptr() + head_bytes
         if self._buffer.device.type == "cpu" and self._buffer.is_contiguous() and address % alignment == 0:
             self._bytes = _bytes_of(self._buffer)
-            self._own_memory = True
+            self._in_tensor = True
             slab = slab_of(self._buffer)
             if slab is None:
                 page = address // PAGE_BYTES * PAGE_BYTES
@@ -271,11 +271,11 @@ class _Call(abc.ABC):
         first = -head_bytes % alignment
         slab = PinnedSlab(first + self._nbytes)
         self._bytes = torch.frombuffer(slab, dtype=torch.uint8)[first:]
-        self._own_memory = False
+        self._in_tensor = False
         return slab, first + head_bytes
 
     def _move_edges(self) -> None:
-        """Move what the direct part leaves through the page cache."""
+        """Move the bytes outside of the direct part, through the page cache."""
         ends = ((self._offset, self._begin), (self._end, self._offset + self._nbytes))
         edges = [(begin, end) for begin, end in ends if begin < end]
         if not edges:
@@ -311,7 +311,7 @@ class _Read(_Call):
 
     def finish(self) -> None:
         super().finish()
-        if not self._own_memory:
+        if not self._in_tensor:
             _copy_bytes(self._buffer, self._bytes)
 
     def _open(self) -> File:
@@ -321,14 +321,14 @@ class _Read(_Call):
         return file
 
     def _fill(self) -> None:
-        """Nothing: the transfer does."""
+        """Nothing to prepare: the transfer fills the memory."""
 
 
 class _Write(_Call):
     operation = "write"
 
     def _fill(self) -> None:
-        if not self._own_memory:
+        if not self._in_tensor:
             self._bytes.copy_(_bytes_of(self._buffer.cpu().contiguous()))
 
     def _open(self) -> File:
@@ -339,26 +339,26 @@ class _Write(_Call):
                 raise
             file = File(self._path, create=True, fine_alignment=True)
         if file.size_bytes < self._offset + self._nbytes:
-            file.reserve(self._offset + self._nbytes)  # a write that extends the file would go alone
+            file.reserve(self._offset + self._nbytes)  # writes that extend the file would run one at a time
         return file
 
 
 def _async_and_offset(*positional: Any, **keywords: Any) -> tuple[bool, int]:
-    """Of the arguments (async, file_offset=0): the first has a name that Python reserves."""
+    """Parse the arguments (async, file_offset=0); the name of the first is reserved in Python."""
     names = ("async", "file_offset")
-    given = dict(zip(names, positional, strict=False)) | keywords
-    if len(positional) > len(names) or "async" not in given or not given.keys() <= set(names):
+    by_name = dict(zip(names, positional, strict=False)) | keywords
+    if len(positional) > len(names) or "async" not in by_name or not by_name.keys() <= set(names):
         raise TypeError(f"expected async and file_offset=0 after validate, got {positional} and {keywords}")
-    return bool(given["async"]), int(given.get("file_offset", 0))
+    return bool(by_name["async"]), int(by_name.get("file_offset", 0))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU tensor's memory as 1-D bytes."""
+    """The memory of a contiguous CPU tensor as 1-D bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _copy_bytes(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Bytes into a tensor of any layout and device."""
+    """Copy bytes into a tensor of any layout and device."""
     with torch.no_grad():
         packed = torch.empty(tensor.shape, dtype=tensor.dtype)
         _bytes_of(packed).copy_(source)

@@ -1,6 +1,6 @@
-"""Floor 16. DeepSpeed with infinity's I/O: its swappers, its checkpoint writer and its I/O tools on our engine.
+"""Floor 16. DeepSpeed with infinity's I/O: its swappers, checkpoint writer and I/O tools use our engine.
 
-`install()` changes what one class of DeepSpeed's answers, `uninstall()` puts it back. As a command, the module runs a
+`install()` replaces two methods of one class of DeepSpeed, `uninstall()` restores them. As a command, the module runs a
 script or one of DeepSpeed's own commands with the handle installed:
 
     python -m infinity.integrations.deepspeed train.py --some options
@@ -34,15 +34,14 @@ _originals: dict[type, dict[str, Any]] = {}  # what the class itself had under t
 
 class _Handle(AioHandle):
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """As in the base; and what DeepSpeed has pinned by its own means."""
+        """As in the base class; also memory that DeepSpeed has pinned."""
         return super().is_pinned(buffer) or bool(get_accelerator().is_pinned(buffer))
 
 
 def install() -> None:
-    """From now on everything in DeepSpeed that asks for its aio handle gets infinity's; nothing is compiled.
+    """From now on all code in DeepSpeed that requests its aio handle gets infinity's; nothing is compiled.
 
-    Before or after DeepSpeed's other imports, but before the engine is made: handles that exist stay what they are. May
-    be called again.
+    Call it before the engine is made, since existing handles do not change. May be called again.
     """
     builder = get_accelerator().get_op_builder("AsyncIOBuilder")
     if builder in _originals:
@@ -54,7 +53,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`; handles that were made meanwhile go on working."""
+    """Undo `install`; handles made meanwhile still work."""
     for builder, methods in _originals.items():
         for name in _REPLACED:
             delattr(builder, name)
@@ -73,7 +72,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Read the file into `buffer` with a handle of its own; 0. Raises IoError."""
+    """Read the file into `buffer` with a new handle; returns 0. Raises IoError."""
     return _Handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
 
 
@@ -86,12 +85,12 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """Write `buffer` to the file with a handle of its own; 0. Raises IoError."""
+    """Write `buffer` to the file with a new handle; returns 0. Raises IoError."""
     return _Handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
 
 
 def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
-    """Copy `src` to `dest`; 0."""
+    """Copy `src` to `dest`; returns 0."""
     dest.copy_(src)
     return 0
 
@@ -111,13 +110,12 @@ def main(arguments: list[str]) -> None:
         sys.argv[0] = str(_write_ds_io(Path(folder)).with_name(name))
         script = shutil.which(name) or str(Path(sys.executable).with_name(name))
         code = compile(Path(script).read_text(), script, "exec")
-        exec(
-            code, {"__name__": "__main__"}
-        )  # run_path would set sys.argv[0], next to which ds_nvme_tune looks for ds_io
+        # Not run_path, which would set sys.argv[0]: ds_nvme_tune looks for ds_io next to that.
+        exec(code, {"__name__": "__main__"})
 
 
 def _write_ds_io(folder: Path) -> Path:
-    """A ds_io that starts as this one did: ds_nvme_tune starts the one that lies beside it for every measurement."""
+    """Write a ds_io with the handle installed: ds_nvme_tune runs the ds_io in its own folder for every measurement."""
     command = folder / "ds_io"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {__spec__.name} ds_io "$@"\n')
     command.chmod(0o700)
@@ -125,7 +123,7 @@ def _write_ds_io(folder: Path) -> Path:
 
 
 def _forget_compatibility() -> None:
-    """DeepSpeed asks every builder once whether it works here; now the answer is another."""
+    """Clear DeepSpeed's cache of which builders work here: the answer has changed."""
     vars(deepspeed.ops).pop("__compatible_ops__", None)
 
 
@@ -134,8 +132,8 @@ _module.__dict__.update(aio_handle=_Handle, aio_read=aio_read, aio_write=aio_wri
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # The module under its own name, not a second one: what it has replaced must be known to both. Processes that the command
-    # spawns run this file, too, and need the handle as well.
+    # Import the module under its real name: a second copy would not know what was replaced. Processes that the command spawns
+    # run this file too, and need the handle as well.
     from infinity.integrations import deepspeed as this_module
 
     this_module.install()

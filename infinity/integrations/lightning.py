@@ -1,7 +1,7 @@
 """Floor 16. Lightning on infinity's engine: a strategy under the names and arguments of Lightning's DeepSpeed strategy.
 
 Importing this registers the names, such as `Trainer(strategy="infinity_stage_3_offload_nvme")`. Lightning keeps its loops, data
-and callbacks; what is sharded, paged, stepped, saved and loaded is the engine's.
+and callbacks; the engine shards, pages, steps, saves and loads.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ log = logging.getLogger("infinity")
 _METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 _ENGINE = "_infinity_engine"  # attribute of a module
 _TAG = "engine"  # of the engine's checkpoint in the folder
-_TRAINING_STATE = "lightning.pt"  # what Lightning keeps, in the folder
+_TRAINING_STATE = "lightning.pt"  # Lightning's training state, in the folder
 
 
 class InfinityStrategy(ModelParallelStrategy):
-    """Trains a LightningModule whose parameters and optimizer state rest on NVMe, in host memory, or nowhere else.
+    """Trains a LightningModule with parameters and optimizer state on NVMe, in host memory, or on the device.
 
     Args:
         stage: 0 to 3; parameters are offloaded at 3 only.
@@ -58,16 +58,16 @@ class InfinityStrategy(ModelParallelStrategy):
         offload_optimizer_device, offload_params_device: "cpu" or "nvme".
         nvme_path: a folder on the drive, or several.
         params_buffer_count, params_buffer_size, optimizer_buffer_count, max_in_cpu, pin_memory, sub_group_size: of the blocks
-            `offload_param`, `offload_optimizer` and `zero_optimization` of the config; what is None is chosen for the drive.
+            `offload_param`, `offload_optimizer` and `zero_optimization` of the config; None leaves the choice to infinity.
         block_size, queue_depth, single_submit, overlap_events, thread_count: of the block `aio`; likewise.
-        config: the whole config instead, as a dict or a path to JSON; nothing of the above is looked at.
+        config: the whole config, as a dict or a path to JSON; all arguments above are ignored then.
         weights: safetensors (file or folder) that fill the model, each rank reading only its rows.
-        trust_checkpoints: load also those that hold more than plain values and tensors, which runs code that is in them.
+        trust_checkpoints: also load checkpoints with more than plain values and tensors, which runs code that they contain.
 
     The Trainer's `accumulate_grad_batches`, `gradient_clip_val` and `precision` ("32", "bf16-mixed", "16-mixed" and their
     "true" kin, which mean the same here) go into the config. One optimizer, Adam or AdamW, and automatic optimization.
 
-    `engine` is infinity's. It stays open after `fit` so that the same Trainer can test; `close()` gives memory and drive back.
+    `engine` is infinity's. It stays open after `fit` so that the same Trainer can test; `close()` frees memory and drive.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class InfinityStrategy(ModelParallelStrategy):
         self.config = _without_none({"zero_optimization": zero, "aio": aio})
 
     def close(self) -> None:
-        """Give memory and drive space back. The model can't be used any more."""
+        """Free memory and drive space. The model can't be used any more."""
         if self.engine is not None:
             self.engine.close()
 
@@ -141,7 +141,7 @@ class InfinityStrategy(ModelParallelStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """One that does nothing: the engine computes in the dtype of its config."""
+        """A plugin that does nothing: the engine computes in the dtype of its config."""
         return Precision()
 
     @precision_plugin.setter
@@ -154,29 +154,29 @@ class InfinityStrategy(ModelParallelStrategy):
         super().setup_environment()
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Any:
-        """Parameters of modules that are made inside are on the meta device where `empty_init`, and are filled by `setup`."""
+        """With `empty_init`, parameters of modules built inside are on the meta device; `setup` fills them."""
         return init_empty() if empty_init else nullcontext()
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard and page the module where it has no engine yet; it keeps its engine from Trainer to Trainer."""
+        """Shard and page the module if it has no engine yet. It keeps its engine from Trainer to Trainer."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
         if not hasattr(module, _ENGINE):
             setattr(module, _ENGINE, self._make_engine(module, trainer))
-        made: _Made = getattr(module, _ENGINE)
-        self.engine = made.engine
+        sharded: _Sharded = getattr(module, _ENGINE)
+        self.engine = sharded.engine
         if trainer.state.fn == TrainerFn.FITTING:
-            if not made.trains:
+            if not sharded.trains:
                 raise ConfigError(
                     "the module was sharded by an evaluation in which configure_optimizers failed: fit first, or build it anew"
                 )
-            self.optimizers, self.lr_scheduler_configs = [made.engine.optimizer], made.schedules
+            self.optimizers, self.lr_scheduler_configs = [sharded.engine.optimizer], sharded.schedules
 
     def model_to_device(self) -> None:
-        """The engine has placed it."""
+        """Does nothing: the engine has placed the model."""
 
-    def _make_engine(self, module: LightningModule, trainer: Trainer) -> _Made:
+    def _make_engine(self, module: LightningModule, trainer: Trainer) -> _Sharded:
         optimizers, schedules, trains = self._configured(module, trainer)
         if not module.automatic_optimization:
             raise ConfigError("infinity steps by itself: set automatic_optimization to True")
@@ -197,10 +197,10 @@ class InfinityStrategy(ModelParallelStrategy):
             _rebind(schedule.scheduler, optimizer)
         for method in _METHODS:
             register_fsdp_forward_method(module, method)
-        return _Made(engine, schedules, trains)
+        return _Sharded(engine, schedules, trains)
 
     def _configured(self, module: LightningModule, trainer: Trainer) -> tuple[list[Any], list[Any], bool]:
-        """(optimizers, schedules, whether it may train). An evaluation may lack what configure_optimizers asks of a fit."""
+        """(optimizers, schedules, whether it may train). In an evaluation configure_optimizers may fail."""
         try:
             optimizers, schedules = _init_optimizers_and_lr_schedulers(module)
         except MisconfigurationException:
@@ -210,35 +210,35 @@ class InfinityStrategy(ModelParallelStrategy):
         return [one for one in optimizers if isinstance(one, torch.optim.Optimizer)], schedules, True
 
     def _config_and_autos(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The config with "auto" for what the Trainer knows, and what the Trainer says about it."""
-        given = self.config if isinstance(self.config, Mapping) else json.loads(Path(self.config).read_text())
-        config = copy.deepcopy(dict(given))
+        """(the config with "auto" where the Trainer has a value, the Trainer's values)."""
+        source = self.config if isinstance(self.config, Mapping) else json.loads(Path(self.config).read_text())
+        config = copy.deepcopy(dict(source))
         for key in ("gradient_clipping", "gradient_accumulation_steps"):
             config.setdefault(key, "auto")
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", "auto")
         if not {"bf16", "fp16"} & config.keys():
-            half = "fp16" if self._precision_name.startswith("16") else "bf16"
-            config[half] = {"enabled": self._precision_name.startswith(("16", "bf16"))}
+            dtype = "fp16" if self._precision_name.startswith("16") else "bf16"
+            config[dtype] = {"enabled": self._precision_name.startswith(("16", "bf16"))}
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             raise ConfigError("infinity clips by the norm of the whole gradient: leave out gradient_clip_algorithm")
         auto = {
             "gradient_clipping": trainer.gradient_clip_val or 0.0,
             "gradient_accumulation_steps": trainer.accumulate_grad_batches,
-            "train_micro_batch_size_per_gpu": 1,  # Lightning's loaders know better, and nothing here depends on it
+            "train_micro_batch_size_per_gpu": 1,  # any value: Lightning's loaders decide, and nothing here depends on it
         }
         return config, auto
 
     # ---- Training ----
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """The module's, which calls the model without the engine; that has to know."""
+        """The module's `training_step`, within the engine's forward pass: it calls the model without the engine."""
         assert self.engine is not None
         with self.engine.forward_pass():
             return super().training_step(*arguments, **keywords)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *_: Any, **__: Any) -> torch.Tensor:
-        """Backward of a micro-batch, whose loss Lightning has divided."""
+        """Backward of a micro-batch; Lightning has divided its loss."""
         assert self.engine is not None
         loss: torch.Tensor = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.engine.set_gradient_accumulation_boundary(not self.lightning_module.trainer.fit_loop._should_accumulate())
@@ -258,20 +258,20 @@ class InfinityStrategy(ModelParallelStrategy):
         self.engine.step()
         return loss
 
-    # ---- Checkpoints: a folder with the engine's, and what Lightning keeps beside it ----
+    # ---- Checkpoints: a folder with the engine's checkpoint and Lightning's training state ----
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: `save_checkpoint` writes the parameters tensor by tensor."""
+        """Empty: `save_checkpoint` writes the parameters tensor by tensor."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing; as `lightning_module_state_dict`."""
+        """Empty, as `lightning_module_state_dict`."""
         return {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the folder `filepath`. A collective. Raises CheckpointError; an earlier checkpoint there stays then."""
+        """Write the folder `filepath`. A collective. Raises CheckpointError; an earlier checkpoint stays then."""
         assert self.engine is not None
         folder = Path(self.broadcast(filepath))
         self.engine.save_checkpoint(folder, tag=_TAG)
@@ -286,8 +286,8 @@ class InfinityStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what `save_checkpoint` wrote, at any number of ranks. A collective. Raises CheckpointError.
 
-        `weights_only`: what the Trainer was told, which not all of its versions hand on; where it is None, the strategy's
-        `trust_checkpoints` says whether code that is in the checkpoint may run.
+        `weights_only`: the Trainer's argument, which not all of its versions pass. Where it is None, `trust_checkpoints` says
+        whether code in the checkpoint may run.
         """
         assert self.engine is not None
         folder = Path(self.broadcast(checkpoint_path))
@@ -302,7 +302,7 @@ class InfinityStrategy(ModelParallelStrategy):
         """Register the names that users of DeepSpeed know, with "infinity" for "deepspeed"."""
         both = {"offload_optimizer": True, "offload_parameters": True}
         on_nvme = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
-        for name, what, settings in (
+        for name, summary, settings in (
             ("infinity", "stage 2", {}),
             ("infinity_stage_1", "stage 1", {"stage": 1}),
             ("infinity_stage_2", "stage 2", {"stage": 2}),
@@ -311,11 +311,11 @@ class InfinityStrategy(ModelParallelStrategy):
             ("infinity_stage_3_offload", "stage 3, all on the CPU", {"stage": 3, **both}),
             ("infinity_stage_3_offload_nvme", "stage 3, all on NVMe", {"stage": 3, **both, **on_nvme}),
         ):
-            strategy_registry.register(name, cls, description=f"infinity, {what}", **settings)
+            strategy_registry.register(name, cls, description=f"infinity, {summary}", **settings)
 
 
 def _save_training_state(training_state: dict[str, Any], folder: Path) -> None:
-    """Write what Lightning keeps, in one rename. Says so where it can't be loaded without running code."""
+    """Write Lightning's training state, atomically. Warns where it can't be loaded without running code."""
     content = io.BytesIO()
     torch.save(training_state, content)
     content.seek(0)
@@ -366,7 +366,7 @@ def _load_training_state(folder: Path, *, weights_only: bool) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
-    """The one line of torch's explanation that says what is wrong."""
+    """The line of torch's message that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines()]
     names = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return (
@@ -378,21 +378,21 @@ def _reason(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What a module was given when it was sharded."""
+class _Sharded:
+    """A sharded module's engine and schedules."""
 
     engine: Engine
     schedules: list[Any]
-    trains: bool  # with an optimizer of its own
+    trains: bool  # whether it has an optimizer
 
 
 def _rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Have a schedule drive the optimizer that the engine put in the place of the one it was made with."""
+    """Make a schedule drive the engine's optimizer, which replaces the one it was built with."""
     for inner in getattr(schedule, "_schedulers", []):
         _rebind(inner, optimizer)
     schedule.optimizer = optimizer
     step = optimizer.step
-    if not hasattr(step, "_wrapped_by_lr_sched"):  # by this torch knows that the optimizer stepped first
+    if not hasattr(step, "_wrapped_by_lr_sched"):  # torch checks by it that the optimizer stepped first
 
         @functools.wraps(step)
         def tracked(*arguments: Any, **keywords: Any) -> Any:
@@ -404,7 +404,7 @@ def _rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _without_none(block: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, block by block."""
+    """`block` without values that are None, nested blocks included."""
     return {
         key: _without_none(value) if isinstance(value, Mapping) else value
         for key, value in block.items()

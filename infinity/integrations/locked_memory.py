@@ -1,6 +1,6 @@
-"""Floor 16. Tensors over pinned slabs of their own, and which slab a tensor lies in; process-wide, any thread.
+"""Floor 16. Tensors over pinned slabs, and the slab of a tensor. Process-wide; any thread.
 
-Keeps no memory alive: a slab goes with the last tensor over it, or stays as long as a transfer holds it.
+Keeps no memory alive: a slab is freed with the last tensor over it, or the last transfer that holds it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def new_locked_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def free_locked_tensor(tensor: torch.Tensor) -> bool:
-    """Forget a tensor that `new_locked_tensor` made; the memory goes with its last view. Whether it was one."""
+    """Forget a tensor of `new_locked_tensor`, whose memory is freed with its last view; returns whether it is one."""
     with _lock:
         return _forget(tensor.data_ptr())
 
@@ -59,10 +59,10 @@ def _span_bytes(tensor: torch.Tensor) -> int:
 
 def _forget(address: int) -> bool:
     with _lock:
-        known = _slabs.pop(address, None) is not None
-    if known and torch.cuda.is_available():
+        is_ours = _slabs.pop(address, None) is not None
+    if is_ours and torch.cuda.is_available():
         torch.cuda.cudart().cudaHostUnregister(address)
-    return known
+    return is_ours
 
 
 def _register_with_cuda(slab: PinnedSlab) -> None:

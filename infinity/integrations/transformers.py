@@ -3,7 +3,7 @@
     from infinity.integrations.transformers import InfinityTrainer as Trainer
     from infinity.integrations.transformers import InfinityTrainingArguments as TrainingArguments
 
-The Trainer keeps its loop, its data, its callbacks; what is sharded, paged, stepped, saved and loaded is the engine's.
+The Trainer keeps its loop, data and callbacks; the engine shards, pages, steps, saves and loads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infinity.runtime.initialize import initialize
 
 
 class InfinityTrainingArguments(TrainingArguments):
-    """TrainingArguments whose `deepspeed` (a path to JSON, or a dict) is the config of infinity, and no matter of DeepSpeed.
+    """TrainingArguments whose `deepspeed` (a path to JSON, or a dict) is the config of infinity.
 
     Its "auto" values are filled from the other arguments, as with DeepSpeed.
     """
@@ -68,18 +68,18 @@ class InfinityTrainer(Trainer):
             raise ConfigError("InfinityTrainer takes neither model_init nor models of PEFT: pass model=")
 
     def close(self) -> None:
-        """Give memory and drive space back. The model can't be used any more."""
+        """Free memory and drive space. The model can't be used any more."""
         if self.engine is not None:
             self.engine.close()
 
-    # ---- What the Trainer asks of DeepSpeed or FSDP, asked of the engine ----
+    # ---- Overrides: the engine instead of DeepSpeed or FSDP ----
 
     def _build_accelerator_args(self, **keywords: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**keywords)
         return {**built, "mixed_precision": "no"}  # the engine computes in the dtype of its config
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """The engine places the model; here it may not even fit."""
+        """Does nothing: the engine places the model, which may not fit on `device`."""
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         self._ensure_engine()
@@ -96,20 +96,20 @@ class InfinityTrainer(Trainer):
         return self.model, train_dataloader
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Called before the engine is there; `_prepare_for_training` loads."""
+        """Does nothing, as the engine does not exist yet; `_prepare_for_training` loads."""
 
     def _load_best_model(self) -> None:
         self._ensure_engine().load_checkpoint(self.state.best_model_checkpoint)
 
     def compute_loss_context_manager(self) -> Any:
-        """Around every forward: the model is called without the engine, which has to know."""
-        around = contextlib.ExitStack()
-        around.enter_context(super().compute_loss_context_manager())
-        around.enter_context(self._ensure_engine().forward_pass())
-        return around
+        """Around every forward, in which the Trainer calls the model without the engine: the engine's forward pass."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(super().compute_loss_context_manager())
+        stack.enter_context(self._ensure_engine().forward_pass())
+        return stack
 
     def _clip_grad_norm(self, model: Any) -> float | None:
-        return self._ensure_engine().get_global_grad_norm()  # clipped already, where the config says so
+        return self._ensure_engine().get_global_grad_norm()  # already clipped, if the config says so
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float | None:
         return self._clip_grad_norm(model)
@@ -122,7 +122,7 @@ class InfinityTrainer(Trainer):
         self._ensure_engine().finish_checkpoint()  # the Trainer removes older ones next
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in the dtype of compute, for `from_pretrained`. A collective; 2 GiB at most are held in memory."""
+        """Write the model in the dtype of compute, for `from_pretrained`. A collective; holds at most 2 GiB in memory."""
         engine = self._ensure_engine()
         folder = Path(output_dir or self.args.output_dir)
         engine.save_16bit_model(folder)
@@ -132,7 +132,7 @@ class InfinityTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_descriptions(self, folder: Path) -> None:
-        """What `from_pretrained` wants beside the weights."""
+        """Save the files that `from_pretrained` needs besides the weights."""
         config = getattr(self.model, "config", None)
         if config is not None:
             config.architectures = [type(self.model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
@@ -146,7 +146,7 @@ class InfinityTrainer(Trainer):
     # ---- The engine ----
 
     def _ensure_engine(self, max_steps: int | None = None) -> Engine:
-        """The engine, made when it is first needed; `max_steps` of the whole training where the caller knows it."""
+        """The engine, made when first needed. `max_steps`: of the whole training, where the caller knows."""
         if self.engine is None:
             config = load_config(self.args.infinity_config)
             auto = self._autos(self._planned_steps() if max_steps is None else max_steps)
@@ -161,13 +161,13 @@ class InfinityTrainer(Trainer):
             self.optimizer = _SteppedByEngine(optimizer)
             self._schedule_of_config = self.engine.lr_scheduler
             self.accelerator.backward = self._backward
-            self.accelerator._models.append(self.model)  # so that nobody prepares it once more
+            self.accelerator._models.append(self.model)  # so that it is not prepared again
             if hasattr(self.model, "generate"):
                 register_fsdp_forward_method(self.model, "generate")
         return self.engine
 
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """In the place of `accelerator.backward`; the last micro-batch's also steps, as with DeepSpeed."""
+        """Replaces `accelerator.backward`; that of the last micro-batch also steps, as with DeepSpeed."""
         engine = self._ensure_engine()
         engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
         engine.backward(loss, scale_wrt_gas=False)  # the Trainer has divided it
@@ -176,7 +176,7 @@ class InfinityTrainer(Trainer):
             engine.step()
 
     def _set_schedule(self, engine: Engine, max_steps: int) -> None:
-        """The config's schedule, else the Trainer's, over the engine's optimizer; the engine steps it."""
+        """Set the schedule, the config's or else the Trainer's, on the engine's optimizer; the engine steps it."""
         if self._schedule_of_config is None:
             if self._created_lr_scheduler:
                 self.lr_scheduler, self._created_lr_scheduler = None, False  # of an earlier call of train
@@ -196,7 +196,7 @@ class InfinityTrainer(Trainer):
         return max(1, math.ceil(float(len(self.train_dataset) / samples_per_step * self.args.num_train_epochs)))
 
     def _autos(self, max_steps: int) -> dict[str, Any]:
-        """What the arguments say, for what the config leaves "auto"."""
+        """Values of the arguments for keys that the config leaves "auto"."""
         args = self.args
         return {
             "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
@@ -217,7 +217,7 @@ class InfinityTrainer(Trainer):
 
 
 class _SteppedByEngine:
-    """An optimizer or a schedule that the Trainer may look at and tell to step; the engine has done so already."""
+    """An optimizer or schedule for the Trainer to read. `step` and `zero_grad` do nothing: the engine has done so."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -233,7 +233,7 @@ class _SteppedByEngine:
 
 
 def _check_agreement(config: Config, args: TrainingArguments) -> None:
-    """Raises ConfigError where the JSON says other numbers than the arguments."""
+    """Raises ConfigError where the JSON and the arguments have different numbers."""
     pairs = {
         "train_micro_batch_size_per_gpu": (config.batch.micro, "per_device_train_batch_size"),
         "gradient_accumulation_steps": (config.batch.accumulation, "gradient_accumulation_steps"),

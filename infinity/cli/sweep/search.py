@@ -372,13 +372,13 @@ class _Plan:
 
 
 def _standings(trials: dict[tuple[Workload, IoSettings], list[Trial]], workload: Workload) -> list[Standing]:
-    found = []
+    standings = []
     for (of, settings), done in trials.items():
         if of is workload and done:
             rates = [trial.bytes_per_s for trial in done]
             cpu = statistics.median(trial.cpu_seconds_per_gib for trial in done)
-            found.append(Standing(settings, statistics.median(rates), min(rates), max(rates), cpu, len(done)))
-    return found
+            standings.append(Standing(settings, statistics.median(rates), min(rates), max(rates), cpu, len(done)))
+    return standings
 
 
 def _ranked(standings: Iterable[Standing]) -> list[Standing]:
