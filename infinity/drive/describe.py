@@ -277,7 +277,7 @@ def _numa_node(disk: Path, sysfs: Path) -> int | None:
 def _controllers(disk: Path) -> list[Path]:
     """The NVMe controllers of a disk: its device, or with native multipath the members of its subsystem."""
     device = disk / "device"
-    return [each.resolve() for each in (device, *sorted(device.glob("nvme*"))) if (each / "transport").exists()]
+    return [path.resolve() for path in (device, *sorted(device.glob("nvme*"))) if (path / "transport").exists()]
 
 
 def _queue_of(device: Path) -> Queue:
