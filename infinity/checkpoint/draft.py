@@ -58,7 +58,7 @@ class Draft:
 
     @property
     def task(self) -> str:
-        """The beginning of error messages: "writing the checkpoint ...\"."""
+        """The beginning of error messages: writing the checkpoint and its path."""
         return f"writing the checkpoint {self.root / self.tag}"
 
     def make(self) -> None:

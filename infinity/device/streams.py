@@ -78,7 +78,7 @@ class Runtime(Protocol):
         """Copy on `stream`; returns before the copy has run where the host memory is pinned."""
 
     def note_use(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Note that `stream` uses the tensor's memory: it is not reused before the work that `stream` has when it is freed."""
+        """`stream` uses the tensor's memory too: after it is freed, it is reused only when that stream's present work is done."""
 
 
 class StreamCopyEvent:
