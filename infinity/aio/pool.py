@@ -104,7 +104,7 @@ class FreeRanges:
 class Lease:
     """Temporary ownership of pinned bytes. It comes back exactly once: `give_back()` or the end of a `with` block."""
 
-    def __init__(self, pool: PinnedPool | PoolPart, offset: int, nbytes: int) -> None:
+    def __init__(self, pool: Lender, offset: int, nbytes: int) -> None:
         self._pool = pool
         self.offset = offset
         self.nbytes = nbytes
@@ -147,7 +147,45 @@ class Lease:
             self.give_back()
 
 
-class PinnedPool:
+class Lender:
+    """Lends bytes [start, start + nbytes) of a slab in leases of any sizes. See `PinnedPool` and `PoolPart`."""
+
+    def __init__(self, slab_bytes: torch.Tensor, start: int, nbytes: int) -> None:
+        self.bytes = slab_bytes
+        self.peak_bytes = 0
+        """Most bytes that were on lease at once."""
+        self._start = start
+        self._ranges = FreeRanges(nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The budget (bytes)."""
+        return self._ranges.nbytes
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes on lease now."""
+        return self._ranges.nbytes - self._ranges.free_bytes
+
+    def try_lease(self, nbytes: int) -> Lease | None:
+        """A lease of at least `nbytes` (rounded up to 4 KiB), or None while no such range is free."""
+        size = align_up(max(nbytes, 1))
+        offset = self._ranges.take(size)
+        if offset is None:
+            return None
+        self.peak_bytes = max(self.peak_bytes, self.leased_bytes)
+        return Lease(self, self._start + offset, size)
+
+    def reclaim(self, keep: Iterable[Lease]) -> None:
+        """Take back every lease but these, after an exception that may have lost some. No transfer may use the others, and
+        nobody may use them or give them back afterwards."""
+        self._ranges.reset((lease.offset - self._start, lease.nbytes) for lease in keep)
+
+    def _return(self, lease: Lease) -> None:
+        self._ranges.put(lease.offset - self._start, lease.nbytes)
+
+
+class PinnedPool(Lender):
     """A fixed budget of pinned host memory.
 
     Args:
@@ -159,38 +197,12 @@ class PinnedPool:
 
     def __init__(self, nbytes: int, *, lock: bool = False) -> None:
         self.slab = PinnedSlab(align_up(nbytes), lock=lock)
-        self.bytes = torch.frombuffer(self.slab, dtype=torch.uint8)
-        self.peak_bytes = 0
-        self._ranges = FreeRanges(self.slab.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """The budget (bytes)."""
-        return self._ranges.nbytes
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes on lease now."""
-        return self._ranges.nbytes - self._ranges.free_bytes
+        super().__init__(torch.frombuffer(self.slab, dtype=torch.uint8), 0, self.slab.nbytes)
 
     @property
     def notes(self) -> list[str]:
         """Messages: what the kernel refused."""
         return list(self.slab.notes)
-
-    def try_lease(self, nbytes: int) -> Lease | None:
-        """A lease of at least `nbytes` (rounded up to 4 KiB), or None while the pool has no such range free."""
-        size = align_up(max(nbytes, 1))
-        offset = self._ranges.take(size)
-        if offset is None:
-            return None
-        self.peak_bytes = max(self.peak_bytes, self.leased_bytes)
-        return Lease(self, offset, size)
-
-    def reclaim(self, keep: Iterable[Lease]) -> None:
-        """Take back every lease but these, after an exception that may have lost some. No transfer may use the others, and
-        nobody may use them or give them back afterwards."""
-        self._ranges.reset((lease.offset, lease.nbytes) for lease in keep)
 
     def lease(self, nbytes: int) -> Lease:
         """As `try_lease`; raises BudgetError where it would return None."""
@@ -202,40 +214,13 @@ class PinnedPool:
             )
         return lease
 
-    def _return(self, lease: Lease) -> None:
-        self._ranges.put(lease.offset, lease.nbytes)
 
-
-class PoolPart:
+class PoolPart(Lender):
     """A lease of a pool, lent in smaller leases: a budget for one user, independent of all other leases.
 
     The owner gives the lease back when all smaller ones are back.
     """
 
     def __init__(self, lease: Lease) -> None:
+        super().__init__(lease._pool.bytes, lease.offset, lease.nbytes)
         self.lease = lease
-        self.bytes: torch.Tensor = lease._pool.bytes
-        self._ranges = FreeRanges(lease.nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """The budget (bytes)."""
-        return self._ranges.nbytes
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes on lease now."""
-        return self._ranges.nbytes - self._ranges.free_bytes
-
-    def try_lease(self, nbytes: int) -> Lease | None:
-        """As `PinnedPool.try_lease`."""
-        size = align_up(max(nbytes, 1))
-        offset = self._ranges.take(size)
-        return None if offset is None else Lease(self, self.lease.offset + offset, size)
-
-    def reclaim(self, keep: Iterable[Lease]) -> None:
-        """As `PinnedPool.reclaim`."""
-        self._ranges.reset((lease.offset - self.lease.offset, lease.nbytes) for lease in keep)
-
-    def _return(self, lease: Lease) -> None:
-        self._ranges.put(lease.offset - self.lease.offset, lease.nbytes)

@@ -139,7 +139,6 @@ class _ArenaModel(StoredModel):
         super().__init__(path, self._stored.manifest, tensors)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
         if name in self._buffers:
             yield self._buffers[name].reshape(-1)
             return
@@ -149,7 +148,6 @@ class _ArenaModel(StoredModel):
             yield self._stored.read_verified(name, Field.MASTER, start, count)
 
     def close(self) -> None:
-        """Close its files."""
         self._stored.close()
 
 
@@ -172,7 +170,6 @@ class _DcpModel(StoredModel):
             raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """The elements of `name` in order, as flat tensors. Raises CheckpointError."""
         stored = self.tensors[name]
         shape = tuple(stored.size)
         chunks = sorted((c for c in stored.chunks if math.prod(c.sizes)), key=lambda chunk: tuple(chunk.offsets))

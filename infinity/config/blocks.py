@@ -83,6 +83,23 @@ class AioConfig(Block):
     old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
 
 
+# Keys of both offload blocks.
+NvmePath = Annotated[
+    Paths | None,
+    Field(
+        description="Folder on the drive, or a list of folders on several, over which everything is striped by their "
+        "bandwidth; required when `device` is nvme."
+    ),
+]
+PinMemory = Annotated[
+    Flag,
+    Field(
+        description="Whether host memory that a GPU copies from and to is registered with it, so that copies run beside what "
+        "it computes: FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme."
+    ),
+]
+
+
 class OffloadParamConfig(Block):
     """Where parameters rest between uses (stage 3)."""
 
@@ -90,24 +107,14 @@ class OffloadParamConfig(Block):
         default="none",
         description="Where the parameters of this rank rest: none is the device that computes, cpu host memory.",
     )
-    nvme_path: Paths | None = Field(
-        default=None,
-        description="Folder on the drive, or a list of folders on several, over which everything is striped by "
-        "their bandwidth; required when `device` is nvme.",
-    )
+    nvme_path: NvmePath = None
     max_in_cpu: Count = Field(
         default=0,
         description="Elements of parameters kept in host memory from step to step when `device` is nvme.",
     )
-    pin_memory: Flag = Field(
-        default=True,
-        description="Whether host memory that a GPU copies from and to is registered with it, so that copies run beside "
-        "what it computes: FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme.",
-    )
+    pin_memory: PinMemory = True
 
-    units: ClassVar[Mapping[str, str]] = {
-        "max_in_cpu": "elements",
-    }
+    units: ClassVar[Mapping[str, str]] = {"max_in_cpu": "elements"}
     differs: ClassVar[Mapping[str, str]] = {
         "nvme_path": "One folder only.",
         "max_in_cpu": "1e9 unless set; here nothing is cached unless asked for.",
@@ -121,16 +128,8 @@ class OffloadOptimizerConfig(Block):
     device: Annotated[Device, choice(Device)] = Field(
         default="none", description="Where the optimizer state of this rank rests: none is the device that computes."
     )
-    nvme_path: Paths | None = Field(
-        default=None,
-        description="Folder on the drive, or a list of folders on several, over which everything is striped by "
-        "their bandwidth; required when `device` is nvme.",
-    )
-    pin_memory: Flag = Field(
-        default=True,
-        description="Whether host memory that a GPU copies from and to is registered with it, so that copies run beside "
-        "what it computes: FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme.",
-    )
+    nvme_path: NvmePath = None
+    pin_memory: PinMemory = True
 
     ratio: Share = Field(
         default=1.0,
@@ -138,9 +137,7 @@ class OffloadOptimizerConfig(Block):
         "host memory, as with `infinity.host_cache_bytes`.",
     )
 
-    units: ClassVar[Mapping[str, str]] = {
-        "ratio": "share",
-    }
+    units: ClassVar[Mapping[str, str]] = {"ratio": "share"}
     differs: ClassVar[Mapping[str, str]] = {
         "nvme_path": "One folder only.",
         "ratio": "For device cpu only, where it has no effect here.",
@@ -309,9 +306,7 @@ class Fp16Config(Block):
         "hysteresis": "overflows",
         "min_loss_scale": "factor",
     }
-    differs: ClassVar[Mapping[str, str]] = {
-        "auto_cast": "Inputs are cast only where it is true.",
-    }
+    differs: ClassVar[Mapping[str, str]] = {"auto_cast": "Inputs are cast only where it is true."}
     ignored_keys = names_of("fp16_master_weights_and_grads fp16_optimizer_states opt_level")
 
 

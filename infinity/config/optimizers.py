@@ -119,12 +119,8 @@ class WarmupLRConfig(SchedulerBlock):
     warmup_num_steps: WarmupSteps = 1000
     warmup_type: WarmupShape = "log"
 
-    units: ClassVar[Mapping[str, str]] = {
-        "warmup_num_steps": "steps",
-    }
-    differs: ClassVar[Mapping[str, str]] = {
-        "warmup_num_steps": "0 is an error.",
-    }
+    units: ClassVar[Mapping[str, str]] = {"warmup_num_steps": "steps"}
+    differs: ClassVar[Mapping[str, str]] = {"warmup_num_steps": "0 is an error."}
 
 
 class WarmupDecayLRConfig(SchedulerBlock):
@@ -143,9 +139,7 @@ class WarmupDecayLRConfig(SchedulerBlock):
         "total_num_steps": "steps",
         "warmup_num_steps": "steps",
     }
-    differs: ClassVar[Mapping[str, str]] = {
-        "warmup_num_steps": "0 is an error.",
-    }
+    differs: ClassVar[Mapping[str, str]] = {"warmup_num_steps": "0 is an error."}
 
 
 class WarmupCosineLRConfig(SchedulerBlock):

@@ -8,7 +8,7 @@ for those paths, since no file lies there: `import infinity.zero`, `from infinit
 import sys
 from collections.abc import Sequence
 from importlib import import_module, util
-from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ PACKAGES = ("infinity.ops", "infinity.runtime.zero", "infinity.utils")
 """Paths that only lead to those below them."""
 
 
-class AliasFinder(MetaPathFinder, InspectLoader):
+class AliasFinder(MetaPathFinder, Loader):
     """Finds and loads the modules of `MODULE_OF` under their aliases: one module object, however it is imported."""
 
     def find_spec(
@@ -60,9 +60,6 @@ class AliasFinder(MetaPathFinder, InspectLoader):
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
         return spec.loader.get_code(spec.name)
-
-    def get_source(self, fullname: str) -> str | None:
-        return None
 
 
 sys.meta_path.append(AliasFinder())

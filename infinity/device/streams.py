@@ -78,7 +78,7 @@ class Runtime(Protocol):
         """Copy on `stream`; returns before the copy has run where the host memory is pinned."""
 
     def note_use(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """`stream` uses the tensor's memory too: after it is freed, it is reused only when that stream's present work is done."""
+        """`stream` uses the tensor's memory too: once freed, it is reused only when that stream's present work is done."""
 
 
 class StreamCopyEvent:
