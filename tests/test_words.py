@@ -24,16 +24,6 @@ SCANNED = ("infinity", "csrc", "docs", "bench", "examples", "README.md", "CONTRI
 SUFFIXES = {".py", ".pyi", ".md", ".h", ".cpp", ".inc", ".sh"}
 
 NOT_CLEAN_YET: set[str] = {
-    "infinity/activations",
-    "infinity/aio",
-    "infinity/checkpoint",
-    "infinity/cli",
-    "infinity/cli/doctor",
-    "infinity/cli/sweep",
-    "infinity/config",
-    "infinity/device",
-    "infinity/drive",
-    "infinity/fsdp2",
     "infinity/integrations",
     "infinity/plan",
     "infinity/runtime",
