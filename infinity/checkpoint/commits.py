@@ -297,8 +297,7 @@ def _never_committed(everywhere: Sequence[_Commits]) -> bool:
 
 
 def _check_may_start_anew(everywhere: Sequence[_Commits]) -> None:
-    """Raise CheckpointError where no rank has a commit, and a second history would begin beside one that is there, or was
-    expected."""
+    """Raise CheckpointError where no rank has a commit of its own, but there are others' commits, or some were expected."""
     others = [f"rank {n}: {' and '.join(of_rank.others)}" for n, of_rank in enumerate(everywhere) if of_rank.others]
     if others:
         raise CheckpointError(

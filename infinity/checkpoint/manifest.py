@@ -29,7 +29,7 @@ _NBYTES_MAX = 256 * MIB
 _PIECE_BYTES = 4 * MIB
 
 StateFormat = Literal["dcp", "arena"]
-"""How masters and moments are stored: as torch.distributed.checkpoint does, or as they lie in the arenas."""
+"""The format of masters and moments: that of torch.distributed.checkpoint, or the bytes of the arenas."""
 
 _FileName = Annotated[str, Field(pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9._-]{0,250}$")]
 """The name of a file in the checkpoint's folder; no path that leads out of it."""

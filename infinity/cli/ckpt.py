@@ -45,7 +45,10 @@ def _parser() -> argparse.ArgumentParser:
     info = _add(commands, "info", _info, "tell what a checkpoint holds: steps, ranks, parameters, bytes")
     info.add_argument("--tensors", action="store_true", help="list every tensor of the model, too")
     _add(
-        commands, "verify", _verify, "read every file of a checkpoint and hold it to the hash taken when it was written"
+        commands,
+        "verify",
+        _verify,
+        "read every file of a checkpoint and compare it with the hash taken when it was written",
     )
     consolidate = _add(
         commands,
@@ -164,7 +167,7 @@ def _verify(options: argparse.Namespace) -> int:
     manifest = load_manifest(path)
     if manifest is None:
         raise CheckpointError(
-            f"{path} has no {FILE_NAME}, so there is nothing to hold it to: save_checkpoint writes one"
+            f"{path} has no {FILE_NAME}, so there is nothing to compare it with: save_checkpoint writes one"
         )
     with _progress("verifying", manifest.nbytes, shown=not options.json) as tell:
         wrong = dict(damage(path, manifest, progress=tell))

@@ -59,7 +59,7 @@ class OffloadActivationsConfig(Block):
 
 
 class InfinityConfig(Block):
-    """What only infinity knows."""
+    """Settings that DeepSpeed does not have."""
 
     offload_activations: OffloadActivationsConfig = Field(
         default=OffloadActivationsConfig(), description="Where saved activations are kept from forward to backward."

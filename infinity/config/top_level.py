@@ -75,7 +75,7 @@ class TopLevel(Block):
     flops_profiler: FlopsProfilerConfig = Field(
         default=FlopsProfilerConfig(), description="A count of floating-point operations."
     )
-    infinity: InfinityConfig = Field(default=InfinityConfig(), description="What only infinity knows.")
+    infinity: InfinityConfig = Field(default=InfinityConfig(), description="Settings that DeepSpeed does not have.")
 
     units: ClassVar[Mapping[str, str]] = {
         "train_batch_size": "samples",

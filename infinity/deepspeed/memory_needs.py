@@ -104,7 +104,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def needs_of(
     stage: int, total_params: int, largest: int, gpus_per_node: int, nodes: int, additional_buffer_factor: float
 ) -> list[Needs]:
-    """What each strategy of `stage` needs, from the fastest to the most frugal. Raises ValueError for counts below 1."""
+    """The needs of each strategy of `stage`, from the fastest to the most frugal. Raises ValueError for counts below 1."""
     if min(total_params, largest, gpus_per_node, nodes) < 1:
         raise ValueError("parameters, GPUs and nodes must each be at least 1")
     ranks = gpus_per_node * nodes

@@ -43,7 +43,7 @@ Fill = Callable[[torch.Tensor, Any], Sequence[DirectRead]]
 
 
 class Device(Protocol):
-    """What the swap floor needs from the device."""
+    """A device as the swap floor uses it."""
 
     torch_device: torch.device
     is_discrete: bool

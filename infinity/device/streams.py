@@ -51,7 +51,7 @@ class Stream(Protocol):
 
 
 class Runtime(Protocol):
-    """What a kind of device offers."""
+    """Streams, copies and memory of one kind of device."""
 
     torch_device: torch.device
 

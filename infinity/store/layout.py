@@ -47,7 +47,7 @@ shard is only ever cut where a vector would end anyway: 64 covers every vector w
 
 
 class Field(enum.Enum):
-    """What is kept per element of a sub-group."""
+    """The values kept per element of a sub-group."""
 
     COMPUTE = "compute parameter"
     MASTER = "master"

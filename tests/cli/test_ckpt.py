@@ -372,7 +372,7 @@ def test_checkpoints_of_stock_training_are_read_too(tmp_path: Path, capsys: pyte
     assert main(["info", str(tmp_path / "made")]) == 0
     assert "none: save_checkpoint did not write it" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "made")]) == 1
-    assert "nothing to hold it to" in capsys.readouterr().err
+    assert "nothing to compare it with" in capsys.readouterr().err
 
 
 def test_no_code_is_run(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

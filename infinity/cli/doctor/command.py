@@ -109,7 +109,7 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
     width = min(console.width, _WIDTH_MAX)
 
     def show(text: str, style: str, mark: str = "", mark_style: str = "", name: str = "") -> None:
-        """`text` wrapped beside mark and name, if any. rich itself would pad the lines with blanks."""
+        """Print mark and name, if any, and `text` wrapped next to them. rich itself would pad the lines with blanks."""
         head = [(f"{mark:6}", mark_style), (f"{name:17}", "")] if name else []
         indent = " " * sum(len(part) for part, _ in head)
         room = max(width - len(indent), _WIDTH_MIN)

@@ -1,4 +1,4 @@
-"""Floor 17. What a check of the doctor returns: plain data, and how sizes are put in words."""
+"""Floor 17. The result of a check of the doctor, as plain data; sizes as text."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _check_devices(section: Section, versions: str) -> None:
 
 
 def check_container(section: Section, container: Container) -> None:
-    """What surrounds the process, and what that forbids."""
+    """The container around the process, and its restrictions."""
     section.facts = asdict(container)
     section.add("container", Mark.INFO, container.kind or "none, as far as one can see")
     if container.gvisor:
@@ -229,7 +229,7 @@ def check_backends(section: Section, container: Container) -> None:
 
 
 def _backend_move(name: str, container: Container) -> str:
-    """What would make a refused backend available. What is known of the container is more exact than the errno."""
+    """How to make a refused backend available. The container's settings say more than the errno."""
     if name == "io_uring":
         if container.gvisor:
             return "gVisor has none: run under the machine's own kernel (docker run --runtime=runc)"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from infinity.drive.describe import Disk, Drive, Queue
 
 TRIAL_BYTES = 8 * MIB
-"""What the trial writes and reads back."""
+"""Bytes that the trial writes and reads back."""
 STATE_BYTES_PER_PARAMETER = 12
 """On NVMe: the 16-bit compute parameter, the 16-bit remainder of the master, two fp32 moments."""
 

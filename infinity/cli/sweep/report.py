@@ -89,7 +89,7 @@ def share_a_disk(one: Drive, other: Drive) -> bool:
 
 
 def config_block(choice: Choice) -> dict[str, Any]:
-    """What belongs into the training config, and is accepted there as it stands."""
+    """The block for the training config, accepted there as it is."""
     settings = choice.settings
     return {
         "aio": {
@@ -104,7 +104,7 @@ def config_block(choice: Choice) -> dict[str, Any]:
 
 
 def profile_of(swept: Swept) -> DriveProfile | None:
-    """What is kept on the drive for later runs; None where nothing could be recommended."""
+    """The profile to keep on the drive for later runs; None where nothing could be recommended."""
     choice = swept.search.recommended()
     if choice is None:
         return None
@@ -173,7 +173,7 @@ def _cells(standing: Standing) -> list[str]:
 
 
 def verdict(swept: Swept, choice: Choice) -> list[str]:
-    """What the numbers mean, a sentence each."""
+    """The meaning of the numbers, in sentences."""
     read, write, mixed = (_fastest(swept, workload) for workload in Workload)
     turns = 2 / (1 / read + 1 / write)
     lines = [
@@ -214,7 +214,7 @@ def ratios_to_rival(swept: Swept) -> dict[str, float]:
 
 
 def print_endurance(swept: Swept, choice: Choice, console: Console, params: list[int]) -> None:
-    """What training writes, and how long a drive lasts under it."""
+    """Print the bytes that training writes, and how long a drive lasts."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("parameters", "on the drive", "read a step", "written a step", "step at least"):
         table.add_column(name, justify="right")
@@ -234,7 +234,7 @@ def print_endurance(swept: Swept, choice: Choice, console: Console, params: list
 
 
 def endurance(drive: Drive, choice: Choice) -> list[str]:
-    """Drive wear in plain words. The same for models of all sizes: the larger one writes more, less often."""
+    """Sentences about drive wear. The same for models of all sizes: a larger one writes more, less often."""
     wear = wear_of(drive, choice)
     lines = [
         "Wear: a step writes 12 bytes per trained parameter. Training that never waits for compute would write "

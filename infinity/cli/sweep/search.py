@@ -37,7 +37,7 @@ _AS_LEAN = 1.5
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a search may take.
+    """The extent of a search.
 
     Attributes:
         grid_blocks, grid_depths: the coarse grid (bytes; blocks).
@@ -339,7 +339,7 @@ def prefer(choices: Sequence[Choice]) -> Choice:
 
 
 class _Plan:
-    """Seconds of trials still to come at most, for whoever waits."""
+    """Upper bound of the seconds of trials still to come."""
 
     def __init__(self, effort: Effort, backends: int, rivals: int) -> None:
         self._effort = effort
