@@ -1,11 +1,12 @@
-"""Floor 11. What users and trainers ask a DeepSpeed engine for, under its names: getters, and what they pass on to the module.
+"""Floor 11. What users and trainers ask an engine for that changes no training, most of it under DeepSpeed's names.
 
-No state and no logic of its own.
+No state of its own: an `Engine` is one of these, and sets the attributes.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -13,14 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.activations.saved_tensors import Activations
+from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.sharding import local_of
+from infinity.plan.lower_bound import step_lower_bound_seconds
+from infinity.runtime.checkpoints import Checkpoints
+from infinity.runtime.gradient_norm import Scalar
 from infinity.runtime.loss_scale import LossScale
+from infinity.runtime.observe import StepMeter
 from infinity.runtime.offload import Offload
 from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
 from infinity.runtime.shard import compute_device
-from infinity.swap import SwapStats
+from infinity.swap import SwapStats, TraceSummary
 from infinity.swap.taken_gradient import TakenGradient
+from infinity.swap.timeline import Timeline
 
 E = TypeVar("E", bound="DeepSpeedSurface")
 
@@ -34,6 +42,12 @@ class DeepSpeedSurface:
     _offload: Offload
     _progress: Progress
     _loss_scale: LossScale
+    _checkpoints: Checkpoints
+    _meter: StepMeter
+    _grad_norm: Scalar | None
+    _applied: bool
+    live: LiveParameters | None
+    activations: Activations | None
 
     # The module.
 
@@ -177,3 +191,81 @@ class DeepSpeedSurface:
         local = (local_of(grad) for grad in shown if grad is not None)
         in_grad = sum(grad.nbytes for grad in local if not isinstance(grad, TakenGradient))
         return self._offload.waiting_gradient_bytes + in_grad
+
+    # What a step took.
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed weights: False before the first, and after one that fp16 skipped."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the whole gradient at the last step, before clipping (inf or NaN: it was skipped); None before the first."""
+        if isinstance(self._grad_norm, torch.Tensor):
+            self._grad_norm = float(self._grad_norm)
+        return self._grad_norm
+
+    def restart_clock(self) -> None:
+        """The next step's seconds and bytes count from now; call it after an evaluation that shouldn't count."""
+        self._meter.restart()
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where a trace is noted; None while none runs."""
+        return self._offload.timeline
+
+    def start_trace(self) -> None:
+        """Note from now on what this rank's training thread and drives do when, until `stop_trace`: see docs/timeline.md.
+
+        Waits until the drives rest. Raises InfinityError when a trace runs already, or where nothing rests on NVMe.
+        """
+        self._offload.start_trace()
+
+    def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
+        """End the trace, once the drives rest, and return its figures.
+
+        `path`: gets the events of this rank as JSON, for ui.perfetto.dev or chrome://tracing. Raises InfinityError when no
+        trace runs, OSError when the file can't be written.
+        """
+        return self._offload.stop_trace(path)
+
+    def step_lower_bound_seconds(
+        self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float
+    ) -> float:
+        """The least a step could take on this rank (seconds), moving what it moves: see infinity/plan/lower_bound.py.
+
+        Once a step was taken, that is without what stays in host memory from step to step, or from forward to backward, and
+        with what saved activations moved in the last one.
+        """
+        gathers = self.live.gathers if self.live is not None else None
+        read, written = self._offload.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
+        saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
+        return step_lower_bound_seconds(
+            read_bytes=read + saved_read,
+            written_bytes=written + saved_written,
+            read_bytes_per_s=read_bytes_per_s,
+            write_bytes_per_s=write_bytes_per_s,
+            compute_seconds=compute_seconds,
+        )
+
+    def step_floor_seconds(self, **arguments: float) -> float:
+        """Deprecated name of `step_lower_bound_seconds`."""
+        warnings.warn("Engine.step_floor_seconds is now step_lower_bound_seconds", DeprecationWarning, stacklevel=2)
+        return self.step_lower_bound_seconds(**arguments)
+
+    # The weights alone.
+
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
+        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0.
+
+        `save_filename` is accepted: the files have the names that readers of safetensors look for.
+        """
+        self._checkpoints.save_16bit(save_dir)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere. A collective."""
+        return self._checkpoints.consolidated_16bit(exclude_frozen=exclude_frozen_parameters)

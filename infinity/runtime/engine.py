@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +23,6 @@ from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import local_of, reshard
-from infinity.plan.lower_bound import step_lower_bound_seconds
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers, as_pass
 from infinity.runtime.checkpoints import Checkpoints
@@ -41,8 +39,7 @@ from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
 from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
-from infinity.swap import TraceSummary
-from infinity.swap.timeline import Timeline, measured
+from infinity.swap.timeline import measured
 
 log = logging.getLogger("infinity")
 
@@ -155,7 +152,7 @@ class Engine(DeepSpeedSurface):
         """
         if loss.numel() != 1:
             raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
-        self._check_none_unfrozen()
+        _check_none_unfrozen(self.module, self._frozen)
         self._guard.settle()
         self._guard.check_gradients_whole()
         if self.live is not None:
@@ -262,74 +259,6 @@ class Engine(DeepSpeedSurface):
             )
         self._progress.boundary = is_boundary
 
-    def _check_none_unfrozen(self) -> None:
-        for parameter, names in parameter_names(self.module).items() if self._frozen else ():
-            if parameter.requires_grad and names[0] in self._frozen:
-                raise ConfigError(
-                    f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
-                    "trained: unfreeze it before initialize, or set requires_grad to False again"
-                )
-
-    # What a step took.
-
-    def was_step_applied(self) -> bool:
-        """Whether the last step changed weights: False before the first, and after one that fp16 skipped."""
-        return self._applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the whole gradient at the last step, before clipping (inf or NaN: it was skipped); None before the first."""
-        if isinstance(self._grad_norm, torch.Tensor):
-            self._grad_norm = float(self._grad_norm)
-        return self._grad_norm
-
-    def restart_clock(self) -> None:
-        """The next step's seconds and bytes count from now; call it after an evaluation that shouldn't count."""
-        self._meter.restart()
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """Where a trace is noted; None while none runs."""
-        return self._offload.timeline
-
-    def start_trace(self) -> None:
-        """Note from now on what this rank's training thread and drives do when, until `stop_trace`: see docs/timeline.md.
-
-        Waits until the drives rest. Raises InfinityError when a trace runs already, or where nothing rests on NVMe.
-        """
-        self._offload.start_trace()
-
-    def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
-        """End the trace, once the drives rest, and return its figures.
-
-        `path`: gets the events of this rank as JSON, for ui.perfetto.dev or chrome://tracing. Raises InfinityError when no
-        trace runs, OSError when the file can't be written.
-        """
-        return self._offload.stop_trace(path)
-
-    def step_lower_bound_seconds(
-        self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float
-    ) -> float:
-        """The least a step could take on this rank (seconds), moving what it moves: see infinity/plan/lower_bound.py.
-
-        Once a step was taken, that is without what stays in host memory from step to step, or from forward to backward, and
-        with what saved activations moved in the last one.
-        """
-        gathers = self.live.gathers if self.live is not None else None
-        read, written = self._offload.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
-        saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
-        return step_lower_bound_seconds(
-            read_bytes=read + saved_read,
-            written_bytes=written + saved_written,
-            read_bytes_per_s=read_bytes_per_s,
-            write_bytes_per_s=write_bytes_per_s,
-            compute_seconds=compute_seconds,
-        )
-
-    def step_floor_seconds(self, **arguments: float) -> float:
-        """Deprecated name of `step_lower_bound_seconds`."""
-        warnings.warn("Engine.step_floor_seconds is now step_lower_bound_seconds", DeprecationWarning, stacklevel=2)
-        return self.step_lower_bound_seconds(**arguments)
-
     # Commits and checkpoints.
 
     @as_pass
@@ -424,22 +353,6 @@ class Engine(DeepSpeedSurface):
             self.commit(loaded[1])
         return loaded
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
-        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0.
-
-        `save_filename` is accepted: the files have the names that readers of safetensors look for.
-        """
-        self._checkpoints.save_16bit(save_dir)
-        return True
-
-    save_fp16_model = save_16bit_model
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
-        """The whole model in the dtype of compute, in host memory of rank 0; None elsewhere. A collective."""
-        return self._checkpoints.consolidated_16bit(exclude_frozen=exclude_frozen_parameters)
-
     # The end.
 
     def close(self) -> None:
@@ -475,6 +388,16 @@ class Engine(DeepSpeedSurface):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:
+    """Raise ConfigError where a parameter of `frozen` requires a gradient now."""
+    for parameter, names in parameter_names(module).items() if frozen else ():
+        if parameter.requires_grad and names[0] in frozen:
+            raise ConfigError(
+                f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
+                "trained: unfreeze it before initialize, or set requires_grad to False again"
+            )
 
 
 def _zero_grad_of(engine: weakref.ref[Engine], module: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
