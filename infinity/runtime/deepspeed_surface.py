@@ -33,6 +33,15 @@ from infinity.swap.timeline import Timeline
 E = TypeVar("E", bound="DeepSpeedSurface")
 
 
+def _counter(name: str, doc: str) -> Any:
+    """A counter of the engine's progress, which scripts may set."""
+    return property(
+        lambda engine: getattr(engine._progress, name),
+        lambda engine, value: setattr(engine._progress, name, value),
+        doc=doc,
+    )
+
+
 class DeepSpeedSurface:
     """Of an `Engine`, which sets these attributes."""
 
@@ -142,25 +151,16 @@ class DeepSpeedSurface:
 
     # How far the training is.
 
-    @property
-    def global_steps(self) -> int:
-        """Steps so far, skipped ones included."""
-        return self._progress.global_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Backward passes so far."""
-        return self._progress.micro_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps in which nothing was updated because an fp16 gradient overflowed; counted in `global_steps` too."""
-        return self._progress.skipped_steps
+    global_steps = _counter("global_steps", "Optimizer steps so far, skipped ones included.")
+    micro_steps = _counter("micro_steps", "Backward passes so far.")
+    skipped_steps = _counter(
+        "skipped_steps", "Steps in which nothing was updated, as an fp16 gradient overflowed; in `global_steps` too."
+    )
 
     @property
     def global_samples(self) -> int:
         """Samples of all steps so far, over all ranks."""
-        return self.global_steps * self.train_batch_size()
+        return int(self.global_steps * self.train_batch_size())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether `step` will step: the last micro-batch of a step has had its backward pass."""
