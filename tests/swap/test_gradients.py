@@ -214,7 +214,7 @@ def test_what_is_forgotten_is_not_in_the_next_step(both: list[infinity.Engine]) 
         engine.step()
         backward(engine, 2)
         engine.zero_grad()
-        engine.micro_steps -= 1
+        engine._progress.micro_steps -= 1
         backward(engine, 3)
         engine.step()
     assert gradients(both[1]).held_bytes == 0
