@@ -208,8 +208,8 @@ def test_a_first_commit_that_was_never_made_by_all_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = SimpleNamespace(records={}, damaged=[], others=[], began_without_commit=None, where="here")
-    mine = commits._Found(ours, [], [], None, OF_RUN, "here", resume == "must")
-    other = commits._Found(theirs, damaged, [], began, OF_RUN, "there", resume == "must")
+    mine = commits._Commits(ours, [], [], None, OF_RUN, "here", resume == "must")
+    other = commits._Commits(theirs, damaged, [], began, OF_RUN, "there", resume == "must")
     monkeypatch.setattr(commits.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(commits.dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), [mine, other]))
     if anew:
