@@ -135,9 +135,9 @@ class Engine(DeepSpeedSurface):
             saving = self.activations.saving()
         self._guard.begin_forward()
         explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
-        what = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+        name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
         around = self._guard.around(Pass.FORWARD)
-        with self.peers.in_pass(what, self.standing), around, timing(self, "fwd"), saving, explained:
+        with self.peers.in_pass(name, self.standing), around, timing(self, "fwd"), saving, explained:
             yield
 
     @as_pass

@@ -84,17 +84,17 @@ class PassGuard:
     # Passes.
 
     @contextlib.contextmanager
-    def around(self, what: Pass) -> Iterator[None]:
+    def around(self, kind: Pass) -> Iterator[None]:
         """Around a pass: whatever exception ends it, what it leaves is right, or refuses to be used."""
-        outer, self._under_way = self._under_way, what
+        outer, self._under_way = self._under_way, kind
         try:
-            if what is Pass.FORWARD:
+            if kind is Pass.FORWARD:
                 self._health.check_whole()
             else:
                 self._health.check_not_torn()
             yield
         except BaseException as error:
-            self._abandon(what, error)
+            self._abandon(kind, error)
             self._under_way = outer
             raise
         self._under_way = outer
@@ -111,21 +111,21 @@ class PassGuard:
             self._abandon(self._under_way, None)
             self._under_way = None
 
-    def _abandon(self, what: Pass, error: BaseException | None) -> None:
-        """Make anew all that a pass leaves which ended half-way: what is gathered, staged and on its way.
+    def _abandon(self, kind: Pass, error: BaseException | None) -> None:
+        """Make anew all that a pass leaves which ended half-way: kind is gathered, staged and on its way.
 
         Gradients stay. Those that the pass was to make, or to take, are partial. Where some were applied already, the values
         are torn.
         """
-        why = f"{what.value} ({in_words(error) if error is not None else 'interrupted'})"
+        why = f"{kind.value} ({in_words(error) if error is not None else 'interrupted'})"
         reshard(self._module)
         self._offload.recover()
         if self._activations is not None:
             self._activations.recover()
         self._health.settle()
-        if what is Pass.FORWARD:
+        if kind is Pass.FORWARD:
             return
-        if what is Pass.STEP and isinstance(error, (InfinityError, OSError)):  # before anything was changed
+        if kind is Pass.STEP and isinstance(error, (InfinityError, OSError)):  # before anything was changed
             self._offload.show_taken()
         elif self._health.state is Health.AHEAD:
             self._health.tear(why)

@@ -41,7 +41,7 @@ class DeviceAhead:
         for group in self.started:
             if group not in coming and group is not asked_for:
                 group.delivery.let_go()
-                group.resident_delivery.rest()
+                group.resident_delivery.forget_delivery()
         self.started = []
         return coming
 

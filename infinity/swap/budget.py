@@ -25,20 +25,20 @@ def sub_group_numel_for(pinned_bytes: int, bytes_per_element: int) -> int:
 def check_budget(pinned_bytes: int, need: PinnedBudget, largest_group: str, largest_group_bytes: int) -> None:
     """Raise BudgetError, with the number that would do, unless `pinned_bytes` holds `need`."""
     gathering = need.nbytes - max(need.gather_bytes, need.pipeline_bytes) + need.gather_bytes
-    beside = f" beside the {format_bytes(need.cache_bytes)} of host_cache_bytes" if need.cache_bytes else ""
+    also = f" beside the {format_bytes(need.cache_bytes)} of host_cache_bytes" if need.cache_bytes else ""
     if need.activation_bytes:
-        beside += f" beside the {format_bytes(need.activation_bytes)} of offload_activations.buffer_bytes"
+        also += f" beside the {format_bytes(need.activation_bytes)} of offload_activations.buffer_bytes"
     if gathering > pinned_bytes:
         raise BudgetError(
             f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for group {largest_group} of "
-            f"{format_bytes(largest_group_bytes)}: {GROUPS_HELD} of it and {format_bytes(need.access_bytes)} must fit{beside}, "
+            f"{format_bytes(largest_group_bytes)}: {GROUPS_HELD} of it and {format_bytes(need.access_bytes)} must fit{also}, "
             f"so {gathering} bytes ({format_bytes(gathering)}) would do; wrapping smaller modules makes groups smaller"
         )
     if need.nbytes > pinned_bytes:
         sub_group_bytes = (need.pipeline_bytes - GATHERS_IN_USE * align_up(largest_group_bytes)) // PIPELINE_DEPTH
         raise BudgetError(
             f"pinned_bytes_max of {format_bytes(pinned_bytes)} is too small for {PIPELINE_DEPTH} "
-            f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{beside}: {need.nbytes} bytes "
+            f"sub-groups of {format_bytes(sub_group_bytes)} and {GATHERS_IN_USE} groups{also}: {need.nbytes} bytes "
             f"({format_bytes(need.nbytes)}) would do, or a smaller sub_group_size"
         )
 

@@ -72,7 +72,7 @@ class Gradients:
     @property
     def held_bytes(self) -> int:
         """Bytes of host memory that hold gradients which came since the last step."""
-        return sum(each.tensor.nbytes for each in self._held.values())
+        return sum(held.tensor.nbytes for held in self._held.values())
 
     def takes(self, group: PagedGroup) -> bool:
         """Whether gradients of the group are kept here, and not by torch."""
@@ -130,8 +130,10 @@ class Gradients:
         spilled = sum(sub.layout.gradient_bytes for sub in self._spilled)
         return spilled * (micro_batches - 1), spilled * micro_batches
 
-    def _put(self, kept: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> CopyEvent | None:
-        """Begin to bring gradients to their places in `kept`, added to what is there of them; what says when all are there."""
+    def _put(
+        self, memory: torch.Tensor, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]
+    ) -> CopyEvent | None:
+        """Begin to bring gradients to their places in `memory`, added to those there. The event fires when all have come."""
         copy_event = None
         for piece in pieces:
             grad = grads[piece.shard]
@@ -139,7 +141,7 @@ class Gradients:
             if numel <= 0:
                 continue
             grad = grad[piece.start : piece.start + numel]
-            place = kept[piece.offset : piece.offset + numel]
+            place = memory[piece.offset : piece.offset + numel]
             if piece.shard in self._came:
                 grad.add_(self._home.take_back(place))
             copy_event = self._home.fetch(grad, place)

@@ -107,7 +107,7 @@ class Delivery:
         if self.state is GroupState.AHEAD:
             self.move_to(GroupState.RESTING)
 
-    def rest(self) -> None:
+    def forget_delivery(self) -> None:
         """Nobody gathers them any more: FSDP2 has copied what it was given."""
         self.given.clear()
         self.in_flight = None
@@ -181,7 +181,7 @@ class PagedGroup:
     def start_resident_h2d(self, device: Device) -> None:
         """Begin to copy what stays in host memory to the device, whatever was given of it before."""
         assert self.resident is not None
-        self.resident_delivery.rest()
+        self.resident_delivery.forget_delivery()
         in_flight = device.start_h2d(self.resident)
         self.resident_delivery.start(in_flight, in_flight.copy_event)
 
@@ -206,7 +206,7 @@ class PagedGroup:
 
         FSDP2 may fetch a group ahead and then not use it: what it fetched is copied by then, and never reported gathered.
         """
-        self.delivery.rest()
+        self.delivery.forget_delivery()
         if self.cached is not None:
             self.delivery.wait_copied()
         self.delivery.copy_event = None
@@ -218,12 +218,12 @@ class PagedGroup:
 
     def forget_resident(self) -> None:
         """What stays in host memory is about to change: what the device was given is stale, and it has copied it after this."""
-        self.resident_delivery.rest()
+        self.resident_delivery.forget_delivery()
         self.resident_delivery.wait_copied()
 
     def recover(self) -> None:
         """An exception ended a pass: nothing is gathered or on its way, and the device reads nothing of it."""
-        self.delivery.rest()
+        self.delivery.forget_delivery()
         self.delivery.wait_copied()
         self.forget_resident()
 

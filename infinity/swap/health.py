@@ -72,16 +72,16 @@ class ModelHealth:
             self.state = Health.WHOLE
 
     @contextlib.contextmanager
-    def change(self, what: str) -> Iterator[None]:
+    def change(self, action: str) -> Iterator[None]:
         """A section that changes values: torn where an exception ends it. Inside another one, a part of that."""
         if self._change is not None:
             yield
             return
-        self._change = what
+        self._change = action
         try:
             yield
         except BaseException as error:
-            self.tear(f"{what} ({in_words(error)})")
+            self.tear(f"{action} ({in_words(error)})")
             self._change = None
             raise
         self._change = None  # no `finally`: where tearing was interrupted, `settle` tears

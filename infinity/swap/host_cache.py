@@ -40,40 +40,40 @@ def plan_cache(
     for part in parts:
         resident = part.key[0] == layout.resident_space
         for gathered, fields in _sets_of_fields(part.like, resident):
-            unit_bytes = SPACE_ALIGN * sum(part.like.itemsize(each) for each in fields)
+            unit_bytes = SPACE_ALIGN * sum(part.like.itemsize(field) for field in fields)
             stepped = part.like.trained
             reads = _compute_reads(part.like, scheme, gathers[part.key[0]]) if gathered else int(stepped)
             candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads, int(stepped)))
             owners.append((part.key, gathered))
-    kept = dict(zip(owners, choose_resident(candidates, cache_bytes), strict=True))
-    found = {}
+    resident_units = dict(zip(owners, choose_resident(candidates, cache_bytes), strict=True))
+    cached = {}
     for part in parts:
-        state = kept.get((part.key, False), 0) * SPACE_ALIGN
+        state = resident_units.get((part.key, False), 0) * SPACE_ALIGN
         whole = part.key[0] == layout.resident_space
-        found[part.key] = Cached(state if whole else kept.get((part.key, True), 0) * SPACE_ALIGN, state)
-    return found
+        cached[part.key] = Cached(state if whole else resident_units.get((part.key, True), 0) * SPACE_ALIGN, state)
+    return cached
 
 
 def _compute_reads(sub: SubGroup, scheme: Scheme, gathers: int) -> int:
     """How often a step reads what is gathered of it, if that doesn't stay."""
     if not sub.trained:
         return gathers
-    found = Scheme("split" if sub.split else "full", scheme.update)
-    return gathers if sub.held else found.compute_reads(gathers, sub.itemsize(sub.gathered))
+    scheme_of_sub = Scheme("split" if sub.split else "full", scheme.update)
+    return gathers if sub.held else scheme_of_sub.compute_reads(gathers, sub.itemsize(sub.gathered))
 
 
 def _parts(layout: Layout) -> list[_Part]:
-    found = []
+    parts = []
     for space, cuts in enumerate(layout.by_space):
         for trained in (True, False):
             members = [sub for sub in cuts if sub.trained is trained]
             if members:
-                found.append(_Part((space, trained), sum(sub.numel for sub in members), members[0]))
-    return found
+                parts.append(_Part((space, trained), sum(sub.numel for sub in members), members[0]))
+    return parts
 
 
 def _sets_of_fields(sub: SubGroup, resident: bool) -> list[tuple[bool, tuple[Field, ...]]]:
     """The fields that stay or go together: (whether it is the one that is gathered, fields)."""
-    gathered = () if resident else tuple(each for each in sub.on_nvme if each is sub.gathered)
-    state = tuple(each for each in sub.on_nvme if each not in gathered)
-    return [(which, fields) for which, fields in ((True, gathered), (False, state)) if fields]
+    gathered = () if resident else tuple(field for field in sub.on_nvme if field is sub.gathered)
+    state = tuple(field for field in sub.on_nvme if field not in gathered)
+    return [(is_gathered, fields) for is_gathered, fields in ((True, gathered), (False, state)) if fields]

@@ -86,10 +86,10 @@ class HostGradients:
         self._last = self._device.start_d2h(gradient.to(into.dtype), into)
         return self._last
 
-    def take_back(self, kept: torch.Tensor) -> torch.Tensor:
+    def take_back(self, fetched: torch.Tensor) -> torch.Tensor:
         """What came before (1-D, copied) on the device, for what the current stream does from now on; a `fetch` of what that
         makes of it may go to the same place."""
-        return self._device.start_h2d(kept).on_device()
+        return self._device.start_h2d(fetched).on_device()
 
     def settle(self) -> None:
         """Wait until everything that was fetched so far has come."""

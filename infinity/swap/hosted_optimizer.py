@@ -89,7 +89,7 @@ class PagedSGD(HostedOptimizer):
 
     def __init__(self, params: Any, *, swap: SwapManager, lr: float = 1e-3, **settings: Any) -> None:
         given = [*params]
-        groups = [stand_in(each) for each in given if isinstance(each, dict)] or [stand_in({})]
+        groups = [stand_in(group) for group in given if isinstance(group, dict)] or [stand_in({})]
         super().__init__(given, swap=swap, like=torch.optim.SGD(groups, lr=lr, **settings))
 
 

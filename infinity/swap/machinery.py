@@ -42,8 +42,8 @@ class Drives:
         self._limits = list(limits)
         self._faults = faults
         self._rank = str(run.rank) if run is not None else os.environ.get("RANK", "0")
-        self._kept = run.resumed.layout if run is not None and run.resumed is not None else None
-        measures = bandwidths is None and len(paths) > 1 and self._kept is None
+        self._resumed_layout = run.resumed.layout if run is not None and run.resumed is not None else None
+        measures = bandwidths is None and len(paths) > 1 and self._resumed_layout is None
         self._bandwidths = self._measure(paths) if measures else bandwidths
         self._folders: Sequence[Folder] = run.folders if run is not None else _make_folders(paths)
 
@@ -69,14 +69,14 @@ class Drives:
             engine,
             name=f"rank{self._rank}.arena",
             bandwidths=self._bandwidths,
-            existing=self._kept,
+            existing=self._resumed_layout,
             checksums=self._checksums,
         )
 
-    def check_free(self, nbytes: int, what: str) -> None:
-        """Raise StoreError, naming `what`, where they don't have so much space, and don't hold so much already."""
-        if self._kept is None:
-            check_free(self._folders, self._bandwidths, nbytes, what)
+    def check_free(self, nbytes: int, stored: str) -> None:
+        """Raise StoreError, naming what is `stored`, where they don't have so much space, and don't hold so much already."""
+        if self._resumed_layout is None:
+            check_free(self._folders, self._bandwidths, nbytes, stored)
 
     def close(self) -> None:
         """Remove the folders, or let go of those that stay."""
@@ -85,12 +85,12 @@ class Drives:
 
     def _measure(self, paths: Sequence[str | os.PathLike[str]]) -> list[float]:
         """Bandwidth of the drive of each path for the reads and writes of a step (bytes per second)."""
-        found = []
+        bandwidths = []
         for number, path in enumerate(paths):
             limits = self._limits[number : number + 1]
             rates = measure_drive(path, nbytes=_MEASURE_BYTES, rounds=2, io=self._io, limits=limits)
-            found.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
-        return found
+            bandwidths.append(step_bandwidth(rates.read_bytes_per_s, rates.write_bytes_per_s))
+        return bandwidths
 
 
 class Machinery:
@@ -131,15 +131,15 @@ class Machinery:
             self._open_direct(device)
 
     def _open_direct(self, device: Device) -> None:
-        found: DirectReader | str
+        reader: DirectReader | str
         if self.arena.file.checked:
-            found = "infinity.checksums is on, and what goes past host memory passes no checksum: set it to false"
+            reader = "infinity.checksums is on, and what goes past host memory passes no checksum: set it to false"
         else:
-            found = direct_reader_for(device.torch_device, self.arena.descriptors)
-        if isinstance(found, str):
-            self._notes.append(f"transfers go through pinned host memory, although aio.use_gds is set: {found}")
+            reader = direct_reader_for(device.torch_device, self.arena.descriptors)
+        if isinstance(reader, str):
+            self._notes.append(f"transfers go through pinned host memory, although aio.use_gds is set: {reader}")
         else:
-            self.direct = DirectReads(found, self.arena, device, self.stager)
+            self.direct = DirectReads(reader, self.arena, device, self.stager)
 
     def close(self) -> None:
         """Wait for what is in flight and give everything back. Raises IoError when a write failed that nobody waited for."""

@@ -245,7 +245,7 @@ class SwapManager:
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
                 direct=machinery.direct is not None,
-                what=options.stored_in_words,
+                stored=options.stored_in_words,
             )
             place = _on_drives(place, machinery.arena)
             alone = mesh.size(-1) == 1

@@ -187,7 +187,7 @@ def _between(batch: list[Piece], numel: int) -> Iterator[tuple[int, int]]:
 
 
 def _narrow_compute(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | None:
-    """Its 16-bit copy, if it has one."""
+    """Its compute parameter, if that has 16 bits."""
     narrow = Field.COMPUTE in sub.layout.fields and sub.compute_dtype is not torch.float32
     return sub.view(Field.COMPUTE, lease) if narrow else None
 

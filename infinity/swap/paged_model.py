@@ -40,7 +40,7 @@ class PagedModel:
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         direct: whether reads may go past host memory: see [Note: Past host memory] in parameter_lap.py.
-        what: names the bytes in an error about missing space.
+        stored: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
     is reserved then.
@@ -59,7 +59,7 @@ class PagedModel:
         arena: Arena,
         host_memory: HostBuffers | None = None,
         direct: bool = False,
-        what: str,
+        stored: str,
     ) -> None:
         assert not (durable and any(sub.held or sub.cached for sub in layout.sub_groups))
         self.layout = layout
@@ -68,7 +68,7 @@ class PagedModel:
         self.open = OpenStager(stager)
         self._in_backward, self._direct, self._arena = in_backward, direct, arena
         self.sub_groups = place_sub_groups(
-            layout, arena, what, slots=2 if durable else 1, dtype=compute_dtype, on_lost=self.health.tear
+            layout, arena, stored, slots=2 if durable else 1, dtype=compute_dtype, on_lost=self.health.tear
         )
         self.groups = make_groups(layout, group_names, self.sub_groups)
         self._cache = stager.make_room(layout.cached_bytes, "the host cache") if layout.cached_bytes else None

@@ -39,7 +39,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     """
 
     moments: tuple[str, ...] = ()
-    """What is kept of each element, by its names in `state`."""
+    """What is taken of each element, by its names in `state`."""
     counts_steps: bool = True
     """Whether `state` holds a "step"."""
 
@@ -180,14 +180,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self,
         sub_groups: Sequence[PagedSubGroup],
         stepping: Mapping[int, Stepping],
-        kept: Callable[[PagedSubGroup], torch.Tensor | None],
+        taken: Callable[[PagedSubGroup], torch.Tensor | None],
     ) -> dict[PagedSubGroup, SubGroupUpdate]:
-        """What updates each sub-group of which something is stepped. `kept`: its gradients where they were taken."""
+        """What updates each sub-group of which something is stepped. `taken`: its gradients where they were taken."""
         updates: dict[PagedSubGroup, SubGroupUpdate] = {}
         for sub in sub_groups:
             of_sub = {piece.shard: stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping}
             if of_sub:
-                updates[sub] = partial(self._update, sub, of_sub, kept(sub))
+                updates[sub] = partial(self._update, sub, of_sub, taken(sub))
         return updates
 
     def _check_used(self, grad_scale: float) -> None:
@@ -288,13 +288,13 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def _update(
-        self, sub: PagedSubGroup, stepping: dict[int, Stepping], kept: torch.Tensor | None, lease: Lease | None
+        self, sub: PagedSubGroup, stepping: dict[int, Stepping], taken: torch.Tensor | None, lease: Lease | None
     ) -> None:
-        """Step the pieces of one sub-group in place and refresh its copies. `kept`: its gradients where they were taken."""
-        if kept is None and any(stepped.grad is None for stepped in stepping.values()):
+        """Step the pieces of one sub-group in place and refresh its copies. `taken`: its gradients where they were taken."""
+        if taken is None and any(stepped.grad is None for stepped in stepping.values()):
             assert lease is not None
-            kept = self._paging.gradients.staged(sub, lease)
-        elif kept is not None:
+            taken = self._paging.gradients.staged(sub, lease)
+        elif taken is not None:
             self._paging.host_gradients.settle()
         batches: dict[Any, list[Piece]] = {}
         for piece in sub.layout.pieces:
@@ -304,8 +304,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 if stepped.grad is not None:
                     grad = stepped.grad.wait()[piece.start : piece.start + numel]
                 else:
-                    assert kept is not None
-                    grad = kept[piece.offset : piece.offset + numel]
+                    assert taken is not None
+                    grad = taken[piece.offset : piece.offset + numel]
                 batches.setdefault(stepped.settings, []).append(Piece(stepped, piece.offset, piece.start, numel, grad))
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)

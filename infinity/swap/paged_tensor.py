@@ -10,7 +10,7 @@ which does one of four things:
   * an operation that writes reads the range, runs, and writes the range back;
   * anything else reads the range into ordinary memory and runs there.
 
-FSDP2 itself never takes these paths in a step: it asks `fsdp_pre_all_gather` for the 16-bit copy that is staged.
+FSDP2 itself never takes these paths in a step: it asks `fsdp_pre_all_gather` for the compute parameter that is staged.
 
 [Note: The padded twin]
 For a shard smaller than its padded size, FSDP2 makes a zeroed tensor of the padded size, copies the shard into its beginning

@@ -202,7 +202,7 @@ class ParameterLap:
         given = delivery.on_device()[start : start + shard.resident.numel()]
         delivery.give(shard.index)
         if delivery.state is GroupState.DELIVERED:
-            delivery.rest()  # no lease waits for what FSDP2 reports
+            delivery.forget_delivery()  # no lease waits for what FSDP2 reports
         return given
 
     def _give_back(self, group: PagedGroup) -> None:

@@ -18,17 +18,18 @@ from infinity.swap.sub_group import Location, PagedSubGroup, Tier
 
 
 def place_sub_groups(
-    layout: Layout, arena: Arena, what: str, *, slots: int, dtype: torch.dtype, on_lost: Callable[[str], None]
+    layout: Layout, arena: Arena, stored: str, *, slots: int, dtype: torch.dtype, on_lost: Callable[[str], None]
 ) -> list[PagedSubGroup]:
     """All sub-groups with their extents: first slots one behind the other, then the second ones, then gradients.
 
-    `dtype`: of compute parameters. What is cached has no place yet: see `place_cached`. Raises StoreError, naming `what`, when
+    `dtype`: of compute parameters. What is cached has no place yet: see `place_cached`. Raises StoreError, naming what is
+    `stored`, when
     the arena can't hold them; nothing is reserved then.
     """
     sub_groups = layout.sub_groups
     spilled = [sub for sub in sub_groups if sub.gradient_bytes]
     sizes = [sub.nbytes for sub in sub_groups] * slots + [sub.gradient_bytes for sub in spilled]
-    extents = arena.reserve(sizes, what) if any(sizes) else [Extent(0, 0)] * len(sizes)
+    extents = arena.reserve(sizes, stored) if any(sizes) else [Extent(0, 0)] * len(sizes)
     state, gradients = extents[: slots * len(sub_groups)], extents[slots * len(sub_groups) :]
     gradient_of = dict(zip([sub.index for sub in spilled], gradients, strict=True))
     placed = []

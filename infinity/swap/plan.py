@@ -74,11 +74,11 @@ def plan_model(
         numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = lay_out(sub_group_numel_max=numel, cached=cached)
     gather, stepped = gather_bytes(largest_bytes), layout.sub_group_bytes_max
-    beside = layout.cached_bytes + options.activation_buffer_bytes
+    reserved = layout.cached_bytes + options.activation_buffer_bytes
     pinned = pinned_bytes
     if pinned is None:
         waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
-        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes) + beside
+        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes) + reserved
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(

@@ -37,8 +37,8 @@ class TakenGradient(torch.Tensor):
             shape=data.shape,
             stride=data.stride(),
         )
-        found: DTensor = stand_in.detach()  # type: ignore[assignment]
-        return found
+        shown: DTensor = stand_in.detach()  # type: ignore[assignment]
+        return shown
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TakenGradient({self._name}, size={tuple(self.shape)})"
@@ -49,7 +49,7 @@ class TakenGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        base = next((each for each in args if isinstance(each, TakenGradient)), None)
+        base = next((arg for arg in args if isinstance(arg, TakenGradient)), None)
         if base is not None and func.overloadpacket in _VIEWS:
             return _made(base.shape, base.stride(), base.device, base._name)
         raise refusal(base._name if base is not None else "")

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from infinity.aio import IoEngine
 from infinity.schedule.timeline import Interval, Moved, TraceSummary, compute_between, measured_events, summarize
 
-_KEPT_TIMINGS = 32768
+_TIMINGS_MAX = 32768
 """Half of what the engine keeps: when so many transfers were started, its timings are taken."""
 
 _PREFIXES = {"gather": "gather ", "update": "update ", "copy": "copy ", "stall": "wait for "}
@@ -50,9 +50,9 @@ class Timeline:
         self._began = time.perf_counter()
 
     @contextlib.contextmanager
-    def span(self, lane: str, what: str) -> Iterator[None]:
+    def span(self, lane: str, subject: str) -> Iterator[None]:
         """What happens in the block belongs into `lane` (of infinity.schedule.timeline.LANES), and to torch's profiler."""
-        name = _PREFIXES.get(lane, "") + what
+        name = _PREFIXES.get(lane, "") + subject
         with record_function(name):
             began = time.perf_counter()
             try:
@@ -61,9 +61,9 @@ class Timeline:
                 self._note(lane, name, began, time.perf_counter())
 
     @contextlib.contextmanager
-    def stall(self, what: str) -> Iterator[None]:
+    def stall(self, subject: str) -> Iterator[None]:
         """The block waits for the engine; as long as the engine says."""
-        name = _PREFIXES["stall"] + what
+        name = _PREFIXES["stall"] + subject
         with record_function(name):
             began, before = time.perf_counter(), self._engine.stall_seconds
             try:
@@ -92,12 +92,12 @@ class Timeline:
             if at_once:
                 self._intervals[last] = self._intervals[last]._replace(end=time.perf_counter())
 
-    def starting(self, what: str, transfers: int) -> None:
-        """So many transfers of `what` are started next."""
-        if self._untaken > _KEPT_TIMINGS:
+    def starting(self, subject: str, transfers: int) -> None:
+        """So many transfers of `subject` are started next."""
+        if self._untaken > _TIMINGS_MAX:
             self._take()
         self._untaken += transfers * self._drives
-        self._started.append((time.perf_counter(), what))
+        self._started.append((time.perf_counter(), subject))
 
     def stop(self, path: str | os.PathLike[str] | None, *, rank: int) -> TraceSummary:
         """Wait until the drives rest, write the trace to `path` where one is given, and return its figures."""
@@ -106,7 +106,8 @@ class Timeline:
         seconds = time.perf_counter() - self._began
         self._take()
         intervals = [
-            each._replace(start=each.start - self._began, end=each.end - self._began) for each in self._intervals
+            interval._replace(start=interval.start - self._began, end=interval.end - self._began)
+            for interval in self._intervals
         ]
         moved = self._moved()
         summary = summarize(intervals, moved, seconds=seconds, steps=self.steps, drives=self._drives)
@@ -125,10 +126,10 @@ class Timeline:
     def _moved(self) -> list[Moved]:
         """What the drives moved, by name: a transfer is of what was last started when it was queued."""
         times = [began for began, _ in self._started]
-        found = []
+        moved = []
         for row in (row for timings in self._timings for row in timings if row["drive"] >= 0 and not row["failed"]):
             place = bisect_right(times, row["queued"]) - 1
-            found.append(
+            moved.append(
                 Moved(
                     drive=int(row["drive"]),
                     writes=bool(row["operation"]),
@@ -139,9 +140,9 @@ class Timeline:
                     waited=float(row["submitted"] - row["queued"]),
                 )
             )
-        return found
+        return moved
 
 
-def measured(timeline: Timeline | None, lane: str, what: str) -> AbstractContextManager[None]:
+def measured(timeline: Timeline | None, lane: str, subject: str) -> AbstractContextManager[None]:
     """A block that belongs into a lane of `timeline`, where there is one."""
-    return _NOTHING if timeline is None else timeline.span(lane, what)
+    return _NOTHING if timeline is None else timeline.span(lane, subject)

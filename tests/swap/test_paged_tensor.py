@@ -108,7 +108,7 @@ def bench(nvme_path: Path) -> Iterator[Bench]:
         compute_dtype=torch.bfloat16,
         stager=stager,
         arena=arena,
-        what="the test",
+        stored="the test",
     )
     yield Bench(model, engine, pool)
     assert pool.leased_bytes == 0
@@ -268,7 +268,7 @@ def test_a_range_larger_than_the_access_buffer_is_read_and_written_in_parts(nvme
         compute_dtype=torch.bfloat16,
         stager=Stager(engine, pool, arena, CpuDevice()),
         arena=arena,
-        what="the test",
+        stored="the test",
     )
     paged = PagedTensor.over(model.shards[0], Field.MASTER, Nobody(), CPU)
     ordinary = torch.randn(numel)
@@ -535,7 +535,7 @@ size = torch.Size([10])
 model = PagedModel(
     layout=plan_layout([Shard("a", 0, 10)], groups=1, sub_group_numel_max=1 << 20, compute_itemsize=2),
     group_names=["root"], shapes=[(size, size)], compute_dtype=torch.bfloat16,
-    stager=Stager(engine, pool, arena, CpuDevice()), arena=arena, what="the test",
+    stager=Stager(engine, pool, arena, CpuDevice()), arena=arena, stored="the test",
 )
 class Nobody:
     entered = staticmethod(nullcontext)
