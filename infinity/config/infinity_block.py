@@ -88,7 +88,8 @@ class InfinityConfig(Block):
         default=False,
         description="Whether `.grad` of parameters on NVMe shows the gradient from the backward until the step, for those who "
         "look at it or clip it themselves. It then takes 4 bytes per parameter of host memory, and nothing is updated in the "
-        "backward. Else `.grad` is None wherever gradients wait in 16 bits or on NVMe, or were applied in the backward.",
+        "backward. Else `.grad` refuses to be used wherever gradients wait in 16 bits or on NVMe, or were applied in the "
+        "backward.",
     )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
         default="auto",

@@ -30,7 +30,7 @@ class Health(enum.Enum):
     TORN = "torn"
     """Part old and part new, or a write of them was lost. They may be set anew, by loading; not used or stored."""
     SEALED = "sealed"
-    """It is not known which half of a sub-group a record speaks of. Nothing may be used or written any more."""
+    """It is not known which slot of a sub-group a record names. Nothing may be used or written any more."""
 
 
 class ModelHealth:

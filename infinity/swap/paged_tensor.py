@@ -47,16 +47,16 @@ _FACTORIES = {
 
 
 class Gatherer(Protocol):
-    """Who stages groups: the swap manager."""
+    """Who stages groups: `Paging`."""
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """The shard's copy on the device (padded shape), its group staged and in use."""
+        """The shard's compute parameter on the device (1-D, padded), its group in use."""
 
     def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has taken the copy over."""
+        """FSDP2 has gathered the shard."""
 
 
 class _Blank:
@@ -131,8 +131,8 @@ class PagedTensor(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor], None]:
         """The padded shard in the dtype of compute."""
         dtype = mp_policy.param_dtype or self.dtype
-        staged = self._gatherer.gather(self._shard, training=module.training, dtype=dtype)
-        return (staged.view(self._shard.padded_shape),), None
+        given = self._gatherer.gather(self._shard, training=module.training, dtype=dtype)
+        return (given.view(self._shard.padded_shape),), None
 
     def fsdp_post_all_gather(
         self,

@@ -165,7 +165,7 @@ class Paging:
         Raises IoError when a transfer failed; the values are torn then, as after any failure.
         """
         with self.entered():
-            self.parameters.give_back_copied()  # FSDP2 may have asked anew, taking it for the next; it drops what it fetched
+            self.parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
             self.policy.begin_update(group)
             with self.paged.updates.backward_update(group, [*updates]) as compute:
                 for sub, update in updates.items():

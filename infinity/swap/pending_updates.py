@@ -1,11 +1,12 @@
 """Floor 8. The updates that sub-groups wait for, and how one is run.
 
 [Note: Updates that wait]
-An optimizer step may leave the update of a sub-group for later: the values of the sub-group are then those that the update
-will give it, and it runs before anybody sees them. That is when its group is gathered: its state is read instead of its compute
-parameter, updated, and the new compute parameter goes from lease to lease, so that the gather needs no read of its own; or when
-a range of it is read or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What the update
-needs (gradient, hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an update at once.
+An optimizer step may leave the update of a sub-group for later. Until it runs, the sub-group counts as having the values that
+the update will give it, and it runs before anybody reads them. That is when its group is gathered: its state is read instead of
+its compute parameter, updated, and the new compute parameter goes from lease to lease, so that the gather needs no read of its
+own; or when a range of it is read or written (checkpoints, state_dict, a look at a weight); or when the next step begins. What
+the update needs (gradient, hyper-parameters, the number of the step) was fixed by the step, so the numbers are those of an
+update at once.
 
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
@@ -28,12 +29,14 @@ from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
 from infinity.swap.open_stager import OpenStager
 from infinity.swap.slots import Slots
-from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate, UpdateState
+from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.timeline import measured
 
 
 class PendingUpdates:
-    """The one door of every sub-group's `UpdateState`. Iterates over those that wait, in the order of the step.
+    """Which sub-groups wait for an update: nobody else says so, or changes it.
+
+    Iterates over those that wait, in the order of the step.
 
     `stepped`: what the last step updates, done or not, in its order. `in_backward`: whether groups are updated in the backward
     where that is possible.
@@ -66,12 +69,6 @@ class PendingUpdates:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def state_of(self, sub: PagedSubGroup) -> UpdateState:
-        """See `UpdateState`."""
-        if self._running is not None and self._running[0] is sub:
-            return UpdateState.RUNNING
-        return UpdateState.PENDING if sub in self._pending else UpdateState.CURRENT
-
     def of(self, group: PagedGroup) -> list[PagedSubGroup]:
         """The group's members that wait for an update."""
         return [sub for sub in group.members if sub in self._pending]
@@ -80,7 +77,7 @@ class PendingUpdates:
         """The group that gathers from the sub-group; None for one of resident shards."""
         return self._groups[sub.layout.space] if sub.layout.space < len(self._groups) else None
 
-    # CURRENT -> PENDING.
+    # Nothing waits -> it waits.
 
     def defer(self, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
         """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
@@ -101,7 +98,7 @@ class PendingUpdates:
         for group in self._groups:
             self.point(group)
 
-    # PENDING -> RUNNING -> CURRENT, or back.
+    # It waits -> it runs -> nothing waits; or back, where an exception ends it.
 
     def catch_up(self, sub: PagedSubGroup) -> None:
         """Run the update that a sub-group waits for, if it does, where its group is not about to be gathered."""
@@ -109,7 +106,7 @@ class PendingUpdates:
             return
         group = self.group_of(sub)
         if group is not None:
-            group.forget(self._open.stager)  # it was staged without what this one stores
+            group.forget(self._open.stager)  # the group was staged before this update
         self.run(sub)
         if group is not None:
             self.point(group)
@@ -160,7 +157,7 @@ class PendingUpdates:
             sub.ties = ties
             self._running = None
 
-    # CURRENT -> CURRENT: in the backward, where nothing waits.
+    # In the backward, where nothing waits.
 
     @contextlib.contextmanager
     def backward_update(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
@@ -237,7 +234,7 @@ class PendingUpdates:
             self._point_sub_group(sub)
 
     def clear(self) -> None:
-        """All are CURRENT: the values are not whole any more, or gone, and what is set anew is not to be updated."""
+        """Nothing waits any more: the values are not whole any more, or gone, and what is set anew is not to be updated."""
         self._pending.clear()
         for group in self._groups:
             self.point(group)

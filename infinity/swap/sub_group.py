@@ -48,19 +48,6 @@ class Location:
     """Host: the elements (1-D)."""
 
 
-class UpdateState(enum.Enum):
-    """Whether a sub-group's values are those that the last optimizer step gave it."""
-
-    CURRENT = "current"
-    """They are. Nothing waits; its chunk may be staged for the next update, or hold nothing."""
-    PENDING = "pending"
-    """A step has settled its update, which runs before anybody sees the values. Gradient and settings are held by the update;
-    the chunk may be read ahead."""
-    RUNNING = "running"
-    """Its update changes the bytes in the lease (the chunk is in use), and nothing of it is written. An exception drops the
-    lease and makes it PENDING again."""
-
-
 @dataclass(eq=False)
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
