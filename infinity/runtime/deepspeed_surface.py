@@ -33,11 +33,11 @@ from infinity.swap.timeline import Timeline
 E = TypeVar("E", bound="DeepSpeedSurface")
 
 
-def _counter(name: str, doc: str) -> Any:
-    """A counter of the engine's progress, which scripts may set."""
+def _settable(part: str, name: str, doc: str) -> Any:
+    """An attribute of a part of the engine, which scripts and trainers may set."""
     return property(
-        lambda engine: getattr(engine._progress, name),
-        lambda engine, value: setattr(engine._progress, name, value),
+        lambda engine: getattr(getattr(engine, part), name),
+        lambda engine, value: setattr(getattr(engine, part), name, value),
         doc=doc,
     )
 
@@ -151,10 +151,11 @@ class DeepSpeedSurface:
 
     # How far the training is.
 
-    global_steps = _counter("global_steps", "Optimizer steps so far, skipped ones included.")
-    micro_steps = _counter("micro_steps", "Backward passes so far.")
-    skipped_steps = _counter(
-        "skipped_steps", "Steps in which nothing was updated, as an fp16 gradient overflowed; in `global_steps` too."
+    lr_scheduler = _settable("_state", "lr_scheduler", "The schedule that `step` steps, or None.")
+    global_steps = _settable("_progress", "global_steps", "Optimizer steps so far, skipped ones included.")
+    micro_steps = _settable("_progress", "micro_steps", "Backward passes so far.")
+    skipped_steps = _settable(
+        "_progress", "skipped_steps", "Steps in which nothing was updated, as an fp16 gradient overflowed."
     )
 
     @property

@@ -69,7 +69,6 @@ class Engine(DeepSpeedSurface):
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         self.config = config
         self._resolved = resolved

@@ -38,7 +38,9 @@ class EngineState:
         offload: Offload,
         progress: Progress,
     ) -> None:
-        self._module, self._optimizer, self._lr_scheduler = module, optimizer, lr_scheduler
+        self._module, self._optimizer = module, optimizer
+        self.lr_scheduler = lr_scheduler
+        """The schedule that `step` steps, or None; a trainer may set its own after the engine was made."""
         self._loss_scale, self._hyperparameters = loss_scale, hyperparameters
         self._offload, self._progress = offload, progress
 
@@ -48,7 +50,7 @@ class EngineState:
             "global_steps": self._progress.global_steps,
             "skipped_steps": self._progress.skipped_steps,
             "loss_scale": self._loss_scale.state_dict(),
-            "lr_scheduler": self._lr_scheduler.state_dict() if self._lr_scheduler is not None else None,
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "client_state": client_state,
             "hyperparameters": self._hyperparameters.told,
             "rng": torch.get_rng_state(),
@@ -62,8 +64,8 @@ class EngineState:
         self._progress.go_on_from(training_state["global_steps"], training_state.get("skipped_steps", 0))
         self._loss_scale.load_state_dict(training_state.get("loss_scale", {}))
         self._loss_scale.show_on(self._optimizer)
-        if schedule and self._lr_scheduler is not None and training_state["lr_scheduler"] is not None:
-            self._lr_scheduler.load_state_dict(training_state["lr_scheduler"])
+        if schedule and self.lr_scheduler is not None and training_state["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(training_state["lr_scheduler"])
         self._hyperparameters.settle(training_state, schedule=schedule)
         if "rng" in training_state:
             torch.set_rng_state(training_state["rng"])

@@ -618,7 +618,8 @@ def test_small_pages_at_the_end_of_a_slab_cut_no_transfer(nvme_path: Path) -> No
         whole = PinnedSlab(4 * MIB)
         with Engine(backend="io_uring", slab=whole) as engine:
             engine.start_write(file, 0, whole, 0, 4 * MIB).wait()
-        assert fewest_requests(PinnedSlab(5 * MIB)) == fewest_requests(whole) > 0
+        # Where huge pages lie apart in memory, either takes one more; small pages would make it five.
+        assert 0 < fewest_requests(PinnedSlab(5 * MIB)) <= fewest_requests(whole) + 1
 
 
 def test_direct_alignment_is_a_power_of_two_that_4_kib_satisfies(nvme_path: Path) -> None:

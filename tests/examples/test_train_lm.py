@@ -132,7 +132,7 @@ def test_two_ranks(torchrun: Any, forked_ranks: Any, nvme_path: Path, tmp_path: 
         (["--json", "/proc/nowhere/summary.json"], "can't write /proc/nowhere/summary.json"),
         (["--save", "/proc/nowhere"], "can't write /proc/nowhere"),
         (["--nvme-path", str(SCRIPT)], "train_lm.py is a file, not a folder: choose another nvme_path"),
-        (["--pinned-bytes-max", "1MiB"], "infinity.pinned_bytes_max in a config) of 1.00 MiB is below the least"),
+        (["--pinned-bytes-max", "1MiB"], "pinned_bytes_max of 1.00 MiB is below the least that works"),
         (["--resume"], "goes on with a run of --durability step: add that"),
     ],
 )

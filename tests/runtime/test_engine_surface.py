@@ -131,3 +131,21 @@ def test_arguments_of_deepspeed_s_checkpoint_calls(nvme_path: Path, tmp_path: Pa
         with pytest.raises(infinity.ConfigError, match="for weights alone"):
             engine.load_checkpoint(tmp_path, load_module_only=True)
         engine.destroy()
+
+
+def test_a_schedule_that_a_trainer_sets_is_stepped_saved_and_loaded(nvme_path: Path, tmp_path: Path) -> None:
+    """transformers' Trainer makes its own when the engine is there already."""
+
+    def trained(steps: int, load: bool) -> tuple[float, int]:
+        with engine_of(nvme_path, optimizer={"type": "AdamW", "params": {"lr": 0.1}}) as engine:
+            engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.5)
+            if load:
+                engine.load_checkpoint(tmp_path)
+            for _ in range(steps):
+                engine.backward(loss_of(engine))
+                engine.step()
+            engine.save_checkpoint(tmp_path)
+            return engine.get_lr()[0], engine.lr_scheduler.last_epoch
+
+    assert trained(2, load=False) == (0.025, 2)
+    assert trained(1, load=True) == (0.0125, 3)
