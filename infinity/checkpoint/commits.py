@@ -169,7 +169,7 @@ class Commits:
 
     def _write(self, pending: _Pending) -> Record:
         paged = self._swap.paged
-        paged.check_whole()
+        paged.health.check_whole()
         try:
             self._swap.flush()
         except OSError as error:  # a second flush may report success for bytes that the first has lost

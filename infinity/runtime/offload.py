@@ -308,7 +308,7 @@ class Paged(_NotDurable):
         self._optimizer.discard()
 
     def check_whole(self) -> None:
-        self.swap.paged.check_whole()
+        self.swap.paged.health.check_whole()
 
     @property
     def names_with_moments(self) -> set[str]:

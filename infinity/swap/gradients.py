@@ -24,7 +24,6 @@ from infinity.swap.group import PagedGroup
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.shard import PagedShard
-from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.timeline import measured
 
@@ -50,7 +49,7 @@ class Gradients:
     """
 
     def __init__(self, paged: PagedModel, home: HostGradients, dtype: torch.dtype) -> None:
-        self._open, self._home = paged.open, home
+        self._stager, self._home = paged.stager, home
         self._dtype = dtype
         self._spilled = {sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient is not None}
         self._spilling = {sub.layout.space for sub in self._spilled}
@@ -64,10 +63,6 @@ class Gradients:
         """Bytes (read, written) since the last step."""
         self._moved_before: tuple[int, int] | None = None
         """And in that step."""
-
-    @property
-    def _stager(self) -> Stager:
-        return self._open.stager
 
     @property
     def held_bytes(self) -> int:

@@ -31,6 +31,8 @@ class Health(enum.Enum):
     """Part old and part new, or a write of them was lost. They may be set anew, by loading; not used or stored."""
     SEALED = "sealed"
     """It is not known which slot of a sub-group a record names. Nothing may be used or written any more."""
+    CLOSED = "closed"
+    """The swap manager is closed: the values are gone, and what moved them holds no memory any more."""
 
 
 class ModelHealth:
@@ -48,13 +50,18 @@ class ModelHealth:
         """From now on the values are not those of one step."""
         if self.state in (Health.WHOLE, Health.AHEAD):
             self._why, self.state = why, Health.TORN
-        self._on_ill()
+        if self.state is not Health.CLOSED:
+            self._on_ill()
 
     def seal(self, why: str) -> None:
         """From now on nothing is written, whatever comes."""
-        if self.state is not Health.SEALED:
+        if self.state not in (Health.SEALED, Health.CLOSED):
             self._why, self.state = why, Health.SEALED
-        self._on_ill()
+            self._on_ill()
+
+    def close(self) -> None:
+        """From now on there are no values."""
+        self.state = Health.CLOSED
 
     def mend(self) -> None:
         """All values were set anew."""
@@ -107,7 +114,7 @@ class ModelHealth:
             )
 
     def check_not_torn(self) -> None:
-        """Raise InfinityError when the values are torn (they may still be set, not used) or sealed."""
+        """Raise InfinityError when the values are torn (they may still be set, not used), sealed, or gone."""
         self.check_not_sealed()
         if self.state is Health.TORN:
             raise InfinityError(
@@ -117,9 +124,17 @@ class ModelHealth:
             )
 
     def check_not_sealed(self) -> None:
-        """Raise InfinityError when nothing may be written any more."""
+        """Raise InfinityError when nothing may be written any more, or the values are gone."""
+        self.check_not_closed()
         if self.state is Health.SEALED:
             raise InfinityError(
                 f"nothing is written any more since this failed: {self._why}; start again with resume=True to go on from "
                 "the last committed step"
+            )
+
+    def check_not_closed(self) -> None:
+        """Raise InfinityError when there are no values any more."""
+        if self.state is Health.CLOSED:
+            raise InfinityError(
+                "the swap manager of this model is closed, and its parameters are gone with it: save them before close()"
             )

@@ -144,6 +144,7 @@ class Machinery:
     def close(self) -> None:
         """Wait for what is in flight and give everything back. Raises IoError when a write failed that nobody waited for."""
         with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
+            closing.callback(self.stager.close)
             closing.callback(self.arena.close)
             closing.callback(self.stager.device.unregister, self.pool.slab)
             closing.callback(self.host_memory.close)

@@ -82,7 +82,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
                 sub.layout.split or Field.COMPUTE not in sub.layout.fields
             )  # else the copy is not read, and made after
             whole = whole and sub.layout.moments == len(MOMENTS) and not sub.rests_in_host and sub.gradient is None
-            sub.chunk.verified_by_user = fused and alone and whole and self._paging.paged.open.stager.io.checked
+            sub.chunk.verified_by_user = fused and alone and whole and self._paging.paged.stager.io.checked
 
     def _settings(self, group: dict[str, Any]) -> AdamSettings:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
@@ -114,7 +114,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
         ((settings, batch),) = batches.items()
         if not kernel.matches_torch(settings) or len(_alike(batch)) != 1:
             return False
-        io, start = self._paging.paged.open.stager.io, sub.extent.offset
+        io, start = self._paging.paged.stager.io, sub.extent.offset
         expected = io.expected_sums(Span(start, 0, sub.layout.nbytes))
         sums = PageSums(lease.view(torch.uint8, 0, sub.layout.nbytes), expected)
         _step_in_one_pass(sub, settings, batch, lease, sums)

@@ -19,8 +19,7 @@ from infinity.store.arena_copy import Copying
 from infinity.store.commit import SUM_BYTES
 from infinity.store.files import StoredFile
 from infinity.swap.group import PagedGroup
-from infinity.swap.health import ModelHealth
-from infinity.swap.open_stager import OpenStager
+from infinity.swap.health import Health, ModelHealth
 from infinity.swap.pending_updates import PendingUpdates
 from infinity.swap.placement import make_groups, open_chunks, place_cached, place_sub_groups
 from infinity.swap.shard import PagedShard
@@ -64,8 +63,8 @@ class PagedModel:
         assert not (durable and any(sub.held or sub.cached for sub in layout.sub_groups))
         self.layout = layout
         self.compute_dtype = compute_dtype
-        self.health = ModelHealth(on_ill=self._forget_updates)
-        self.open = OpenStager(stager)
+        self.health = ModelHealth(on_ill=lambda: self.updates.clear())
+        self.stager = stager
         self._in_backward, self._direct, self._arena = in_backward, direct, arena
         self.sub_groups = place_sub_groups(
             layout, arena, stored, slots=2 if durable else 1, dtype=compute_dtype, on_lost=self.health.tear
@@ -75,30 +74,21 @@ class PagedModel:
         if self._cache is not None:
             place_cached(self.sub_groups, self.groups, self._cache)
         open_chunks(self.sub_groups, self.groups)
-        self._slots = Slots(self.sub_groups, self.health, self.open)
+        self._slots = Slots(self.sub_groups, self.health, stager)
         self.updates = PendingUpdates(
-            self.groups, self.sub_groups, self._slots, self.health, self.open, in_backward=in_backward
+            self.groups, self.sub_groups, self._slots, self.health, stager, in_backward=in_backward
         )
         self.updates.point_all()
         self._values = Values(
             self.updates,
             self._slots,
             self.health,
-            self.open,
+            stager,
             compute_dtype=compute_dtype,
             has_compute_field=any(Field.COMPUTE in sub.fields for sub in layout.sub_groups),
         )
         self._residents: HostBuffer | None = None
         self.shards = self._make_shards(shapes, host_memory)
-
-    def check_whole(self) -> None:
-        """Raise InfinityError when the values are not those of one step, or gone: see `ModelHealth`."""
-        self._values.check_whole()
-
-    def check_not_torn(self) -> None:
-        """Raise InfinityError when no pass may go on: the values are torn, or gone."""
-        _ = self.open.stager
-        self.health.check_not_torn()
 
     def may_go_direct(self, group: PagedGroup) -> bool:
         """Whether a group's compute parameters go past host memory when they are read only to be gathered: see [Note: Past host
@@ -121,11 +111,11 @@ class PagedModel:
 
     def close(self) -> None:
         """Let go of all that holds memory. The values can't be used any more; idempotent."""
-        if not self.open.is_open:
+        if self.health.state is Health.CLOSED:
             return
         self._slots.close()
         for group in self.groups:
-            group.forget(self.open.stager)
+            group.forget(self.stager)
             group.forget_resident()
             group.cached = group.resident = None
             if group.chunk is not None:
@@ -137,7 +127,7 @@ class PagedModel:
         self.updates.clear()
         for sub in self.sub_groups:
             sub.locations.clear()
-        self.open.close()
+        self.health.close()
         if self._cache is not None:
             self._cache.give_back()
 
@@ -201,11 +191,6 @@ class PagedModel:
             at += length
 
     # How.
-
-    def _forget_updates(self) -> None:
-        """The values are not whole any more."""
-        if self.open.is_open:
-            self.updates.clear()
 
     def _make_shards(
         self, shapes: Sequence[tuple[torch.Size, torch.Size]], host_memory: HostBuffers | None

@@ -93,7 +93,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """All of a step that may fail and leave everything as it was: checks, and updates that the last step left."""
         self._paging.leave_unfinished_pass()
         with self._paging.entered():
-            self._paging.paged.check_not_torn()
+            self._paging.paged.health.check_not_torn()
             self.lap.check_complete()
             self._check_used(grad_scale)
             self._paging.finish_updates()
@@ -310,7 +310,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if lease is None or not sub.chunk.unverified:
             self._step_pieces(sub, batches, lease)
         elif not self._step_and_verify(sub, batches, lease):
-            self._paging.paged.open.stager.io.verify(sub.chunk)
+            self._paging.paged.stager.io.verify(sub.chunk)
             self._step_pieces(sub, batches, lease)
         resident = [done for batch in batches.values() for done in batch if done.stepping.shard.resident is not None]
         if resident:

@@ -181,7 +181,7 @@ class Paging:
         """
         ahead = sub_groups_ahead(self._room_bytes, self.paged.layout.sub_group_bytes_max)
         with self.entered():
-            finish_updates(self.paged, self.paged.open.stager, ahead)
+            finish_updates(self.paged, self.paged.stager, ahead)
 
     def end_step(self) -> None:
         """The step is over; the next one's first groups are read as soon as they are written."""
@@ -228,11 +228,11 @@ class Paging:
         never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients stay as they are.
         """
         with self._lock:
-            if self.paged.open.is_open:
+            if self.paged.health.state is not Health.CLOSED:
                 leases = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
                 if self._activation_part is not None:
                     leases.append(self._activation_part.lease)
-                self.paged.open.stager.recover(leases)
+                self.paged.stager.recover(leases)
                 self.paged.recover()
                 self.policy.recover()
                 self.parameters.recover()
@@ -300,11 +300,11 @@ class Paging:
     @property
     def timeline(self) -> Timeline | None:
         """Where what happens is noted; None while no trace runs."""
-        return self.paged.open.stager.timeline
+        return self.paged.stager.timeline
 
     def trace_into(self, timeline: Timeline | None) -> None:
         """Note what happens there from now on."""
-        self.paged.open.stager.timeline = timeline
+        self.paged.stager.timeline = timeline
         if self._activation_stager is not None:
             self._activation_stager.timeline = timeline
 
@@ -312,8 +312,8 @@ class Paging:
         """Run the updates that wait, and wait for what is being written. Raises IoError, InfinityError after a torn step."""
         with self.entered():
             self.finish_updates()
-            self.paged.open.stager.settle_all()
-            self.paged.check_whole()
+            self.paged.stager.settle_all()
+            self.paged.health.check_whole()
 
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""

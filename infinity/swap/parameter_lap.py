@@ -39,7 +39,6 @@ from infinity.swap.group import GroupState, PagedGroup
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.shard import PagedShard
-from infinity.swap.stager import Stager
 from infinity.swap.timeline import measured
 
 
@@ -61,6 +60,7 @@ class ParameterLap:
         alone: bool,
     ) -> None:
         self._paged, self._policy, self._direct, self._alone = paged, policy, direct, alone
+        self._stager = paged.stager
         self.ahead = ahead
         self._asked: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
@@ -134,9 +134,9 @@ class ParameterLap:
 
     def _check(self, shard: PagedShard, dtype: torch.dtype) -> None:
         if in_backward():
-            self._paged.check_not_torn()
+            self._paged.health.check_not_torn()
         else:
-            self._paged.check_whole()
+            self._paged.health.check_whole()
         if dtype != self._paged.compute_dtype:
             raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {self._paged.compute_dtype}")
         if not shard.filled:
@@ -250,7 +250,3 @@ class ParameterLap:
         """Whether its compute parameters would go past host memory now."""
         staged = group.chunk is not None and group.chunk.state in (ChunkState.READING, ChunkState.STAGED)
         return self._paged.may_go_direct(group) and not self._paged.updates.of(group) and not staged
-
-    @property
-    def _stager(self) -> Stager:
-        return self._paged.open.stager

@@ -27,8 +27,8 @@ from infinity.store import Field
 from infinity.swap.chunk import ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
-from infinity.swap.open_stager import OpenStager
 from infinity.swap.slots import Slots
+from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.timeline import measured
 
@@ -48,12 +48,12 @@ class PendingUpdates:
         sub_groups: Sequence[PagedSubGroup],
         slots: Slots,
         health: ModelHealth,
-        stager: OpenStager,
+        stager: Stager,
         *,
         in_backward: bool,
     ) -> None:
         self._groups, self._sub_groups = groups, sub_groups
-        self._slots, self._health, self._open = slots, health, stager
+        self._slots, self._health, self._stager = slots, health, stager
         self._in_backward = in_backward
         self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
@@ -86,7 +86,7 @@ class PendingUpdates:
         update.
         """
         assert not self._pending
-        stager = self._open.stager
+        stager = self._stager
         for group in self._groups:
             group.forget(stager)
         for sub in updates:
@@ -106,7 +106,7 @@ class PendingUpdates:
             return
         group = self.group_of(sub)
         if group is not None:
-            group.forget(self._open.stager)  # the group was staged before this update
+            group.forget(self._stager)  # the group was staged before this update
         self.run(sub)
         if group is not None:
             self.point(group)
@@ -119,7 +119,7 @@ class PendingUpdates:
         nothing is lost: what was read is dropped, and read again. Where a part of it stays in memory, which changes in
         place, the values are torn instead.
         """
-        stager = self._open.stager
+        stager = self._stager
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
         lease = stager.acquire(sub.chunk) if sub.moves else None
@@ -167,7 +167,7 @@ class PendingUpdates:
         After any failure the values are torn.
         """
         assert self._in_backward and not any(sub in self._pending for sub in updated)
-        stager, chunk = self._open.stager, group.completes
+        stager, chunk = self._stager, group.completes
         with self._health.change("an update in the backward"):
             if group.cached is not None:
                 group.forget(stager)  # its compute parameters change where they lie
@@ -182,7 +182,7 @@ class PendingUpdates:
 
     def run_in_backward(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update one whose compute parameter is in its group's lease, or in host memory; inside `backward_update`."""
-        stager = self._open.stager
+        stager = self._stager
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
         if not sub.moves:
@@ -223,7 +223,7 @@ class PendingUpdates:
         if group is None:
             self._point_sub_group(sub)
             return
-        group.forget(self._open.stager)
+        group.forget(self._stager)
         self.point(group)
 
     def point_all(self) -> None:

@@ -77,7 +77,7 @@ class PagedShard:
 
         Raises InfinityError after a torn step, or when the swap manager is closed.
         """
-        self.values.check_whole()
+        self.values.health.check_whole()
         if name is not Field.MASTER or not self._split:
             return self._read(name, start, numel, torch.float32)
         compute = self._read(Field.COMPUTE, start, numel, self.values.compute_dtype)
@@ -95,6 +95,7 @@ class PagedShard:
         Raises IoError where a transfer failed. The values are torn then: some ranges may be new, or the compute parameter
         alone.
         """
+        self.values.health.check_not_closed()
         self.values.health.check_not_ahead()
         with self.values.health.change(f"setting {self.name}"):
             self._set(name, start, values)

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from infinity.store.arena_copy import Copying
 from infinity.swap.chunk import Chunk
 from infinity.swap.health import ModelHealth
-from infinity.swap.open_stager import OpenStager
+from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
 
 
 class Slots:
     """Writes sub-groups where that is allowed. Used by one thread at a time."""
 
-    def __init__(self, sub_groups: Sequence[PagedSubGroup], health: ModelHealth, stager: OpenStager) -> None:
-        self._sub_groups, self._health, self._open = sub_groups, health, stager
+    def __init__(self, sub_groups: Sequence[PagedSubGroup], health: ModelHealth, stager: Stager) -> None:
+        self._sub_groups, self._health, self._stager = sub_groups, health, stager
         self._copying: Copying | None = None
         self._snapshot_slots: list[int] = []
         """By sub-group: the slot that the checkpoint copies."""
@@ -40,15 +40,14 @@ class Slots:
 
         Where no more than its gradient was read, all of it is in host memory, and the lease goes back.
         """
-        stager = self._open.stager
         if not sub.layout.nbytes:
-            stager.release(sub.chunk, keep=False)
+            self._stager.release(sub.chunk, keep=False)
             return
         self._health.check_not_sealed()
         slot = sub.write_slot
         self.let_be_copied(sub, slot)
         sub.chunk.writes = sub.slot_span(slot)
-        stager.write_back(sub.chunk)
+        self._stager.write_back(sub.chunk)
         sub.current_slot = slot
 
     def leave_committed(self, sub: PagedSubGroup) -> bool:
@@ -57,7 +56,7 @@ class Slots:
         self._health.check_not_sealed()
         if sub.current_slot != sub.committed_slot:
             return False
-        stager, slot = self._open.stager, sub.write_slot
+        stager, slot = self._stager, sub.write_slot
         self.let_be_copied(sub, slot)
         name = f"committed state of sub-group {sub.layout.index}"
         reads, writes = sub.slot_span(sub.current_slot), sub.slot_span(slot)
@@ -74,7 +73,7 @@ class Slots:
         if copying is None or copying.is_copied(index):
             return
         if sub.rests_in_host or slot == self._snapshot_slots[index]:
-            with self._open.stager.stalling(f"the checkpoint's copy of {sub.chunk.name}"):
+            with self._stager.stalling(f"the checkpoint's copy of {sub.chunk.name}"):
                 copying.wait_for(index)
 
     def close(self) -> None:

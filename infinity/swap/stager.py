@@ -59,6 +59,10 @@ class Stager:
         self.timeline: Timeline | None = None
         """Where events are noted while a trace runs."""
 
+    def close(self) -> None:
+        """Let go of pool, engine and arena: a paged model knows its stager, and outlives them. Of no use after this."""
+        del self._engine, self._pool, self.io
+
     @contextlib.contextmanager
     def stalling(self, why: str) -> Iterator[None]:
         """A block in which the training thread waits for a drive, but not in a transfer of this stager; it counts as stall."""

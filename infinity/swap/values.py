@@ -14,9 +14,9 @@ from infinity.store.layout import Piece
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
-from infinity.swap.open_stager import OpenStager
 from infinity.swap.pending_updates import PendingUpdates
 from infinity.swap.slots import Slots
+from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.units import PAGE_BYTES, align_up
 
@@ -35,18 +35,13 @@ class Values:
         updates: PendingUpdates,
         slots: Slots,
         health: ModelHealth,
-        stager: OpenStager,
+        stager: Stager,
         *,
         compute_dtype: torch.dtype,
         has_compute_field: bool,
     ) -> None:
-        self._updates, self._slots, self.health, self._open = updates, slots, health, stager
+        self._updates, self._slots, self.health, self._stager = updates, slots, health, stager
         self.compute_dtype, self.has_compute_field = compute_dtype, has_compute_field
-
-    def check_whole(self) -> None:
-        """Raise InfinityError when the values are not those of one step, or gone: see `ModelHealth`."""
-        _ = self._open.stager
-        self.health.check_whole()
 
     def access(
         self,
@@ -63,7 +58,7 @@ class Values:
         The bytes around a range that share its first and last page are read first and written back unchanged. `label`: for
         errors.
         """
-        stager = self._open.stager
+        stager = self._stager
         if write and name in (Field.MASTER, Field.COMPUTE):
             group.forget(stager)
         for sub, at, low, count in ranges:
@@ -103,7 +98,7 @@ class Values:
 
         They are written in the background. Raises IoError; the values are to be torn meanwhile.
         """
-        stager, group = self._open.stager, self._updates.group_of(sub)
+        stager, group = self._stager, self._updates.group_of(sub)
         if group is not None:
             group.forget(stager)
         lease = stager.occupy(sub.chunk) if sub.moves else None

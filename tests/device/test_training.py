@@ -114,7 +114,7 @@ def test_groups_are_on_their_way_before_they_are_asked_for(
     start = parameter_lap.ParameterLap.start_ahead
 
     def start_when_read(self: parameter_lap.ParameterLap, **options: Any) -> None:
-        self._paged.open.stager._engine.drain()  # a drive that is never late
+        self._paged.stager._engine.drain()  # a drive that is never late
         start(self, **options)
 
     monkeypatch.setattr(Paging, "end_step", end)
