@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from infinity.swap.group import PagedGroup
 from infinity.swap.policy import StagingPolicy
-from infinity.swap.shard import PagedShard
 
 
 class DeviceAhead:
@@ -28,11 +27,6 @@ class DeviceAhead:
     def recover(self) -> None:
         """Nothing is on its way any more."""
         self.started = []
-
-    def ask(self, shard: PagedShard) -> None:
-        """A shard is about to be given out."""
-        delivery = shard.group.delivery if shard.resident is None else shard.group.resident_delivery
-        self.late += delivery.in_flight is None
 
     def turn_to_next(self, *, asked_for: PagedGroup | None) -> list[PagedGroup]:
         """The groups that come next and fit, soonest first. What was started and isn't among them is let go of, but for the

@@ -47,16 +47,19 @@ _ALLOWED = {
 class Delivery:
     """Compute parameters of `count` shards that go to the device in one piece, and are given out shard by shard.
 
-    `copy_event` fires when the device has read them from host memory, so that they may change there; it outlives the in-flight
-    copy.
+    `leased`: whether they take a lease, which is in use until FSDP2 says that it copied what it was given. `copy_event` fires
+    when the device has read them from host memory, so that they may change there; it outlives the in-flight copy.
     """
 
     count: int = 0
+    leased: bool = True
     state: GroupState = GroupState.RESTING
     in_flight: InFlightCopy | None = field(default=None, repr=False)
     copy_event: CopyEvent | None = None
     given: set[int] = field(default_factory=set)
     """Numbers of the shards that FSDP2 was given and has not reported gathered."""
+    _piece: torch.Tensor | None = field(default=None, repr=False)
+    """All of them (1-D), on the device; not None while GATHERING."""
 
     def move_to(self, state: GroupState) -> None:
         """The one door of the state."""
@@ -70,24 +73,29 @@ class Delivery:
         if self.state is GroupState.RESTING:
             self.move_to(GroupState.AHEAD)
 
-    def on_device(self) -> torch.Tensor:
-        """All of them (1-D), on the device. Raises IoError where a read past host memory failed; they have to be started
-        anew."""
+    def arrive(self) -> None:
+        """They are on the device for whatever its current stream does next: `give` them. Raises IoError where a read past host
+        memory failed; they have to be started anew."""
         assert self.in_flight is not None
         try:
-            return self.in_flight.on_device()
+            self._piece = self.in_flight.on_device()
         except BaseException:
             self.let_go()
             raise
 
-    def give(self, shard: int) -> None:
-        """FSDP2 gets a shard. With the last one, the device's memory is FSDP2's."""
+    def give(self, shard: int, place: slice) -> torch.Tensor:
+        """What FSDP2 gets of a shard. With the last one, the device's memory is FSDP2's."""
+        assert self._piece is not None
+        given = self._piece[place]
         self.given.add(shard)
         if len(self.given) == self.count:
-            self.in_flight = None
+            self.in_flight = self._piece = None
             self.move_to(GroupState.DELIVERED)
+            if not self.leased:
+                self.forget_delivery()
         elif self.state is not GroupState.DELIVERED:
             self.move_to(GroupState.GATHERING)
+        return given
 
     def report(self, shard: int) -> bool:
         """FSDP2 has gathered a shard. Whether it has gathered all that it was given."""
@@ -110,7 +118,7 @@ class Delivery:
     def forget_delivery(self) -> None:
         """Nobody gathers them any more: FSDP2 has copied what it was given."""
         self.given.clear()
-        self.in_flight = None
+        self.in_flight = self._piece = None
         self.move_to(GroupState.RESTING)
 
     def wait_copied(self) -> None:
@@ -142,7 +150,7 @@ class PagedGroup:
     resident: torch.Tensor | None = field(default=None, repr=False)
     delivery: Delivery = field(default_factory=Delivery)
     """Of what the chunk fetches, or the cache holds."""
-    resident_delivery: Delivery = field(default_factory=Delivery)
+    resident_delivery: Delivery = field(default_factory=lambda: Delivery(leased=False))
 
     @property
     def completes(self) -> Chunk | None:
@@ -179,9 +187,8 @@ class PagedGroup:
         self.delivery.start(in_flight, in_flight.copy_event)
 
     def start_resident_h2d(self, device: Device) -> None:
-        """Begin to copy what stays in host memory to the device, whatever was given of it before."""
+        """Begin to copy what stays in host memory to the device."""
         assert self.resident is not None
-        self.resident_delivery.forget_delivery()
         in_flight = device.start_h2d(self.resident)
         self.resident_delivery.start(in_flight, in_flight.copy_event)
 

@@ -210,9 +210,11 @@ class PagedModel:
             resident_sub_groups: dict[int, PagedSubGroup] = {}
             for index in group.shards:
                 spec, (shape, padded) = self.layout.shards[index], shapes[index]
-                _, start = self.layout.place[index]
+                delivery = group.resident_delivery if spec.resident else group.delivery
+                start = at - first if spec.resident else self.layout.place[index][1]
+                place = slice(start, start + padded.numel())
                 shard = PagedShard(
-                    spec.name, index, shape, padded, start, spec.trained, group, pieces[index], self._values
+                    spec.name, index, shape, padded, spec.trained, group, delivery, place, pieces[index], self._values
                 )
                 shards.append(shard)
                 if spec.resident:

@@ -143,7 +143,7 @@ class Paging:
         """The shard's compute parameter (1-D, padded) on the device: see `ParameterLap.gather`."""
         timeline = self.timeline
         with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
-            if not in_backward():
+            if threading.get_ident() != self._thread and not in_backward():
                 self._thread = threading.get_ident()
             return self.parameters.gather(shard, training=training, dtype=dtype)
 

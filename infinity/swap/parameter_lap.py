@@ -71,20 +71,10 @@ class ParameterLap:
         `training`: whether a module in training mode asks. Raises InfinityError when the values are torn, were never given, or
         are asked for in another dtype; IoError when a transfer failed.
         """
-        self._check(shard, dtype)
-        group = shard.group
-        if group.chunk is None and shard.index == group.shards.start:
-            # Nothing of it is to be read, but perhaps updates are to be run, and it is to be copied.
-            self._policy.use(group, module_trains=training)
-            self.look_ahead(group)
-        if shard.resident is not None:
-            self._update_resident(group)
-        else:
-            self._turn_to(group, training)
-        if self.ahead is not None:
-            self.ahead.ask(shard)
-        with measured(self._stager.timeline if self._stager.device.is_discrete else None, "copy", shard.name):
-            return self._give_resident(shard) if shard.resident is not None else self._give(shard)
+        delivery = shard.delivery
+        if delivery.state is not GroupState.GATHERING or shard.index in delivery.given:
+            self._begin(shard, training, dtype)
+        return delivery.give(shard.index, shard.place)
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered a shard. The group's lease goes back with its last one, or earlier."""
@@ -132,15 +122,41 @@ class ParameterLap:
 
     # The stages of a gather.
 
-    def _check(self, shard: PagedShard, dtype: torch.dtype) -> None:
+    def _begin(self, shard: PagedShard, training: bool, dtype: torch.dtype) -> None:
+        """FSDP2 asks for the first shard of its delivery: all of them are on the device after this."""
+        group, delivery, stager = shard.group, shard.delivery, self._stager
+        self._check(shard, dtype)
+        if group.chunk is None and shard.index == group.shards.start:
+            # Nothing of it is to be read, but perhaps updates are to be run, and it is to be copied.
+            self._policy.use(group, module_trains=training)
+            self.look_ahead(group)
+        if shard.resident is not None:
+            self._update_resident(group)
+        else:
+            self._turn_to(group, training)
+        if self.ahead is not None:
+            self.ahead.late += delivery.in_flight is None
+        with measured(stager.timeline if stager.device.is_discrete else None, "copy", group.name):
+            if delivery.in_flight is None:
+                if shard.resident is not None:
+                    group.start_resident_h2d(stager.device)
+                else:
+                    group.start_h2d(stager.device, self._paged.compute_dtype)
+            delivery.arrive()
+
+    def _check(self, asked: PagedShard, dtype: torch.dtype) -> None:
         if in_backward():
             self._paged.health.check_not_torn()
         else:
             self._paged.health.check_whole()
         if dtype != self._paged.compute_dtype:
-            raise InfinityError(f"{shard.name} is gathered in {dtype}, but was paged for {self._paged.compute_dtype}")
-        if not shard.filled:
-            raise InfinityError(f"{shard.name} was never given values: load or initialise it before the first forward")
+            raise InfinityError(f"{asked.name} is gathered in {dtype}, but was paged for {self._paged.compute_dtype}")
+        shards = asked.group.shards
+        for shard in self._paged.shards[shards.start : shards.stop]:
+            if not shard.filled:
+                raise InfinityError(
+                    f"{shard.name} was never given values: load or initialise it before the first forward"
+                )
 
     def _turn_to(self, group: PagedGroup, training: bool) -> None:
         """The group's chunk is in use after this, or its compute parameters are on their way past host memory."""
@@ -182,28 +198,6 @@ class ParameterLap:
         finally:
             if waiting:
                 updates.point(group)
-
-    def _give(self, shard: PagedShard) -> torch.Tensor:
-        """What FSDP2 gets of a shard that the group's chunk fetches."""
-        group = shard.group
-        if group.delivery.in_flight is None:
-            group.start_h2d(self._stager.device, self._paged.compute_dtype)
-        given = group.delivery.on_device()[shard.start : shard.start + shard.padded_shape.numel()]
-        group.delivery.give(shard.index)
-        return given
-
-    def _give_resident(self, shard: PagedShard) -> torch.Tensor:
-        """What FSDP2 gets of a shard that stays in host memory."""
-        group, delivery = shard.group, shard.group.resident_delivery
-        assert shard.resident is not None and group.resident is not None
-        if delivery.in_flight is None or shard.index in delivery.given:
-            group.start_resident_h2d(self._stager.device)
-        start = shard.resident.storage_offset() - group.resident.storage_offset()
-        given = delivery.on_device()[start : start + shard.resident.numel()]
-        delivery.give(shard.index)
-        if delivery.state is GroupState.DELIVERED:
-            delivery.forget_delivery()  # no lease waits for what FSDP2 reports
-        return given
 
     def _give_back(self, group: PagedGroup) -> None:
         if group.in_use:

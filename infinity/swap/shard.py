@@ -10,7 +10,7 @@ import torch
 
 from infinity.optim.kernel import join, split
 from infinity.store import Field
-from infinity.swap.group import PagedGroup
+from infinity.swap.group import Delivery, PagedGroup
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.values import RANGE_NUMEL, PieceOf, Values, ranges_of
 
@@ -43,18 +43,20 @@ _GRADIENT_ALLOWED = {
 class PagedShard:
     """This rank's piece of one parameter.
 
-    shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `start`: its first element in its flat
-    space. `resident` is its compute parameter where that stays in host memory (1-D, padded). `filled`: whether it was ever
-    given values. `stepped`: whether its moments were ever written; if not, they read as zero.
+    shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `delivery`: brings its compute parameter
+    to the device, among others of its group; `place`: its elements there. `resident` is its compute parameter where that stays
+    in host memory (1-D, padded). `filled`: whether it was ever given values. `stepped`: whether its moments were ever written;
+    if not, they read as zero.
     """
 
     name: str
     index: int
     shape: torch.Size
     padded_shape: torch.Size
-    start: int
     trained: bool
     group: PagedGroup = field(repr=False)
+    delivery: Delivery = field(repr=False)
+    place: slice
     pieces: Sequence[PieceOf] = field(repr=False)
     values: Values = field(repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
