@@ -161,10 +161,8 @@ class Engine(DeepSpeedSurface):
         with self._guard.around(Pass.BACKWARD):
             if self._offload.updates_in_backward:
                 self._offload.commit()
-            self._offload.hide_taken()
             scaled.backward(retain_graph=retain_graph)
             self._progress.micro_steps += 1
-            self._offload.show_taken()
         return divided
 
     @as_pass
@@ -181,7 +179,6 @@ class Engine(DeepSpeedSurface):
         self._guard.settle()
         self.health.check_not_torn()
         self._guard.check_gradients_whole()
-        self._offload.hide_taken()
         with self._guard.around(Pass.STEP), self._offload.alone():
             self._offload.check_storable(self.client_state)
             self._offload.commit()

@@ -57,11 +57,8 @@ class Offload(Protocol):
     def waiting_gradient_bytes(self) -> int:
         """Memory (bytes) that holds gradients which were taken."""
 
-    def show_taken(self) -> None:
-        """`.grad` of what was taken refuses to be used, until `hide_taken`."""
-
-    def hide_taken(self) -> None:
-        """Before the next pass or the step. Raises InfinityError where somebody set `.grad` of what was taken."""
+    def check_untouched(self) -> None:
+        """Raise InfinityError where somebody set `.grad` of what was taken."""
 
     def take_gradients(self) -> Mapping[nn.Parameter, torch.Tensor]:
         """Norms (0-D) of all gradients that are not in `.grad`, those of unfinished groups included."""
@@ -184,10 +181,7 @@ class InMemory(_NotDurable):
         self.health = health = ModelHealth()
         optimizer.register_load_state_dict_post_hook(lambda _: health.mend())
 
-    def show_taken(self) -> None:
-        pass
-
-    def hide_taken(self) -> None:
+    def check_untouched(self) -> None:
         pass
 
     def take_gradients(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -278,11 +272,8 @@ class Paged(_NotDurable):
     def waiting_gradient_bytes(self) -> int:
         return self.swap.gradients.held_bytes
 
-    def show_taken(self) -> None:
-        self._optimizer.show_taken()
-
-    def hide_taken(self) -> None:
-        self._optimizer.hide_taken()
+    def check_untouched(self) -> None:
+        self._optimizer.lap.check_untouched()
 
     def take_gradients(self) -> Mapping[nn.Parameter, torch.Tensor]:
         return self._optimizer.take_gradients()

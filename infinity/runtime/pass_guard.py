@@ -125,9 +125,9 @@ class PassGuard:
         self._health.settle()
         if kind is Pass.FORWARD:
             return
-        if kind is Pass.STEP and isinstance(error, (InfinityError, OSError)):  # before anything was changed
-            self._offload.show_taken()
-        elif self._health.state is Health.AHEAD:
+        if kind is Pass.STEP and isinstance(error, (InfinityError, OSError)):
+            return  # before anything was changed
+        if self._health.state is Health.AHEAD:
             self._health.tear(why)
         else:
             self._note_partial(why)
@@ -146,7 +146,9 @@ class PassGuard:
     # Gradients.
 
     def check_gradients_whole(self) -> None:
-        """Raise InfinityError where the gradients are partial. Where they were, and are gone, the step begins anew."""
+        """Raise InfinityError where the gradients are partial, or somebody set `.grad` of one that was taken. Where they were
+        partial, and are gone, the step begins anew."""
+        self._offload.check_untouched()
         if self._partial_since is None:
             return
         if self.gradients is Gradients.PARTIAL:

@@ -21,7 +21,7 @@ from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.paging import Paging
 from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
-from infinity.swap.taken_gradient import TakenGradient, refusal
+from infinity.swap.taken_gradient import StandIn, TakenGradient, refusal
 
 
 class GradientLap:
@@ -43,9 +43,10 @@ class GradientLap:
         """With what was updated in the backward since the last step."""
         self._coming: list[tuple[PagedGroup, Mapping[PagedSubGroup, SubGroupUpdate]]] = []
         """Groups that are updated as soon as their gradients are in host memory: before the backward ends."""
-        self._stand_ins: dict[nn.Parameter, torch.Tensor] = {}
-        """What `.grad` shows of a gradient that was taken; made once."""
-        self._shown: list[nn.Parameter] = []
+        self._stand_ins: dict[nn.Parameter, StandIn] = {}
+        """What `.grad` shows of gradients that were taken; made once."""
+        self._shown: dict[nn.Parameter, StandIn] = {}
+        """Those that it shows."""
 
     @property
     def in_backward(self) -> bool:
@@ -55,9 +56,10 @@ class GradientLap:
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
         """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
 
-        Raises InfinityError for a gradient of a group that was updated already; the values are torn then.
+        Raises InfinityError for a gradient of a group that was updated already, where the values are torn then; and where
+        somebody set `.grad` of one that was taken before.
         """
-        if parameter.grad is None:
+        if self.left(parameter) is None:
             return None  # another optimizer over the same parameter has taken it
         shard = trained_shard(parameter)
         group = shard.group
@@ -76,7 +78,8 @@ class GradientLap:
         return group if len(arrived) == self._expected[group] else None
 
     def take(self, group: PagedGroup) -> None:
-        """Keep the gradients that arrived of a group until the update, and note their norms. `.grad` is None after it."""
+        """Keep the gradients that arrived of a group until the update, and note their norms. `.grad` refuses to be used after
+        it."""
         parameters = self._pop_arrived(group)
         shards = [trained_shard(parameter) for parameter in parameters]
         for shard in shards:
@@ -137,6 +140,7 @@ class GradientLap:
 
     def end(self) -> None:
         """The step is over: what comes from now on belongs to the next."""
+        self.hide_taken()
         self._paging.gradients.forget()
         self.norms.clear()
         self._coming.clear()
@@ -146,28 +150,27 @@ class GradientLap:
             shard.move_gradient_to(GradientState.NONE)
         self._paging.paged.health.arrive()
 
-    def show_taken(self) -> None:
-        """After a backward: `.grad` of what it took refuses to be used. Until `hide_taken`, before the next, or the step."""
-        for parameter in self.norms:
-            if parameter.grad is None:
-                if parameter not in self._stand_ins:
-                    self._stand_ins[parameter] = TakenGradient.of(parameter, trained_shard(parameter).name)
-                self._shown.append(parameter)
-                parameter.grad = self._stand_ins[parameter]
+    def left(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of the gradient that is in `.grad`; None where there is none, or it was taken.
+
+        Raises InfinityError where somebody set `.grad` of one that was taken, which would have no effect.
+        """
+        stand_in = self._shown.get(parameter)
+        if stand_in is not None and not stand_in.is_shown:
+            raise refusal(trained_shard(parameter).name)
+        local = local_of(parameter.grad) if parameter.grad is not None else None
+        return None if isinstance(local, TakenGradient) else local
+
+    def check_untouched(self) -> None:
+        """Raise InfinityError where somebody set `.grad` of a gradient that was taken, which would have no effect."""
+        for parameter in self._shown:
+            self.left(parameter)
 
     def hide_taken(self) -> None:
-        """Raises InfinityError where somebody set `.grad` of what was taken, which would have no effect."""
-        for parameter in self._shown:
-            if parameter.grad is not self._stand_ins[parameter]:
-                raise refusal(trained_shard(parameter).name)
-        self.forget_shown()
-
-    def forget_shown(self) -> None:
         """`.grad` of what was taken is None again."""
-        shown, self._shown = self._shown, []
-        for parameter in shown:
-            if parameter.grad is self._stand_ins[parameter]:
-                parameter.grad = None
+        for stand_in in self._shown.values():
+            stand_in.hide()
+        self._shown.clear()
 
     def _pop_arrived(self, group: PagedGroup) -> list[nn.Parameter]:
         """Those whose gradients came and are there."""
@@ -178,8 +181,12 @@ class GradientLap:
         return [parameter for parameter in arrived if parameter.grad is not None]
 
     def _note_norm(self, parameter: nn.Parameter) -> None:
-        self.norms[parameter] = torch._foreach_norm([_grad_of(parameter)])[0]
-        parameter.grad = None
+        """Of a gradient that `.grad` shows no more: whoever would use it is refused."""
+        norm = torch._foreach_norm([_grad_of(parameter)])[0]
+        stand_in = self._stand_ins.get(parameter) or StandIn(parameter, trained_shard(parameter).name)
+        self._stand_ins[parameter] = self._shown[parameter] = stand_in
+        stand_in.show()
+        self.norms[parameter] = norm
 
     def _apply_coming(self, *, leave: int = 0) -> None:
         """Update the groups whose gradients are on their way, but for the last `leave`."""

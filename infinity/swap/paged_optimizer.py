@@ -95,6 +95,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         with self._paging.entered():
             self._paging.paged.health.check_not_torn()
             self.lap.check_complete()
+            self.lap.check_untouched()
             self._check_used(grad_scale)
             self._paging.finish_updates()
             self.take_gradients()
@@ -135,21 +136,13 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Norms (0-D) of the gradients that were taken in the backward since the last step."""
         return self.lap.norms
 
-    def show_taken(self) -> None:
-        """See `GradientLap.show_taken`."""
-        self.lap.show_taken()
-
-    def hide_taken(self) -> None:
-        """See `GradientLap.hide_taken`."""
-        self.lap.hide_taken()
-
     def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
         return self.lap.take_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
-        self.lap.forget_shown()
+        self.lap.hide_taken()
         super().zero_grad(set_to_none)
         if self._paging.paged.health.state is not Health.AHEAD:
             self._end_backward()
@@ -241,9 +234,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         chosen = [
             (parameter, group)
             for parameter, group in self._with_groups(only)
-            if parameter.grad is not None or has(trained_shard(parameter))
+            if self.lap.left(parameter) is not None or has(trained_shard(parameter))
         ]
-        left = {trained_shard(p).index: local_of(p.grad).reshape(-1) for p, _ in chosen if p.grad is not None}
+        lefts = [(trained_shard(p).index, self.lap.left(p)) for p, _ in chosen]
+        left = {index: local.reshape(-1) for index, local in lefts if local is not None}
         grads = dict(zip(left, self._paging.host_gradients.start([*left.values()]), strict=True))
         by_shard: dict[int, Stepping] = {}
         settings: dict[int, Any] = {}

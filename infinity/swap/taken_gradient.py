@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.sharding import in_backward
 
 _VIEWS = {torch.ops.aten.view, torch.ops.aten.detach, torch.ops.aten.alias}
 
@@ -23,22 +24,11 @@ class TakenGradient(torch.Tensor):
 
     _name: str
 
-    @staticmethod
-    def of(parameter: nn.Parameter, name: str) -> DTensor:
-        """For `.grad` of a paged parameter."""
-        data = parameter.data
-        assert isinstance(data, DTensor)
-        local = data._local_tensor
-        stand_in = DTensor.from_local(
-            _made(local.shape, local.stride(), local.device, name),
-            data.device_mesh,
-            data.placements,
-            run_check=False,
-            shape=data.shape,
-            stride=data.stride(),
-        )
-        shown: DTensor = stand_in.detach()  # type: ignore[assignment]
-        return shown
+    def __iadd__(self, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override, misc]
+        """FSDP2 adds what another backward reduced: that is all that `.grad` holds, until it is taken too."""
+        if not in_backward():
+            raise refusal(self._name)
+        return other
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TakenGradient({self._name}, size={tuple(self.shape)})"
@@ -55,12 +45,47 @@ class TakenGradient(torch.Tensor):
         raise refusal(base._name if base is not None else "")
 
 
+class StandIn:
+    """What `.grad` of one paged parameter shows of its gradient while that is elsewhere."""
+
+    def __init__(self, parameter: nn.Parameter, name: str) -> None:
+        data = parameter.data
+        assert isinstance(data, DTensor)
+        local = data._local_tensor
+        self._parameter, self._local = parameter, _made(local.shape, local.stride(), local.device, name)
+        stand_in = DTensor.from_local(
+            self._local,
+            data.device_mesh,
+            data.placements,
+            run_check=False,
+            shape=data.shape,
+            stride=data.stride(),
+        )
+        self._shown: DTensor = stand_in.detach()  # type: ignore[assignment]
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether `.grad` shows it, or what FSDP2 has added to it since."""
+        return self._parameter.grad is self._shown
+
+    def show(self) -> None:
+        """From now on `.grad` refuses to be used."""
+        self._shown._local_tensor = self._local
+        self._parameter.grad = self._shown
+
+    def hide(self) -> None:
+        """`.grad` is None, unless somebody has set it."""
+        if self.is_shown:
+            self._parameter.grad = None
+
+
 def refusal(name: str) -> InfinityError:
     """What whoever looks at a taken gradient, or changes it, is told."""
     return InfinityError(
         f"the gradient{f' of {name}' if name else ''} is used or changed, and the backward has taken it out of .grad already: "
-        "for clipping set gradient_clipping in the config; for anything else of your own set infinity.keep_grad to true, and "
-        "gradients stay in .grad until the step"
+        "for clipping set gradient_clipping in the config; for anything else of your own set infinity.keep_grad to true "
+        '(PagingOptions: update "forward" or "step", gradients in fp32, no gradient_bytes_max), and they stay in .grad until '
+        "the step; to drop gradients call zero_grad() of the optimizer"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from quiet import come_to_rest
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
+from infinity import PagingOptions
 from infinity.swap.gradients import Gradients
 from infinity.swap.stager import Stager
 from infinity.swap.taken_gradient import TakenGradient
@@ -319,3 +320,59 @@ def test_in_the_backward_none_waits(nvme_path: Path) -> None:
     assert engine.swap is not None and engine.swap.update_at == "backward"
     assert all(sub.gradient is None for sub in engine.swap.paged.sub_groups)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PagingOptions(param_persistence_threshold=0, update="backward"),
+        PagingOptions(param_persistence_threshold=0, update="forward", gradient_dtype=torch.bfloat16),
+        PagingOptions(param_persistence_threshold=0, update="step", gradient_bytes_max=0),
+    ],
+    ids=["updated in the backward", "in 16 bits", "on NVMe"],
+)
+def test_a_loop_of_ones_own_is_refused_what_was_taken(options: PagingOptions, nvme_path: Path) -> None:
+    micro_batches = 1 if options.update == "backward" else 3
+
+    def sharded() -> nn.Module:
+        model = Model()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for module in (*model.blocks, model):
+            fully_shard(module, mp_policy=policy)
+        return model
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, refused: bool) -> Iterator[float]:
+        for number in range(4):
+            for micro_batch in range(micro_batches):
+                loss = model(batch(10 * number + micro_batch)).float().square().mean()
+                loss.backward()
+                yield loss.item()
+            if refused:
+                for use in (nn.utils.clip_grad_norm_, _halve):
+                    with pytest.raises(infinity.InfinityError, match=r"gradient_clipping.*infinity\.keep_grad"):
+                        use(model.parameters(), 1e-3)
+            optimizer.step()
+            assert all(p.grad is None for p in model.parameters()) or not refused or options.update == "step"
+            optimizer.zero_grad()
+
+    memory = sharded()
+    expected = [*losses(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2), refused=False)]
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, options)
+        optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
+        assert [*losses(nvme, optimizer, refused=True)] == expected
+        nvme(batch(0)).float().square().mean().backward()
+        if options.update != "backward":
+            nvme.zero_grad()  # of the module, which knows nothing of what was taken
+            with pytest.raises(infinity.InfinityError, match=r"zero_grad\(\) of the optimizer"):
+                optimizer.step()
+            optimizer.zero_grad()
+            nvme(batch(1)).float().square().mean().backward()
+        optimizer.step()
+
+
+def _halve(parameters: Iterable[nn.Parameter], _: float) -> None:
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
