@@ -50,7 +50,6 @@ from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
-from infinity.swap.updates import finish_updates
 
 
 class Paging:
@@ -181,7 +180,7 @@ class Paging:
         """
         ahead = sub_groups_ahead(self._room_bytes, self.paged.layout.sub_group_bytes_max)
         with self.entered():
-            finish_updates(self.paged, self.paged.stager, ahead)
+            self.paged.updates.run_all(ahead)
 
     def end_step(self) -> None:
         """The step is over; the next one's first groups are read as soon as they are written."""

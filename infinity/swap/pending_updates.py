@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -31,6 +32,7 @@ from infinity.swap.slots import Slots
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.timeline import measured
+from infinity.swap.wanted import Wanted
 
 
 class PendingUpdates:
@@ -141,6 +143,29 @@ class PendingUpdates:
                 stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
             raise
 
+    def run_all(self, sub_groups_ahead: int) -> None:
+        """Run every update that is left, in a pipeline: k+1 is read, k updated, k-1 written.
+
+        Reads `sub_groups_ahead` sub-groups ahead; the last writes go on in the background.
+        Raises IoError when a transfer failed: where that was a read, the updates that were not run still wait.
+        """
+        moving, staying = [sub for sub in self if sub.moves], [sub for sub in self if not sub.moves]
+        groups = [group for group in self._groups if self.of(group)]
+        for group in groups:
+            group.forget(self._stager)
+        wanted, ahead = Wanted.of([sub.chunk for sub in moving], at_once=1 + sub_groups_ahead)
+        done = 0
+        try:
+            for sub in _in_turn(moving, staying):
+                ahead.pass_to(done)
+                ahead.fit()
+                self._stager.want(wanted)
+                done += sub.moves
+                self.run(sub)
+        finally:
+            for group in groups:
+                self.point(group)
+
     @contextlib.contextmanager
     def _undone(self, sub: PagedSubGroup) -> Iterator[None]:
         """Around an update of what is in a lease: until its write begins, an exception leaves the sub-group as it was."""
@@ -248,6 +273,13 @@ class PendingUpdates:
         group = self.group_of(sub)
         staged_with_group = self._in_backward and group is not None and group.chunk is not None
         sub.chunk.reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
+
+
+def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:
+    """All of them, those that stay in memory spread evenly: the drive reads and writes while they are updated."""
+    placed = [((2 * k + 1) * len(staying), sub) for k, sub in enumerate(moving)]
+    placed += [((2 * k + 1) * len(moving), sub) for k, sub in enumerate(staying)]
+    return [sub for _, sub in sorted(placed, key=itemgetter(0))]
 
 
 def _copy_to_group(sub: PagedSubGroup, lease: Lease | None, into: Lease) -> None:
