@@ -124,7 +124,7 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         lower_bound = engine.step_lower_bound_seconds(
             compute_seconds=0.0, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
         )
-        ahead = engine.swap.device_ahead
+        ahead = engine.swap.paging.parameters.ahead
         line |= {
             "drive_lower_bound_seconds": lower_bound,
             "share_of_drive_lower_bound": lower_bound / taken,

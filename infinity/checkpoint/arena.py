@@ -219,8 +219,8 @@ def start(
     rank, draft = dist.get_rank(), draft_of(directory, tag)
     with raise_on_all_ranks(), failing_as(draft.task):
         blob = encode(unpaged_state)
-        snapshot = Snapshot(swap.arena_layout)
-        swap.settle()
+        snapshot = Snapshot(swap.paging.arena_layout)
+        swap.paging.settle()
         rank_record = _record_of(swap, snapshot, draft.identity, unpaged_state["global_steps"], blob)
         with refusing(draft.task):
             check_record(rank_record, unpaged_state)
@@ -232,14 +232,14 @@ def start(
             if rank == 0:
                 check_space(
                     draft.root,
-                    snapshot.nbytes * swap.arena_layout.shards + len(blob) * dist.get_world_size(),
+                    snapshot.nbytes * swap.paging.arena_layout.shards + len(blob) * dist.get_world_size(),
                     "a checkpoint",
                 )
             content = rank_record.to_bytes()
             record = StoredFile(len(content), hashlib.sha256(content).hexdigest())
             write_training_state = partial(_write_training_state, draft, rank, content, {record_name(rank): record})
-            if rank < swap.arena_layout.shards:
-                copying = swap.start_copying(draft.folder / arena_name(rank), write_training_state)
+            if rank < swap.paging.arena_layout.shards:
+                copying = swap.paged.start_copying(draft.folder / arena_name(rank), write_training_state)
             else:  # a replica: another rank stores the same arena
                 write_training_state(None)
         manifest = manifest_of(model, unpaged_state["global_steps"], {}, tag, "arena")
@@ -281,7 +281,7 @@ def load(
             _check_fits(stored, unpaged_state, model, optimizer)
         begin()
         with raise_on_all_ranks():
-            same = stored.with_layout(swap.arena_layout) if swap is not None else None
+            same = stored.with_layout(swap.paging.arena_layout) if swap is not None else None
             if swap is not None and same is not None:
                 _copy_back(same, swap)
             else:
@@ -337,7 +337,7 @@ def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, 
         stepped=bits([shard.stepped for shard in shards]),
         ties=tuple(counts),
     )
-    layout = replace(swap.arena_layout, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
+    layout = replace(swap.paging.arena_layout, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
     return Record(commit, layout, ties, unpaged_state)
 
 

@@ -183,7 +183,7 @@ class Commits:
             stepped=bits([shard.stepped for shard in paged.shards]),
             ties=counts,
         )
-        record = Record(commit, self._swap.arena_layout, ties, pending.stored, paged.page_sums())
+        record = Record(commit, self._swap.paging.arena_layout, ties, pending.stored, paged.page_sums())
         try:
             self._run.write(record)
         except OSError as error:

@@ -207,8 +207,8 @@ def _shard_and_page(
         micro_batches = resolved.batch.accumulation
         live = LiveParameters(outline, resolved.live, micro_batches=micro_batches, ranks=resolved.shard_ranks)
         notes += live.notes
-        if swap is not None and swap.device_ahead is not None:
-            ahead = swap.device_ahead
+        if swap is not None and swap.paging.parameters.ahead is not None:
+            ahead = swap.paging.parameters.ahead
             ahead.bytes_max = min(ahead.bytes_max, live.spare_numel * resolved.compute_dtype.itemsize)
     activations, activation_notes = make_activations(resolved.activations, swap, compute_device())
     if dist.get_rank() == 0:

@@ -261,7 +261,7 @@ class Paged(_NotDurable):
         self.swap: SwapManager = swap
         self._optimizer = optimizer
         self.health = swap.paged.health
-        self.updates_in_backward = swap.update_at == "backward"
+        self.updates_in_backward = swap.paging.options.update == "backward"
         self.counts_steps = optimizer.counts_steps
 
     @property
@@ -270,7 +270,7 @@ class Paged(_NotDurable):
 
     @property
     def waiting_gradient_bytes(self) -> int:
-        return self.swap.gradients.held_bytes
+        return self.swap.paging.waiting_gradients.held_bytes
 
     def check_untouched(self) -> None:
         self._optimizer.lap.check_untouched()
@@ -279,7 +279,7 @@ class Paged(_NotDurable):
         return self._optimizer.take_gradients()
 
     def alone(self) -> contextlib.AbstractContextManager[object]:
-        return self.swap.alone()
+        return self.swap.paging.alone()
 
     def prepare(self, factor: Scalar) -> None:
         assert isinstance(factor, float)
@@ -293,7 +293,7 @@ class Paged(_NotDurable):
         self._optimizer.skip()
 
     def recover(self) -> None:
-        self.swap.recover()
+        self.swap.paging.recover()
 
     def discard(self) -> None:
         self._optimizer.discard()

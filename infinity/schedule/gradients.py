@@ -15,7 +15,7 @@ GRADIENT_BYTES = 4
 """One element of a reduced gradient (fp32)."""
 
 NARROW_GRADIENT_BYTES = 2
-"""The same where it fits in 16 bits: see [Note: Gradients in 16 bits] in infinity/swap/gradients.py."""
+"""The same where it fits in 16 bits: see [Note: Gradients in 16 bits] in infinity/swap/waiting_gradients.py."""
 
 
 def gradient_itemsize(*, ranks: int, micro_batches: int, reduced_in_16_bits: bool, computed_in_16_bits: bool) -> int:

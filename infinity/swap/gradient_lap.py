@@ -1,8 +1,9 @@
 """Floor 8. The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
 
-Reads top-down: `came` is what autograd sets off for each parameter; what is due then is `take` (the gradients wait) or `apply`
-(their group is updated in the backward). The step that follows runs or defers the updates: see pending_updates.py. Used by the
-training thread, and by autograd's threads on its behalf; see infinity/swap/README.md for a lap by example.
+Reads top-down: `came` is what autograd sets off for each parameter; what is due then is `take` (the gradients wait) or
+`queue_update` (their group is updated in the backward). The step that follows runs or defers the updates: see
+pending_updates.py. Used by the training thread, and by autograd's threads on its behalf; see infinity/swap/README.md for a lap
+by example.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class GradientLap:
             shard.index: local_of(_grad_of(parameter)).view(-1)
             for shard, parameter in zip(shards, parameters, strict=True)
         }
-        self._paging.gradients.take(group, gradients)
+        self._paging.waiting_gradients.take(group, gradients)
         for shard, parameter in zip(shards, parameters, strict=True):
             self._note_norm(parameter)
             shard.move_gradient_to(GradientState.TAKEN)
@@ -104,7 +105,7 @@ class GradientLap:
         """Those whose gradients came of a group, in their order."""
         return list(self._arrived[group])
 
-    def apply(
+    def queue_update(
         self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate], settings: Mapping[nn.Parameter, Any]
     ) -> None:
         """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before.
@@ -118,9 +119,9 @@ class GradientLap:
             trained_shard(parameter).move_gradient_to(GradientState.APPLIED)
         behind = self._paging.groups_coming
         if behind and not self._coming:
-            Variable._execution_engine.queue_callback(self._apply_coming)
+            Variable._execution_engine.queue_callback(self._update_coming)
         self._coming.append((group, updates))
-        self._apply_coming(leave=behind)
+        self._update_coming(leave=behind)
 
     def check_complete(self) -> None:
         """Raise InfinityError where an exception ended `take`."""
@@ -141,7 +142,7 @@ class GradientLap:
     def end(self) -> None:
         """The step is over: what comes from now on belongs to the next."""
         self.hide_taken()
-        self._paging.gradients.forget()
+        self._paging.waiting_gradients.forget()
         self.norms.clear()
         self._coming.clear()
         self._arrived.clear()
@@ -188,7 +189,7 @@ class GradientLap:
         stand_in.show()
         self.norms[parameter] = norm
 
-    def _apply_coming(self, *, leave: int = 0) -> None:
+    def _update_coming(self, *, leave: int = 0) -> None:
         """Update the groups whose gradients are on their way, but for the last `leave`."""
         while len(self._coming) > leave:
             self._paging.update_in_backward(*self._coming.pop(0))

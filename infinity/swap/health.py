@@ -7,7 +7,7 @@ An exception can end a pass at any line, an asynchronous one (KeyboardInterrupt)
 the values is a *change*, a section of its own that is begun in one place and over in another: values are old before it and
 new after it, and torn where anything ends it in between. Changes are few, short, and named. All else that a pass keeps (what
 is staged, gathered, expected, on its way) can be made anew from what rests on the drive, and is, by whoever finds a pass that
-never ended: see `SwapManager.recover`.
+never ended: see `Paging.recover`.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class HostGradients:
         self._last = self._device.start_d2h(gradient.to(into.dtype), into)
         return self._last
 
-    def take_back(self, fetched: torch.Tensor) -> torch.Tensor:
+    def to_device(self, fetched: torch.Tensor) -> torch.Tensor:
         """What came before (1-D, copied) on the device, for what the current stream does from now on; a `fetch` of what that
         makes of it may go to the same place."""
         return self._device.start_h2d(fetched).on_device()

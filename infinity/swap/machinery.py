@@ -152,13 +152,13 @@ class Machinery:
             if self.direct is not None:
                 closing.callback(self.direct.close)
             closing.callback(self.stager.drop_all)
-            closing.callback(self.gradients.close)
+            closing.callback(self.host_gradients.close)
             self.stager.settle_all()
 
     def _take_device(self, device: Device, *, pin: bool) -> None:
         self.stager.device = device
         self.host_memory = HostBuffers(device, pin=pin)
-        self.gradients = HostGradients(device, self.host_memory)
+        self.host_gradients = HostGradients(device, self.host_memory)
 
 
 def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,15 +30,10 @@ from infinity.fsdp2.sharding import (
 from infinity.plan.estimate import record_bytes
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.schedule.pinned import ACCESS_BYTES
-from infinity.schedule.scheme import Update
 from infinity.schedule.timeline import TraceSummary
 from infinity.store import Arena, ArenaLayout, DurableRun, Layout
-from infinity.store.arena_copy import Copying
 from infinity.store.commit import describe, differences
-from infinity.store.files import StoredFile
 from infinity.swap import budget
-from infinity.swap.ahead import DeviceAhead
-from infinity.swap.gradients import Gradients
 from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.options import PagingOptions, options_from_arguments
 from infinity.swap.paged_model import PagedModel
@@ -297,42 +291,6 @@ class SwapManager:
     def stager(self) -> Stager:
         """What moves the chunks, for a look at what is in flight."""
         return self._open().stager
-
-    @property
-    def gradients(self) -> Gradients:
-        """Where the gradients of the paged model wait for their update."""
-        return self.paging.gradients
-
-    @property
-    def update_at(self) -> Update:
-        """When the optimizer updates the paged parameters; "step" before `page`."""
-        return self._paging.options.update if self._paging is not None else "step"
-
-    @property
-    def arena_layout(self) -> ArenaLayout:
-        """How the state of the paged model lies in the arena."""
-        return self.paging.arena_layout
-
-    @property
-    def device_ahead(self) -> DeviceAhead | None:
-        """What goes to the device before it is gathered, and how much may lie there; None where nothing is copied."""
-        return self._paging.parameters.ahead if self._paging is not None else None
-
-    def alone(self) -> contextlib.AbstractContextManager[object]:
-        """Around what no other thread may look into: others wait."""
-        return self.paging.alone()
-
-    def recover(self) -> None:
-        """Make anew what a pass leaves that an exception ended: see `Paging.recover`."""
-        self.paging.recover()
-
-    def settle(self) -> None:
-        """Run the updates that wait, and wait for what is being written. Raises IoError, InfinityError after a torn step."""
-        self.paging.settle()
-
-    def start_copying(self, path: Path, finish: Callable[[StoredFile], None]) -> Copying:
-        """Begin to copy the model's state into the new file `path`: see `PagedModel.start_copying`."""
-        return self.paged.start_copying(path, finish)
 
     # What it took.
 

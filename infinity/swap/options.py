@@ -55,7 +55,7 @@ class PagingOptions:
     """Whether masters and optimizer state stay in host memory, so that only compute parameters rest on NVMe."""
     gradient_dtype: torch.dtype = torch.float32
     """In which gradients wait for their update. One of 16 bits is for where it holds all of a gradient: see [Note: Gradients in
-    16 bits] in infinity/swap/gradients.py. The backward takes such gradients, and `.grad` refuses to be used after it."""
+    16 bits] in infinity/swap/waiting_gradients.py. The backward takes such gradients; `.grad` refuses to be used after it."""
     gradient_bytes_max: int | None = None
     """Host memory (bytes) in which gradients wait; those of the last groups that don't fit wait on NVMe. None keeps all of them
     in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it. Without

@@ -81,7 +81,9 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
             whole = (
                 sub.layout.split or Field.COMPUTE not in sub.layout.fields
             )  # else the copy is not read, and made after
-            whole = whole and sub.layout.moments == len(MOMENTS) and not sub.rests_in_host and sub.gradient is None
+            whole = (
+                whole and sub.layout.moments == len(MOMENTS) and not sub.rests_in_host and sub.gradient_extent is None
+            )
             sub.chunk.verified_by_user = fused and alone and whole and self._paging.paged.stager.io.checked
 
     def _settings(self, group: dict[str, Any]) -> AdamSettings:

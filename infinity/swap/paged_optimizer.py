@@ -64,7 +64,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 shard = trained_shard(parameter)
-                if self._paging.options.update == "backward" or self._paging.gradients.takes(shard.group):
+                if self._paging.options.update == "backward" or self._paging.waiting_gradients.takes(shard.group):
                     came = partial(_tell, weakref.ref(self)) if shard.resident is None else move_out
                     parameter.register_post_accumulate_grad_hook(came)
 
@@ -105,7 +105,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
-            updates = self._updates_of(self._paging.paged.sub_groups, stepping, self._paging.gradients.claim)
+            updates = self._updates_of(self._paging.paged.sub_groups, stepping, self._paging.waiting_gradients.claim)
             self._paging.paged.updates.defer(updates)
             for stepped in stepping.values():
                 self._note_step_of(stepped)
@@ -156,18 +156,18 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if group is None:
                 return
             if self.lap.in_backward:
-                self._apply(group)
+                self._update_in_backward(group)
             else:
                 self.lap.take(group)
 
-    def _apply(self, group: PagedGroup) -> None:
+    def _update_in_backward(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived."""
         self._paging.paged.health.go_ahead()
         stepping = self._stepping(1.0, self.lap.arrived(group))
         updates = self._updates_of(group.members, stepping, lambda sub: None)
         for step in stepping.values():
             self._note_step_of(step)
-        self.lap.apply(group, updates, {step.parameter: step.settings for step in stepping.values()})
+        self.lap.queue_update(group, updates, {step.parameter: step.settings for step in stepping.values()})
 
     def _updates_of(
         self,
@@ -230,7 +230,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _stepping(self, grad_scale: float, only: Collection[nn.Parameter] | None = None) -> dict[int, Stepping]:
         """By number of their shard: the parameters that have a gradient, with state made where it is their first step."""
-        has = self._paging.gradients.has
+        has = self._paging.waiting_gradients.has
         chosen = [
             (parameter, group)
             for parameter, group in self._with_groups(only)
@@ -287,7 +287,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Step the pieces of one sub-group in place and refresh its copies. `taken`: its gradients where they were taken."""
         if taken is None and any(stepped.grad is None for stepped in stepping.values()):
             assert lease is not None
-            taken = self._paging.gradients.staged(sub, lease)
+            taken = self._paging.waiting_gradients.staged(sub, lease)
         elif taken is not None:
             self._paging.host_gradients.settle()
         batches: dict[Any, list[Piece]] = {}

@@ -36,7 +36,6 @@ from infinity.fsdp2.sharding import (
 from infinity.schedule.pinned import sub_groups_ahead
 from infinity.store import Arena, ArenaLayout, Field
 from infinity.swap.ahead import DeviceAhead
-from infinity.swap.gradients import Gradients
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.machinery import Machinery
@@ -50,6 +49,7 @@ from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
+from infinity.swap.waiting_gradients import WaitingGradients
 
 
 class Paging:
@@ -72,9 +72,9 @@ class Paging:
     ) -> None:
         self.owner, self.paged, self.options = owner, paged, options
         self.arena_layout = arena_layout
-        self.host_gradients = machinery.gradients
+        self.host_gradients = machinery.host_gradients
         self.device = machinery.stager.device
-        self.gradients = Gradients(paged, machinery.gradients, options.gradient_dtype)
+        self.waiting_gradients = WaitingGradients(paged, machinery.host_gradients, options.gradient_dtype)
         """Where its gradients wait for their update."""
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
@@ -239,7 +239,7 @@ class Paging:
 
     def close(self) -> None:
         """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
-        self.gradients.forget()
+        self.waiting_gradients.forget()
         self.parameters.close()
         self.paged.close()
         self._machinery = self._activation_part = self._activation_stager = None
@@ -317,7 +317,7 @@ class Paging:
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""
         moved = self.policy.step_bytes(micro_batches, gathers)
-        spilled = self.gradients.step_bytes(micro_batches)
+        spilled = self.waiting_gradients.step_bytes(micro_batches)
         return moved[0] + spilled[0], moved[1] + spilled[1]
 
     def activation_buffers(self) -> tuple[Stager, PoolPart, Arena]:

@@ -92,7 +92,7 @@ class PendingUpdates:
         for group in self._groups:
             group.forget(stager)
         for sub in updates:
-            of_no_use = sub.gradient is not None or sub.chunk.reads != sub.reads(compute=True)
+            of_no_use = sub.gradient_extent is not None or sub.chunk.reads != sub.reads(compute=True)
             if of_no_use:  # read with an earlier gradient, or without the compute parameter
                 stager.drop(sub.chunk)
         self.stepped = tuple(updates)
@@ -126,7 +126,7 @@ class PendingUpdates:
             self._slots.let_be_copied(sub, sub.current_slot)
         lease = stager.acquire(sub.chunk) if sub.moves else None
         try:
-            with self._health.change("an optimizer step") if sub.rests_in_host else self._undone(sub):
+            with self._health.change("an optimizer step") if sub.rests_in_host else self._undo_on_error(sub):
                 with measured(stager.timeline, "update", sub.chunk.name):
                     self._pending[sub](lease)
                 if into is not None:
@@ -167,7 +167,7 @@ class PendingUpdates:
                 self.point(group)
 
     @contextlib.contextmanager
-    def _undone(self, sub: PagedSubGroup) -> Iterator[None]:
+    def _undo_on_error(self, sub: PagedSubGroup) -> Iterator[None]:
         """Around an update of what is in a lease: until its write begins, an exception leaves the sub-group as it was."""
         self._running = (sub, sub.ties)
         try:

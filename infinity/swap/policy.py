@@ -77,7 +77,7 @@ class StagingPolicy:
         self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
         """The same, but nothing for sub-groups."""
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
-        self._spilled = frozenset(self._unit(sub) for sub in paged.sub_groups if sub.gradient is not None)
+        self._spilled = frozenset(self._unit(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
         largest_group = max(group_bytes)
         self._room_bytes = look_ahead_room(pool_bytes, largest_group)
         """Bytes of the pool that reads ahead may hold ..."""

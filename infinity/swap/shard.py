@@ -25,8 +25,8 @@ class GradientState(enum.Enum):
     TAKING = "taking"
     """On its way out of `.grad`. An exception now loses it, and the step has to begin anew."""
     TAKEN = "taken"
-    """Kept until the update, in host memory or on NVMe (gradients.py); `.grad` refuses to be used. Another may arrive, and is
-    added."""
+    """Kept until the update, in host memory or on NVMe (waiting_gradients.py); `.grad` refuses to be used. Another may arrive,
+    and is added."""
     APPLIED = "applied"
     """The backward has updated its group with it, or will before it ends. No other may come."""
 

@@ -53,7 +53,7 @@ class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
     `slots`: its extents in the arena; two in a durable run. `current_slot` is the number of the one that holds its values,
-    `committed_slot` of the one that must stay as it is. `gradient`: the extent in which its gradient waits for the update,
+    `committed_slot` of the one that must stay as it is. `gradient_extent`: in which its gradient waits for the update,
     where that is not in host memory. `ties`: where a split master was rounded up on a tie (int32, ascending): see
     [Note: Split masters] in infinity/optim/split.py. The chunk of one that rests in host memory altogether moves nothing.
     """
@@ -62,7 +62,7 @@ class PagedSubGroup:
     slots: tuple[Extent, ...]
     chunk: Chunk
     compute_dtype: torch.dtype
-    gradient: Extent | None = None
+    gradient_extent: Extent | None = None
     locations: dict[Field, Location] = field(default_factory=dict, repr=False)
     ties: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32), repr=False)
     current_slot: int = 0
@@ -105,8 +105,8 @@ class PagedSubGroup:
         if fields:
             first = self.locations[fields[0]].offset
             spans.append(Span(self.extent.offset + first, first, self.layout.nbytes - first))
-        if self.gradient is not None:
-            spans.append(Span(self.gradient.offset, self.layout.nbytes, self.layout.gradient_bytes))
+        if self.gradient_extent is not None:
+            spans.append(Span(self.gradient_extent.offset, self.layout.nbytes, self.layout.gradient_bytes))
         return tuple(spans)
 
     def dtype(self, name: Field) -> torch.dtype:

@@ -40,8 +40,8 @@ def main() -> None:
         swap: Any = paging.owner
         swap.stager.settle_all()  # what is read ahead of the next step is then the same after each
         end_step(paging)
-        assert swap.device_ahead is not None
-        bounds.append(swap.device_ahead.bytes_max)
+        assert swap.paging.parameters.ahead is not None
+        bounds.append(swap.paging.parameters.ahead.bytes_max)
         come_to_rest(swap)
         steps.append((swap.stats().read_bytes, swap.step_bytes()[0]))
 

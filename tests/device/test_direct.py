@@ -71,8 +71,8 @@ class Machine:
         def end(paging: Paging) -> None:
             swap: Any = paging.owner
             end_step(paging)
-            assert swap.reads_directly and swap.device_ahead is not None
-            self.bounds.append(swap.device_ahead.bytes_max)
+            assert swap.reads_directly and swap.paging.parameters.ahead is not None
+            self.bounds.append(swap.paging.parameters.ahead.bytes_max)
             come_to_rest(swap)
             self.steps.append((swap.stats().read_bytes, swap.step_bytes()[0]))
 

@@ -88,9 +88,9 @@ def test_a_sum_goes_back_to_where_its_first_part_was_taken_from_without_a_wait_i
         place = home.memory(1000, torch.float32)
         home.fetch(torch.ones(1000), place)
         with pytest.raises(Hazard, match="reads host memory before the copy into it has ended"):
-            home.take_back(place)
+            home.to_device(place)
         home.settle()
-        home.fetch((torch.ones(1000) * 2).add_(home.take_back(place)), place)
+        home.fetch((torch.ones(1000) * 2).add_(home.to_device(place)), place)
         assert not all(copy.ran for copy in runtime.copies), "nobody waited"
         home.settle()
         assert place.unique().tolist() == [3.0]

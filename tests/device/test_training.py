@@ -19,7 +19,7 @@ from launch import ranks
 
 import infinity
 from infinity.device import StreamDevice, streams
-from infinity.swap import gradients, host_gradients, manager, parameter_lap
+from infinity.swap import host_gradients, manager, parameter_lap, waiting_gradients
 from infinity.swap.chunk import ChunkState
 from infinity.swap.paging import Paging
 from infinity.swap.stager import Stager
@@ -106,9 +106,9 @@ def test_groups_are_on_their_way_before_they_are_asked_for(
         swap: Any = paging.owner
         swap.stager.settle_all()  # what is still being written can't be read ahead
         end_step(paging)
-        assert swap.device_ahead is not None
-        demanded.append((swap.device_ahead.late, len(swap.paged.groups)))
-        largest.append(swap.device_ahead.bytes_max)
+        assert swap.paging.parameters.ahead is not None
+        demanded.append((swap.paging.parameters.ahead.late, len(swap.paged.groups)))
+        largest.append(swap.paging.parameters.ahead.bytes_max)
         assert any(group.resident_bytes for group in swap.paged.groups) == small_too
 
     start = parameter_lap.ParameterLap.start_ahead
@@ -142,8 +142,8 @@ def test_a_bound_on_live_parameters_leaves_no_room_ahead(nvme_path: Path, monkey
     def end(paging: Paging) -> None:
         swap: Any = paging.owner
         end_step(paging)
-        assert swap.device_ahead is not None
-        bounds.append((swap.device_ahead.bytes_max, swap.device_ahead.late))
+        assert swap.paging.parameters.ahead is not None
+        bounds.append((swap.paging.parameters.ahead.bytes_max, swap.paging.parameters.ahead.late))
 
     monkeypatch.setattr(Paging, "end_step", end)
     expected = training.with_engine(training.CASES["plain"], None)
@@ -157,16 +157,16 @@ def test_a_bound_on_live_parameters_leaves_no_room_ahead(nvme_path: Path, monkey
 def test_nobody_waits_for_a_gradient_that_spills(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device that copies nothing before it must, every gradient is still on its way when the backward goes on."""
     waited: list[bool] = []
-    spill = gradients.Gradients._spill
+    spill = waiting_gradients.WaitingGradients._spill
 
-    def spilling(self: gradients.Gradients, sub: Any, pieces: Any, grads: Any) -> None:
+    def spilling(self: waiting_gradients.WaitingGradients, sub: Any, pieces: Any, grads: Any) -> None:
         spill(self, sub, pieces, grads)
         chunk = self._spilled[sub]
         waited.append(
             chunk.state is not ChunkState.COPYING_FROM_DEVICE or chunk.copy_event is None or chunk.copy_event.done()
         )
 
-    monkeypatch.setattr(gradients.Gradients, "_spill", spilling)
+    monkeypatch.setattr(waiting_gradients.WaitingGradients, "_spill", spilling)
     case = training.CASES["some gradients on NVMe, accumulated"]
     on_fake(LateRuntime(), case, nvme_path, monkeypatch)
     assert len(waited) > 10 and not any(waited)

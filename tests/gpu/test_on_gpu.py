@@ -130,13 +130,13 @@ def test_copies_to_the_device_are_hidden_once_the_order_is_known(nvme_path: Path
             step(engine, number, context)
         if not ON_GPU:
             pytest.skip("rehearsed: trained; how copies overlap is a question to a GPU")
-        assert engine.swap is not None and engine.swap.device_ahead is not None
-        late = engine.swap.device_ahead.late
+        assert engine.swap is not None and engine.swap.paging.parameters.ahead is not None
+        late = engine.swap.paging.parameters.ahead.late
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             step(engine, 3, context)
             torch.cuda.synchronize()
-        late = engine.swap.device_ahead.late - late
+        late = engine.swap.paging.parameters.ahead.late - late
     copies, kernels = [], []
     for event in profiler.events() or ():
         if event.device_type == torch.autograd.DeviceType.CUDA:

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity import PagingOptions
-from infinity.swap.gradients import Gradients
 from infinity.swap.stager import Stager
 from infinity.swap.taken_gradient import TakenGradient
+from infinity.swap.waiting_gradients import WaitingGradients
 
 BLOCKS = 4
 WIDTH = 64
@@ -65,9 +65,9 @@ def made(
     return engine
 
 
-def gradients(engine: infinity.Engine) -> Gradients:
+def gradients(engine: infinity.Engine) -> WaitingGradients:
     assert engine.swap is not None
-    return engine.swap.gradients
+    return engine.swap.paging.waiting_gradients
 
 
 def batch(number: int) -> torch.Tensor:
@@ -317,8 +317,8 @@ def test_in_the_backward_none_waits(nvme_path: Path) -> None:
         "infinity": {"pinned_bytes_max": "16MiB", "gradient_bytes_max": 0},
     }
     engine, *_ = infinity.initialize(model=model, config=config)
-    assert engine.swap is not None and engine.swap.update_at == "backward"
-    assert all(sub.gradient is None for sub in engine.swap.paged.sub_groups)
+    assert engine.swap is not None and engine.swap.paging.options.update == "backward"
+    assert all(sub.gradient_extent is None for sub in engine.swap.paged.sub_groups)
     engine.close()
 
 

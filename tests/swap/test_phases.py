@@ -159,7 +159,7 @@ def test_generation_is_foreseen_pass_after_pass(run: Run, mode: bool) -> None:
     train(run)
     passes = [demands(run, lambda rows=rows: run.evaluate(rows=rows, mode=mode)) for rows in range(1, 7)]
     # Nobody has seen a pass of evaluation yet; but updates that wait are read ahead in the order of training.
-    assert (passes[0] == 0) == (run.swap.update_at == "forward")
+    assert (passes[0] == 0) == (run.swap.paging.options.update == "forward")
     assert passes[2:] == [0] * 4
 
 

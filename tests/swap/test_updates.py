@@ -178,7 +178,7 @@ def test_a_step_takes_the_gradients_and_a_forward_frees_them(both: list[infinity
     nvme = both[1]
     nvme.backward(nvme(torch.ones(2, 8)).float().square().mean())
     assert nvme.swap is not None
-    held = nvme.swap.gradients._held
+    held = nvme.swap.paging.waiting_gradients._held
     left = [p.grad for p in nvme.parameters() if not isinstance(p.grad._local_tensor, TakenGradient)]  # type: ignore[union-attr]
     grads = [weakref.ref(each) for each in (*held.values(), *left)]
     del left
@@ -391,7 +391,7 @@ def eager(nvme_path: Path) -> Iterator[list[infinity.Engine]]:
     """The same training in memory and on NVMe, where it is updated in the backward."""
     engines = [made(None, clipping=0.0), made(nvme_path, clipping=0.0, update="auto")]
     assert engines[1].swap is not None
-    assert engines[1].swap.update_at == "backward"
+    assert engines[1].swap.paging.options.update == "backward"
     yield engines
     for engine in engines:
         engine.close()
@@ -630,7 +630,7 @@ def test_state_whose_gradients_wait_on_the_drive_is_read_with_them(nvme_path: Pa
             step(engine)
         written_and_backward(engine)
     assert engines[1].swap is not None
-    assert engines[1].swap.paged.sub_groups[0].gradient is not None
+    assert engines[1].swap.paged.sub_groups[0].gradient_extent is not None
     assert not read_ahead(engines[1])
     go_on_as_in_memory(engines)
     for engine in engines:

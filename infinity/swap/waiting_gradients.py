@@ -42,7 +42,7 @@ class _Held:
         return self.tensor
 
 
-class Gradients:
+class WaitingGradients:
     """Keeps the reduced gradients of the groups that it `takes`, in `dtype`, until their update.
 
     home: brings them from the device.
@@ -51,7 +51,9 @@ class Gradients:
     def __init__(self, paged: PagedModel, home: HostGradients, dtype: torch.dtype) -> None:
         self._stager, self._home = paged.stager, home
         self._dtype = dtype
-        self._spilled = {sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient is not None}
+        self._spilled = {
+            sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient_extent is not None
+        }
         self._spilling = {sub.layout.space for sub in self._spilled}
         """Numbers of the groups of which gradients wait on NVMe."""
         for sub, chunk in self._spilled.items():
@@ -138,7 +140,7 @@ class Gradients:
             grad = grad[piece.start : piece.start + numel]
             place = memory[piece.offset : piece.offset + numel]
             if piece.shard in self._came:
-                grad.add_(self._home.take_back(place))
+                grad.add_(self._home.to_device(place))
             copy_event = self._home.fetch(grad, place)
         return copy_event
 
@@ -173,7 +175,7 @@ class Gradients:
 
 
 def _gradient_chunk(sub: PagedSubGroup, paged: PagedModel) -> Chunk:
-    assert sub.gradient is not None
+    assert sub.gradient_extent is not None
     nbytes = sub.layout.gradient_bytes
-    span = (Span(sub.gradient.offset, 0, nbytes),)
+    span = (Span(sub.gradient_extent.offset, 0, nbytes),)
     return Chunk(f"gradient of {sub.chunk.name}", nbytes, span, span, on_lost=paged.health.tear)
