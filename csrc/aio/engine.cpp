@@ -8,16 +8,39 @@
 #include <system_error>
 #include <utility>
 
-#include "aio/ring.h"
 #include "aio/state.h"
-#include "aio/watchdog.h"
 #include "base/error.h"
 
 namespace infinity::aio {
 namespace {
 
+void check_range(const char* name, int value, int high) {
+  if (value >= 1 && value <= high) return;
+  throw std::invalid_argument(std::string(name) + " must be from 1 to " + std::to_string(high) + ", got " +
+                              std::to_string(value));
+}
+
 EngineOptions checked(EngineOptions options) {
-  options.check();
+  check_range("queue_depth", options.queue_depth, 4096);
+  check_range("rings", options.rings, 64);
+  check_range("drives", options.drives, 64);
+  int64_t block_bytes = options.block_bytes;
+  if (block_bytes < kPageBytes || block_bytes > (int64_t{1} << 30) || block_bytes % kPageBytes != 0) {
+    throw std::invalid_argument("block_bytes must be a multiple of 4096 from 4096 to 1073741824, got " +
+                                std::to_string(block_bytes));
+  }
+  if (!options.limits.empty() && static_cast<int>(options.limits.size()) != options.drives) {
+    throw std::invalid_argument("limits must be empty or one per drive: " + std::to_string(options.drives) + ", got " +
+                                std::to_string(options.limits.size()));
+  }
+  if (options.faults.has_value()) options.faults->check();
+  if (!(options.silence_seconds_max >= 0.0 && options.silence_seconds_max <= 1e6)) {
+    throw std::invalid_argument("silence_seconds_max must be from 0 to 1000000, got " +
+                                std::to_string(options.silence_seconds_max));
+  }
+  if ((options.iopoll || options.sqpoll) && options.backend != "auto" && options.backend != kUringName) {
+    throw std::invalid_argument("iopoll and sqpoll are options of io_uring; the backend is " + options.backend);
+  }
   return options;
 }
 
@@ -112,7 +135,7 @@ void Engine::start_watchdog() {
   EngineState& state = *state_;
   try {
     state.watchdog =
-        start_io_thread("inf-watch", [&state, limit = options_.silence_seconds_max] { watch_rings(state, limit); });
+        start_io_thread("inf-watch", [&state, limit = options_.silence_seconds_max] { state.watch_rings(limit); });
   } catch (const std::system_error&) {
     state.note("no thread could be had to watch for a drive that stops answering: raise ulimit -u");
   }

@@ -1,18 +1,61 @@
 // Engine: takes requests from any thread and moves their bytes on its own ring threads.
 #pragma once
 
+#include <array>
 #include <chrono>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "aio/backend.h"
-#include "aio/counters.h"
-#include "aio/options.h"
-#include "aio/transfer.h"
+#include "aio/faults.h"
+#include "aio/queues.h"
 #include "base/process.h"
 
 namespace infinity::aio {
+
+struct EngineOptions {
+  std::string backend = "auto";            // a name of probe_backends(), or the best that works here
+  int queue_depth = 32;                    // blocks in flight per ring
+  int64_t block_bytes = int64_t{1} << 20;  // bytes per submission, a multiple of 4096
+  int rings = 1;                           // ring threads per drive, each with a backend of its own
+  std::shared_ptr<const PinnedSlab> slab;  // to be registered with the kernel; transfers may use other slabs, too
+  int drives = 1;                          // files say which of them they lie on
+  Mix mix = Mix::kInterleaved;             // how reads and writes share a drive
+  bool iopoll = false;                     // io_uring only: poll the drive for completions
+  bool sqpoll = false;                     // io_uring only: a kernel thread polls for submissions
+  std::vector<DriveLimit> limits;          // makes drives slower than they are; empty, or one per drive
+  std::optional<FaultPlan> faults;         // makes drives fail
+  double silence_seconds_max = 300.0;      // see [Note: silence] in state.h; 0 for as long as it takes
+};
+
+// Since the engine was made.
+struct Counters {
+  int64_t read_bytes = 0;  // of all drives
+  int64_t written_bytes = 0;
+  int64_t read_transfers = 0;  // done without a failure
+  int64_t write_transfers = 0;
+  int64_t failed_transfers = 0;
+  int64_t in_flight_blocks = 0;
+  int64_t queued_bytes = 0;
+  int64_t resubmitted_blocks = 0;             // submitted again: the remainder of short ones, and interrupted ones
+  std::array<int64_t, kFaultKinds> faults{};  // on purpose, by Fault
+  std::vector<DriveCounters> drives;
+};
+
+// What one drive moved of a transfer that is over: from its first block there to its last.
+struct Timing {
+  double queued = 0.0;  // CLOCK_MONOTONIC seconds
+  double submitted = 0.0;
+  double done = 0.0;
+  int64_t bytes = 0;
+  int32_t drive = 0;      // -1 for a transfer that failed before it reached one
+  uint8_t operation = 0;  // of Operation
+  uint8_t priority = 0;   // of Priority
+  uint8_t failed = 0;
+};
 
 struct EngineState;
 
@@ -20,6 +63,7 @@ struct EngineState;
 // system refuses, std::runtime_error in a forked child (see [Note: fork]); there close() and the destructor do nothing.
 class Engine {
  public:
+  // Throws std::invalid_argument naming the option that can't be.
   explicit Engine(EngineOptions options);
 
   // With a backend from elsewhere; for tests.

@@ -9,7 +9,6 @@
 #include <optional>
 #include <vector>
 
-#include "aio/counters.h"
 #include "aio/transfer.h"
 #include "aio/turns.h"
 
@@ -30,6 +29,16 @@ class BusyClock {
   int64_t in_flight_ = 0;
   double since_ = 0.0;
   double seconds_ = 0.0;
+};
+
+// Of one drive, since the engine was made.
+struct DriveCounters {
+  int64_t read_bytes = 0;  // really moved, part by part
+  int64_t written_bytes = 0;
+  double read_seconds = 0.0;  // during which at least one read was in flight
+  double write_seconds = 0.0;
+  int64_t in_flight_blocks = 0;  // with a backend now
+  int64_t queued_bytes = 0;      // waiting for a ring now
 };
 
 // A block that its drive has done with.

@@ -1,6 +1,4 @@
-// Filling up, submitting, waiting, and what becomes of each completion.
-#include "aio/ring.h"
-
+// The ring thread: filling up, submitting, waiting, and what becomes of each completion.
 #include <algorithm>
 #include <array>
 #include <cassert>
@@ -19,6 +17,7 @@
 
 #include "aio/checksums.h"
 #include "aio/patience.h"
+#include "aio/state.h"
 #include "base/process.h"
 
 namespace infinity::aio {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <utility>
 
@@ -14,6 +15,16 @@ namespace {
 
 constexpr size_t kUnseenFailuresMax = 1024;  // kept for Engine::close(), which raises the first
 constexpr size_t kTimingsMax = 65536;        // kept for Engine::take_timings()
+constexpr int kLooks = 4;                    // at a silent ring, per silence_seconds_max
+
+void look_at(Ring& ring) {
+  bool silent = ring.in_flight > 0 && ring.reaped == ring.reaped_before;
+  ring.reaped_before = ring.reaped;
+  ring.silent_looks = silent ? ring.silent_looks + 1 : 0;
+  if (ring.silent_looks < kLooks || ring.backend == nullptr) return;
+  ring.given_up = true;
+  ring.backend->wake();  // it ends itself
+}
 
 }  // namespace
 
@@ -28,9 +39,7 @@ void Drive::wake_rings(int64_t blocks) {
 }
 
 EngineState::EngineState(const EngineOptions& options) {
-  TurnOptions turns;
-  turns.mix = options.mix;
-  for (int i = 0; i < options.drives; ++i) drives.push_back(std::make_unique<Drive>(turns));
+  for (int i = 0; i < options.drives; ++i) drives.push_back(std::make_unique<Drive>(TurnOptions{options.mix}));
 }
 
 void EngineState::note(std::string line) {
@@ -108,11 +117,17 @@ void EngineState::keep_failure(const std::shared_ptr<Transfer>& transfer) {
 }
 
 void EngineState::keep_timing(const Timing& timing) {
-  if (timings_.size() < kTimingsMax) {
-    timings_.push_back(timing);
-  } else {
-    timings_[oldest_timing_] = timing;
-    oldest_timing_ = (oldest_timing_ + 1) % kTimingsMax;
+  if (timings_.size() == kTimingsMax) timings_.pop_front();
+  timings_.push_back(timing);
+}
+
+void EngineState::watch_rings(double silence_seconds_max) {
+  std::chrono::duration<double> pause(silence_seconds_max / kLooks);
+  std::unique_lock<std::mutex> lock(mutex);
+  while (!watchdog_ends.wait_for(lock, pause, [this] { return joined; })) {
+    for (auto& drive : drives) {
+      for (auto& ring : drive->rings) look_at(*ring);
+    }
   }
 }
 
@@ -141,12 +156,12 @@ std::optional<Failure> EngineState::take_first_unseen_failure() {
 }
 
 std::vector<Timing> EngineState::take_timings() {
-  std::vector<Timing> taken;
-  std::lock_guard<std::mutex> lock(mutex);
-  taken.swap(timings_);
-  std::rotate(taken.begin(), taken.begin() + static_cast<std::ptrdiff_t>(oldest_timing_), taken.end());
-  oldest_timing_ = 0;
-  return taken;
+  std::deque<Timing> taken;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    taken.swap(timings_);
+  }
+  return {taken.begin(), taken.end()};
 }
 
 Counters EngineState::counters() {

@@ -1,9 +1,10 @@
-// EngineState: what an engine's threads share, under one mutex.
+// EngineState: what an engine's threads share, under one mutex, and what the ring threads and the watchdog do.
 #pragma once
 
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -12,13 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "aio/backend.h"
-#include "aio/counters.h"
-#include "aio/faults.h"
-#include "aio/options.h"
-#include "aio/queues.h"
-#include "aio/transfer.h"
-#include "base/error.h"
+#include "aio/engine.h"
 
 namespace infinity::aio {
 
@@ -63,6 +58,16 @@ struct EngineState {
   // is to be dropped without.
   [[nodiscard]] Transfer::Held finish(const std::shared_ptr<Transfer>& transfer);
 
+  // [Note: silence]
+  // A drive, or the network behind one, can stop answering without an error: a block never comes back, and whoever
+  // waits for it waits for ever. A thread of the engine looks at each ring four times per silence_seconds_max; a ring
+  // that has blocks in flight and has read no completion at four looks in a row is given up as one that broke: its
+  // transfers fail, and the memory and the files that the kernel may still use are kept for good. Looks are counted,
+  // not seconds, so that a process which was stopped and goes on gives up nothing.
+
+  // The body of that thread. Returns once the rings have been joined.
+  void watch_rings(double silence_seconds_max);
+
   // A ring has died: what is queued will never run. Transfers with blocks on other rings end when those come back.
   void break_down(const std::string& reason);
 
@@ -91,10 +96,15 @@ struct EngineState {
   void keep_timing(const Timing& timing);
 
   std::vector<std::shared_ptr<Transfer>> failures_;
-  std::vector<Timing> timings_;  // a circle once it is full
-  size_t oldest_timing_ = 0;
+  std::deque<Timing> timings_;
   std::array<int64_t, 2> done_transfers_{0, 0};  // by operation
   int64_t failed_transfers_ = 0;
 };
+
+// The body of a ring thread: takes blocks from its drive's queues, moves them through a backend, and reads every
+// result. Makes the backend, says in `ring` whether there is one, and ends when the engine closes and nothing is left.
+// What is passed by reference outlives the thread.
+void run_ring(EngineState& state, Drive& drive, Ring& ring, const EngineOptions& options, const BackendFactory& make,
+              const BackendOptions& backend_options);
 
 }  // namespace infinity::aio
