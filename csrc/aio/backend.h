@@ -76,16 +76,4 @@ std::unique_ptr<Backend> make_uring_backend(const BackendOptions& options);
 std::unique_ptr<Backend> make_linux_aio_backend(const BackendOptions& options);
 std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options);
 
-// A drive slower than it is, to see what a slow one would do. Zero means as it is.
-struct DriveLimit {
-  double bytes_per_s = 0.0;
-  double latency_seconds = 0.0;  // of each block, at least
-
-  // What each of `rings` may have so that together they keep to the limit.
-  DriveLimit shared_by(int rings) const { return {bytes_per_s / rings, latency_seconds}; }
-};
-
-// Backends of `factory` whose completions come no sooner than `limit` lets them.
-BackendFactory throttled(BackendFactory factory, DriveLimit limit);
-
 }  // namespace infinity::aio

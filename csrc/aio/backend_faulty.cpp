@@ -1,4 +1,5 @@
-// A drive that fails on purpose: wraps any backend, and decides at random, by a seed, what becomes of each submission.
+// A drive that is slow or fails on purpose: wraps any backend, decides at random, by a seed, what becomes of each
+// submission, and keeps completions back until they are due.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -19,21 +20,9 @@ namespace {
 
 constexpr double kOvertakenSecondsMax = 0.001;
 
-struct Names {
-  Fault fault;
-  const char* name;
-};
-constexpr std::array<Names, kFaultKinds> kNames{{{Fault::kInterrupted, "interrupted"},
-                                                 {Fault::kAgain, "again"},
-                                                 {Fault::kIo, "io"},
-                                                 {Fault::kSpace, "space"},
-                                                 {Fault::kMemory, "memory"},
-                                                 {Fault::kShort, "short"},
-                                                 {Fault::kCorrupt, "corrupt"},
-                                                 {Fault::kLost, "lost"},
-                                                 {Fault::kStuck, "stuck"},
-                                                 {Fault::kLate, "late"},
-                                                 {Fault::kOvertaken, "overtaken"}}};
+constexpr std::array<const char*, kFaultKinds> kNames{
+    "interrupted", "again", "io",    "space", "memory",   "short",
+    "corrupt",     "lost",  "stuck", "late",  "overtaken"};  // by Fault
 
 // Numbers that depend on nothing but seed, ring and the number of the submission: the order in which a drive answers
 // changes no draw. (The finalizer of splitmix64, by Sebastiano Vigna.)
@@ -71,8 +60,9 @@ AlignedMemory copy_of(const std::byte* bytes, int64_t length) {
 
 class FaultyBackend final : public Backend {
  public:
-  FaultyBackend(std::unique_ptr<Backend> inner, const FaultPlan& plan, int ring, std::shared_ptr<FaultTally> tally)
-      : inner_(std::move(inner)), plan_(plan), ring_(ring), tally_(std::move(tally)) {
+  FaultyBackend(std::unique_ptr<Backend> inner, DriveLimit limit, const FaultPlan& plan, int ring,
+                std::shared_ptr<FaultTally> tally)
+      : inner_(std::move(inner)), limit_(limit), plan_(plan), ring_(ring), tally_(std::move(tally)) {
     slots_.resize(static_cast<size_t>(inner_->depth()));
   }
 
@@ -83,6 +73,7 @@ class FaultyBackend final : public Backend {
   void submit(const std::vector<Block*>& blocks) override {
     forwarded_.clear();
     for (Block* block : blocks) decide(*block);
+    serve(forwarded_);
     inner_blocks_ += forwarded_.size();
     inner_->submit(forwarded_);
   }
@@ -120,6 +111,7 @@ class FaultyBackend final : public Backend {
     bool reports_part = false;
     bool flips_read = false;
     bool overtaken = false;
+    double served = 0.0;  // when the limited drive will have done it
     double late_seconds = 0.0;
     uint64_t random_bits = 0;
   };
@@ -236,10 +228,21 @@ class FaultyBackend final : public Backend {
     return one.result;
   }
 
+  // A block is served when those before it have been, at the limited rate, and not before its latency is over.
+  void serve(const std::vector<Block*>& blocks) {
+    double now = monotonic_seconds();
+    for (const Block* block : blocks) {
+      double service = limit_.bytes_per_s > 0 ? static_cast<double>(block->length) / limit_.bytes_per_s : 0.0;
+      free_at_ = std::max(free_at_, now) + service;
+      slots_[block->tag].served = std::max(free_at_, now + limit_.latency_seconds);
+    }
+  }
+
   // The block is done with here; its answer is given when it is due.
   void keep(uint32_t tag, int64_t result) {
     Slot& slot = slots_[tag];
-    answers_.push_back({monotonic_seconds() + slot.late_seconds, slot.overtaken, {tag, result}});
+    double due = std::max(monotonic_seconds(), slot.served) + slot.late_seconds;
+    answers_.push_back({due, slot.overtaken, {tag, result}});
     slot.block = Block{};
     slot.bounce.reset();
   }
@@ -265,10 +268,12 @@ class FaultyBackend final : public Backend {
   }
 
   const std::unique_ptr<Backend> inner_;
+  const DriveLimit limit_;
   const FaultPlan plan_;
   const int ring_;
   const std::shared_ptr<FaultTally> tally_;
   uint64_t submissions_ = 0;
+  double free_at_ = 0.0;           // when the limited drive will have served everything submitted so far
   std::vector<Slot> slots_;        // by tag
   std::vector<Block*> forwarded_;  // of this turn: what goes to the inner backend
   size_t inner_blocks_ = 0;        // blocks that the inner backend has
@@ -283,7 +288,7 @@ class FaultyBackend final : public Backend {
 }  // namespace
 
 const char* fault_name(Fault fault) {
-  return kNames[static_cast<size_t>(fault)].name;
+  return kNames[static_cast<size_t>(fault)];
 }
 
 void FaultPlan::check() const {
@@ -308,9 +313,12 @@ void FaultPlan::check() const {
   }
 }
 
-BackendFactory faulty(BackendFactory factory, const FaultPlan& plan, int ring, std::shared_ptr<FaultTally> tally) {
-  return [factory = std::move(factory), plan, ring, tally = std::move(tally)](const BackendOptions& options) {
-    return std::make_unique<FaultyBackend>(factory(options), plan, ring, tally);
+BackendFactory worsened(BackendFactory factory, DriveLimit limit, const std::optional<FaultPlan>& plan, int ring,
+                        std::shared_ptr<FaultTally> tally) {
+  if (limit.bytes_per_s <= 0 && limit.latency_seconds <= 0 && !plan.has_value()) return factory;
+  return [factory = std::move(factory), limit, plan = plan.value_or(FaultPlan{}), ring,
+          tally = std::move(tally)](const BackendOptions& options) {
+    return std::make_unique<FaultyBackend>(factory(options), limit, plan, ring, tally);
   };
 }
 

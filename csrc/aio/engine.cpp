@@ -101,9 +101,9 @@ void Engine::start_rings(const std::string& name, const BackendFactory& factory)
 void Engine::start_ring(int number, const BackendFactory& factory) {
   EngineState& state = *state_;
   auto drive_number = static_cast<size_t>(number / options_.rings);
-  BackendFactory make =
-      options_.limits.empty() ? factory : throttled(factory, options_.limits[drive_number].shared_by(options_.rings));
-  if (options_.faults.has_value()) make = faulty(std::move(make), *options_.faults, number, state.faults);
+  DriveLimit limit;
+  if (!options_.limits.empty()) limit = options_.limits[drive_number].shared_by(options_.rings);
+  BackendFactory make = worsened(factory, limit, options_.faults, number, state.faults);
   BackendOptions backend_options;
   backend_options.queue_depth = options_.queue_depth;
   backend_options.slab = options_.slab;

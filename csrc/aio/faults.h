@@ -1,5 +1,5 @@
-// Faults on purpose: what a bad drive or a bad day of the kernel does, drawn from a seed, so that a test that failed
-// can be repeated.
+// Drives made worse on purpose: slower than they are, or failing as a bad drive or a bad day of the kernel does. Faults
+// are drawn from a seed, so that a test that failed can be repeated.
 #pragma once
 
 #include <array>
@@ -7,10 +7,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "aio/backend.h"
 
 namespace infinity::aio {
+
+// A drive slower than it is, to see what a slow one would do. Zero means as it is.
+struct DriveLimit {
+  double bytes_per_s = 0.0;
+  double latency_seconds = 0.0;  // of each block, at least
+
+  // What each of `rings` may have so that together they keep to the limit.
+  DriveLimit shared_by(int rings) const { return {bytes_per_s / rings, latency_seconds}; }
+};
 
 // What may happen to one submission. At most one of those above kLate does.
 enum class Fault : uint8_t {
@@ -46,7 +56,9 @@ struct FaultPlan {
 // How often each happened, over all rings of an engine.
 using FaultTally = std::array<std::atomic<int64_t>, kFaultKinds>;
 
-// Backends of `factory` on which the plan comes true. `ring`: from 0, as each ring draws draws of its own.
-BackendFactory faulty(BackendFactory factory, const FaultPlan& plan, int ring, std::shared_ptr<FaultTally> tally);
+// Backends of `factory` whose completions come no sooner than `limit` lets them, and on which the plan comes true.
+// `ring`: from 0, as each ring draws draws of its own.
+BackendFactory worsened(BackendFactory factory, DriveLimit limit, const std::optional<FaultPlan>& plan, int ring,
+                        std::shared_ptr<FaultTally> tally);
 
 }  // namespace infinity::aio
