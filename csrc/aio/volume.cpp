@@ -1,12 +1,50 @@
-// The arithmetic of stripes.
+// Closing what the last owner lets go, and the arithmetic of stripes.
 #include "aio/volume.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <stdexcept>
 #include <utility>
 
 namespace infinity::aio {
+namespace {
+
+uint64_t next_id() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+}  // namespace
+
+Descriptor::Descriptor(int fd, std::string path, bool direct, int drive, int64_t alignment,
+                       std::unique_ptr<Checksums> checksums)
+    : fd_(fd),
+      id_(next_id()),
+      path_(std::move(path)),
+      direct_(direct),
+      drive_(drive),
+      alignment_(alignment),
+      checksums_(std::move(checksums)) {}
+
+Descriptor::~Descriptor() {
+  if (!guard_.in_child()) {
+    for (const auto& body : closers_) body();
+  }
+  close_kept_from_children(fd_, [this] { ::close(fd_); });
+}
+
+int64_t Descriptor::alignment() const noexcept {
+  if (checksums_ != nullptr) return kPageBytes;
+  return direct_ ? alignment_ : 1;
+}
+
+void Descriptor::on_close(std::function<void()> body) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  closers_.push_back(std::move(body));
+}
 
 Volume::Volume(std::shared_ptr<const Descriptor> file) : files_{std::move(file)}, stripe_bytes_(0) {
   alignment_ = files_.front()->alignment();
