@@ -15,8 +15,7 @@
 #include <optional>
 
 #include "aio/backend.h"
-#include "aio/bell.h"
-#include "aio/patience.h"
+#include "aio/kernel.h"
 
 #ifndef IOCB_CMD_POLL  // in the kernel's header since 4.19
 #define IOCB_CMD_POLL 5

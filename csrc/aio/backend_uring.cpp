@@ -1,8 +1,7 @@
 // The backend on io_uring: the kernel's own path to the drive's limit. Without liburing at build time only the refusal
 // remains.
 #include "aio/backend.h"
-#include "aio/bell.h"
-#include "aio/patience.h"
+#include "aio/kernel.h"
 
 #ifdef INFINITY_HAVE_LIBURING
 
@@ -15,6 +14,7 @@
 #include <cassert>
 #include <cerrno>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 
@@ -80,12 +80,12 @@ class Ring {
   io_uring ring_{};
 };
 
-// Slots of files that were closed and must be taken out of the ring's table: the kernel keeps a registered file open,
-// and its space on the drive, until then. Shared with the descriptors, which may outlive the ring.
-struct ClosedSlots {
+// Files that were closed and must be taken out of the ring's table: the kernel keeps a registered file open, and its
+// space on the drive, until then. Shared with the descriptors, which may outlive the ring.
+struct ClosedFiles {
   Bell bell{kUringName};
   std::mutex mutex;
-  std::vector<unsigned> slots;
+  std::vector<uint64_t> ids;  // Descriptor::id
 };
 
 class UringBackend final : public Backend {
@@ -95,7 +95,7 @@ class UringBackend final : public Backend {
         iopoll_(options.iopoll),
         sqpoll_(options.sqpoll),
         note_(options.note),
-        closed_(std::make_shared<ClosedSlots>()),
+        closed_(std::make_shared<ClosedFiles>()),
         ring_(static_cast<unsigned>(options.queue_depth) + 1, iopoll_, sqpoll_) {
     register_slab(options.slab);
     register_file_table();
@@ -137,25 +137,11 @@ class UringBackend final : public Backend {
       return;
     }
     check(io_uring_submit_and_wait(ring_.get(), 1));
-    unsigned head = 0;
-    unsigned seen = 0;
-    io_uring_cqe* cqe = nullptr;
-    bool rung = false;
-    int bell_status = 0;
-    io_uring_for_each_cqe(ring_.get(), head, cqe) {
-      ++seen;
-      if (io_uring_cqe_get_data64(cqe) == kWakeTag) {
-        rung = true;
-        bell_status = cqe->res;
-      } else {
-        completions->push_back({static_cast<uint32_t>(io_uring_cqe_get_data64(cqe)), cqe->res});
-      }
-    }
-    io_uring_cq_advance(ring_.get(), seen);
-    if (!rung) return;
+    std::optional<int> bell_status = take_completions(completions);
+    if (!bell_status.has_value()) return;
     bell_armed_ = false;
     if (stopping_) return;
-    check(bell_status, "the read of its bell", &bell_patience_);
+    check(*bell_status, "the read of its bell", &bell_patience_);
     arm_bell();
     unregister_closed_files();
   }
@@ -191,16 +177,27 @@ class UringBackend final : public Backend {
     size_t before = completions->size();
     while (completions->size() == before && !woken_.exchange(false, std::memory_order_acq_rel)) {
       check(io_uring_submit_and_get_events(ring_.get()));
-      unsigned head = 0;
-      unsigned seen = 0;
-      io_uring_cqe* cqe = nullptr;
-      io_uring_for_each_cqe(ring_.get(), head, cqe) {
-        ++seen;
+      take_completions(completions);
+    }
+    in_flight_ -= completions->size() - before;
+  }
+
+  // Appends those of blocks; returns the result of the bell's read if that is among them.
+  std::optional<int> take_completions(std::vector<Completion>* completions) {
+    std::optional<int> bell_status;
+    unsigned head = 0;
+    unsigned seen = 0;
+    io_uring_cqe* cqe = nullptr;
+    io_uring_for_each_cqe(ring_.get(), head, cqe) {
+      ++seen;
+      if (io_uring_cqe_get_data64(cqe) == kWakeTag) {
+        bell_status = cqe->res;
+      } else {
         completions->push_back({static_cast<uint32_t>(io_uring_cqe_get_data64(cqe)), cqe->res});
       }
-      io_uring_cq_advance(ring_.get(), seen);
-      in_flight_ -= seen;
     }
+    io_uring_cq_advance(ring_.get(), seen);
+    return bell_status;
   }
 
   io_uring_sqe* next_entry() {
@@ -311,12 +308,12 @@ class UringBackend final : public Backend {
     }
     free_slots_.pop_back();
     slots_.emplace(file->id(), slot);
-    file->on_close([closed = std::weak_ptr<ClosedSlots>(closed_), slot] {
+    file->on_close([closed = std::weak_ptr<ClosedFiles>(closed_), id = file->id()] {
       auto alive = closed.lock();
       if (alive == nullptr) return;
       {
         std::lock_guard<std::mutex> lock(alive->mutex);
-        alive->slots.push_back(slot);
+        alive->ids.push_back(id);
       }
       alive->bell.ring();
     });
@@ -324,20 +321,17 @@ class UringBackend final : public Backend {
   }
 
   void unregister_closed_files() {
-    std::vector<unsigned> closed;
+    std::vector<uint64_t> closed;
     {
       std::lock_guard<std::mutex> lock(closed_->mutex);
-      closed.swap(closed_->slots);
+      closed.swap(closed_->ids);
     }
-    for (unsigned slot : closed) {
+    for (uint64_t id : closed) {
+      auto known = slots_.find(id);
       int none = -1;
-      io_uring_register_files_update(ring_.get(), slot, &none, 1);
-      for (auto entry = slots_.begin(); entry != slots_.end(); ++entry) {
-        if (entry->second != slot) continue;
-        slots_.erase(entry);
-        break;
-      }
-      free_slots_.push_back(slot);
+      io_uring_register_files_update(ring_.get(), known->second, &none, 1);
+      free_slots_.push_back(known->second);
+      slots_.erase(known);
     }
   }
 
@@ -345,7 +339,7 @@ class UringBackend final : public Backend {
   const bool iopoll_;
   const bool sqpoll_;
   const std::function<void(std::string)> note_;
-  const std::shared_ptr<ClosedSlots> closed_;
+  const std::shared_ptr<ClosedFiles> closed_;
   std::atomic<bool> woken_{false};  // for a ring that polls
   size_t in_flight_ = 0;            // the same
   uint64_t rings_heard_ = 0;        // the kernel writes here while the bell is armed

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "aio/checksums.h"
-#include "aio/patience.h"
+#include "aio/kernel.h"
 #include "aio/state.h"
 #include "base/process.h"
 

@@ -1,9 +1,16 @@
-// Patience: how often the kernel is asked again that is short of something, and how long each time is waited for it.
+// What asking the kernel takes: patience where it is short of something, and a bell that wakes a ring asleep in it.
 #pragma once
+
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "base/error.h"
 
 namespace infinity::aio {
 
@@ -43,6 +50,38 @@ class Patience {
  private:
   int refusals_ = 0;
   std::chrono::steady_clock::time_point due_{};
+};
+
+// The eventfd by which other threads and closing files reach a ring that sleeps in the kernel. ring() may come from any
+// thread, silence() from the one that listens.
+class Bell {
+ public:
+  // Throws IoFailure naming the backend when there is none to be had.
+  explicit Bell(const char* backend) : fd_(eventfd(0, EFD_CLOEXEC)) {
+    if (fd_ >= 0) return;
+    throw IoFailure({errno, "setup", {}, 0, 0, backend, "no eventfd to be had (" + format_errno(errno) + ")"});
+  }
+  Bell(const Bell&) = delete;
+  Bell& operator=(const Bell&) = delete;
+  ~Bell() { ::close(fd_); }
+
+  int fd() const noexcept { return fd_; }
+
+  void ring() const {
+    uint64_t one = 1;
+    while (::write(fd_, &one, sizeof one) < 0 && errno == EINTR) {
+    }
+  }
+
+  // Takes back every ring so far; waits for one if there was none.
+  void silence() const {
+    uint64_t count = 0;
+    while (::read(fd_, &count, sizeof count) < 0 && errno == EINTR) {
+    }
+  }
+
+ private:
+  const int fd_;
 };
 
 }  // namespace infinity::aio
