@@ -32,8 +32,6 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  virtual const char* name() const = 0;
-
   // Blocks that it really works on at once: the engine gives it no more, so that what waits, waits in priority order.
   virtual int depth() const = 0;
 

@@ -66,8 +66,6 @@ class FaultyBackend final : public Backend {
     slots_.resize(static_cast<size_t>(inner_->depth()));
   }
 
-  const char* name() const override { return inner_->name(); }
-
   int depth() const override { return inner_->depth(); }
 
   void submit(const std::vector<Block*>& blocks) override {

@@ -90,8 +90,6 @@ class LinuxAioBackend final : public Backend {
   // The armed poll of the bell would keep the context from going away.
   ~LinuxAioBackend() override { bell_.ring(); }
 
-  const char* name() const override { return kLinuxAioName; }
-
   int depth() const override { return depth_; }
 
   void submit(const std::vector<Block*>& blocks) override {

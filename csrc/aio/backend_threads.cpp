@@ -53,8 +53,6 @@ class ThreadsBackend final : public Backend {
     for (auto& worker : workers_) worker.join();
   }
 
-  const char* name() const override { return kThreadsName; }
-
   int depth() const override { return static_cast<int>(workers_.size()); }
 
   void submit(const std::vector<Block*>& blocks) override {

@@ -114,8 +114,6 @@ class UringBackend final : public Backend {
     assert(none.empty());
   }
 
-  const char* name() const override { return kUringName; }
-
   int depth() const override { return depth_; }
 
   // Fills the submission queue; the system call is in reap(), or in send(). The queue has a place for every block in

@@ -124,7 +124,6 @@ class FakeBackend final : public Backend {
     if (++drive_->instances == drive_->refuse_instance) throw IoFailure({EPERM, "setup", {}, 0, 0, "fake", "no more"});
   }
 
-  const char* name() const override { return "fake"; }
   int depth() const override { return depth_; }
 
   void submit(const std::vector<Block*>& blocks) override {
