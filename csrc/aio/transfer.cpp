@@ -27,19 +27,6 @@ const char* operation_name(Operation operation) {
   return operation == Operation::kRead ? "read" : "write";
 }
 
-Request::Request(Operation operation_, std::shared_ptr<const Volume> volume_, std::shared_ptr<const PinnedSlab> slab_,
-                 std::vector<Range> ranges_, Priority priority_)
-    : operation(operation_),
-      volume(std::move(volume_)),
-      slab(std::move(slab_)),
-      ranges(std::move(ranges_)),
-      priority(priority_) {}
-
-Request::Request(Operation operation_, std::shared_ptr<const Descriptor> file, int64_t offset,
-                 std::shared_ptr<const PinnedSlab> slab_, int64_t slab_offset, int64_t length, Priority priority_)
-    : Request(operation_, file == nullptr ? nullptr : std::make_shared<const Volume>(std::move(file)), std::move(slab_),
-              {{offset, slab_offset, length}}, priority_) {}
-
 void Request::check() const {
   if (volume == nullptr || slab == nullptr) throw std::invalid_argument("a transfer needs a file and a slab");
   if (ranges.empty()) throw std::invalid_argument("a transfer needs at least one range");

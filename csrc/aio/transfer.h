@@ -36,27 +36,19 @@ struct Range {
 
 // What a caller asks for: all ranges of one file or volume, as one transfer.
 struct Request {
-  Request(Operation operation, std::shared_ptr<const Volume> volume, std::shared_ptr<const PinnedSlab> slab,
-          std::vector<Range> ranges, Priority priority);
-
-  // One range of one file.
-  Request(Operation operation, std::shared_ptr<const Descriptor> file, int64_t offset,
-          std::shared_ptr<const PinnedSlab> slab, int64_t slab_offset, int64_t length,
-          Priority priority = Priority::kPrefetch);
-
-  // Throws std::invalid_argument naming the numbers when there is no range, or one isn't inside the slab or isn't
-  // aligned as the file needs it.
-  void check() const;
-
-  Operation operation;
+  Operation operation = Operation::kRead;
   std::shared_ptr<const Volume> volume;
   std::shared_ptr<const PinnedSlab> slab;
   std::vector<Range> ranges;
-  Priority priority;
+  Priority priority = Priority::kPrefetch;
 
   // Of a file that keeps checksums: who asks verifies what was read (Volume::first_wrong), and has told what the pages
   // hold that are written (Volume::set_checksums).
   bool sums_by_caller = false;
+
+  // Throws std::invalid_argument naming the numbers when there is no range, or one isn't inside the slab or isn't
+  // aligned as the file needs it.
+  void check() const;
 };
 
 // What is true in each state, and who holds the memory:
@@ -106,7 +98,7 @@ struct Block {
 
 // Owned by the submitter; the engine holds a second reference until the last block's completion has been read, so the
 // submitter may walk away. The public half may be called by any thread, the other half only by the engine.
-class Transfer : public std::enable_shared_from_this<Transfer> {
+class Transfer {
  public:
   Transfer(Request request, std::string backend);
 

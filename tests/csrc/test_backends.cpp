@@ -46,7 +46,7 @@ struct Machine {
 
   Request request(Operation operation, int64_t offset, int64_t slab_offset, int64_t length,
                   Priority priority = Priority::kPrefetch) const {
-    return {operation, file.descriptor(), offset, slab, slab_offset, length, priority};
+    return {operation, file.volume(), slab, {{offset, slab_offset, length}}, priority};
   }
 
   TemporaryPath path;
@@ -125,7 +125,7 @@ TEST_CASE("the kernel's errors come through with their errno") {
     if (backend.name == kLinuxAioName) continue;  // knows no character devices
     File full("/dev/full");
     auto no_space = failure_of([&] {
-      machine.engine->start({Operation::kWrite, full.descriptor(), 0, machine.slab, 0, 4096, Priority::kDemand})
+      machine.engine->start({Operation::kWrite, full.volume(), machine.slab, {{0, 0, 4096}}, Priority::kDemand})
           ->wait();
     });
     REQUIRE(no_space.has_value());
@@ -233,9 +233,9 @@ TEST_CASE("a slab that lost a huge page is not registered, says so, and works") 
     File file(path.get(), true);
     file.reserve(8 * kMiB);
     fill(*slab, 0, 8 * kMiB, 0, 7);
-    engine.start({Operation::kWrite, file.descriptor(), 0, slab, 0, 8 * kMiB, Priority::kWriteBack})->wait();
+    engine.start({Operation::kWrite, file.volume(), slab, {{0, 0, 8 * kMiB}}, Priority::kWriteBack})->wait();
     std::memset(slab->data(), 0, 8 * kMiB);
-    engine.start({Operation::kRead, file.descriptor(), 0, slab, 0, 8 * kMiB, Priority::kDemand})->wait();
+    engine.start({Operation::kRead, file.volume(), slab, {{0, 0, 8 * kMiB}}, Priority::kDemand})->wait();
     CHECK(holds(*slab, 0, 8 * kMiB, 0, 7));
   }
 }

@@ -218,8 +218,8 @@ TEST_CASE("every backend is made to fail the same way") {
     options.faults = plan_of(11, {{Fault::kAgain, 0.1}, {Fault::kShort, 0.3}, {Fault::kOvertaken, 0.3}});
     Engine engine(options);
     fill(*slab, 0, kMiB, 0, 7);
-    engine.start({Operation::kWrite, file.descriptor(), 0, slab, 0, kMiB})->wait();
-    engine.start({Operation::kRead, file.descriptor(), 0, slab, 2 * kMiB, kMiB})->wait();
+    engine.start({Operation::kWrite, file.volume(), slab, {{0, 0, kMiB}}})->wait();
+    engine.start({Operation::kRead, file.volume(), slab, {{0, 2 * kMiB, kMiB}}})->wait();
     CHECK(holds(*slab, 2 * kMiB, kMiB, 0, 7));
     CHECK(engine.counters().resubmitted_blocks > 5);
     engine.close();

@@ -111,7 +111,7 @@ TEST_CASE("a slow drive takes no place of the others") {
   TwoDrives machine("threads", {{}, {0.0, 0.2}});
   auto both = machine.start(Operation::kWrite, 0, 0, 8 * kMiB);
   File alone(machine.fast.get(), false, 0);
-  auto fast = machine.engine->start({Operation::kRead, alone.descriptor(), 0, machine.slab, 8 * kMiB, 2 * kMiB});
+  auto fast = machine.engine->start({Operation::kRead, alone.volume(), machine.slab, {{0, 8 * kMiB, 2 * kMiB}}});
   fast->wait();
   CHECK_FALSE(both->done());  // four blocks at a time, and 200 ms each time
   both->wait();
@@ -130,7 +130,7 @@ TEST_CASE("a limited drive keeps to its limit, with one ring or two") {
     options.slab = std::make_shared<const PinnedSlab>(4 * kMiB);
     options.limits = {{20e6, 0.0}};
     Engine engine(options);
-    auto transfer = engine.start({Operation::kWrite, file.descriptor(), 0, options.slab, 0, 4 * kMiB});
+    auto transfer = engine.start({Operation::kWrite, file.volume(), options.slab, {{0, 0, 4 * kMiB}}});
     transfer->wait();
     CHECK(transfer->times().done - transfer->times().submitted > 4 * kMiB / 20e6 * 0.9);
   }
