@@ -19,12 +19,17 @@ namespace infinity::aio {
 namespace {
 
 [[noreturn]] void fail(const char* operation, const std::string& path, int error_number, int64_t length = 0) {
-  Failure failure;
-  failure.error_number = error_number;
-  failure.operation = operation;
-  failure.path = path;
-  failure.length = length;
-  throw IoFailure(std::move(failure));
+  throw IoFailure({error_number, operation, path, 0, length, {}, {}});
+}
+
+// Calls it again for as long as a signal interrupts it.
+template <typename Call>
+int uninterrupted(const Call& call) {
+  int result;
+  do {
+    result = call();
+  } while (result < 0 && errno == EINTR);
+  return result;
 }
 
 // What transfers with this file must be aligned to (bytes): 4096 unless the kernel names something finer for memory,
@@ -43,15 +48,6 @@ int64_t finest_alignment(int fd) {
   return kPageBytes;
 }
 
-// fallocate may be interrupted by a signal before it has done anything.
-int reserve_blocks(int fd, int64_t bytes) {
-  int status;
-  do {
-    status = fallocate(fd, 0, 0, bytes);
-  } while (status != 0 && errno == EINTR);
-  return status == 0 ? 0 : errno;
-}
-
 // Closes `fd` where that fails.
 void lock_alone(int fd, const std::string& path) {
   struct stat status{};
@@ -68,18 +64,13 @@ void lock_alone(int fd, const std::string& path) {
 
 }  // namespace
 
-File::File(const std::string& path, bool create, int drive) : File(path, FileOptions{create, drive}) {}
-
 File::File(const std::string& path, const FileOptions& options) : path_(path) {
   if (options.drive < 0) {
     throw std::invalid_argument("drive must not be negative, got " + std::to_string(options.drive));
   }
   int flags = (options.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC | (options.create ? O_CREAT | O_EXCL : 0) |
               (options.exclusive ? O_NOFOLLOW | O_NONBLOCK : 0);
-  int fd;
-  do {
-    fd = open_kept_from_children([&] { return ::open(path.c_str(), flags, 0600); });
-  } while (fd < 0 && errno == EINTR);
+  int fd = uninterrupted([&] { return open_kept_from_children([&] { return ::open(path.c_str(), flags, 0600); }); });
   if (fd < 0) fail("open", path, errno);
   if (options.exclusive) lock_alone(fd, path);
   // Asked for after opening: open(O_CREAT | O_DIRECT) may leave a new file behind when it is refused.
@@ -90,14 +81,14 @@ File::File(const std::string& path, const FileOptions& options) : path_(path) {
   }
   int64_t alignment = direct_ && options.fine_alignment ? finest_alignment(fd) : kPageBytes;
   auto checksums = options.checksums ? std::make_unique<Checksums>(/*zeros=*/options.create) : nullptr;
-  descriptor_ = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums));
-  volume_ = std::make_shared<const Volume>(descriptor_);
+  volume_ = std::make_shared<const Volume>(
+      std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums)));
 }
 
 void File::reserve(int64_t bytes) {
   if (bytes <= 0) throw std::invalid_argument("reserve needs a positive number of bytes, got " + std::to_string(bytes));
   auto file = descriptor();
-  int error_number = reserve_blocks(file->fd(), bytes);
+  int error_number = uninterrupted([&] { return fallocate(file->fd(), 0, 0, bytes); }) == 0 ? 0 : errno;
   if (error_number == EOPNOTSUPP) {
     note("the file system of " + path_ + " can't reserve space (fallocate): a later write may run out of it");
     if (size_bytes() >= bytes) return;
@@ -108,19 +99,13 @@ void File::reserve(int64_t bytes) {
 
 void File::sync() {
   auto file = descriptor();
-  int status;
-  do {
-    status = fdatasync(file->fd());
-  } while (status != 0 && errno == EINTR);
-  if (status != 0) fail("sync", path_, errno);
+  if (uninterrupted([&] { return fdatasync(file->fd()); }) != 0) fail("sync", path_, errno);
 }
 
 void File::close() {
-  std::shared_ptr<const Descriptor> dropped;  // released after the lock
-  std::shared_ptr<const Volume> dropped_volume;
+  std::shared_ptr<const Volume> dropped;  // released after the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  dropped.swap(descriptor_);
-  dropped_volume.swap(volume_);
+  dropped.swap(volume_);
 }
 
 int64_t File::size_bytes() const {
@@ -132,13 +117,6 @@ int64_t File::size_bytes() const {
 std::vector<std::string> File::notes() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return notes_;
-}
-
-std::shared_ptr<const Descriptor> File::descriptor() const {
-  guard_.check("this file");
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (descriptor_ == nullptr) throw std::invalid_argument(path_ + " is closed");
-  return descriptor_;
 }
 
 std::shared_ptr<const Volume> File::volume() const {

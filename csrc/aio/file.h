@@ -30,8 +30,7 @@ struct FileOptions {
 // forked child std::runtime_error.
 class File {
  public:
-  explicit File(const std::string& path, bool create = false, int drive = 0);
-  File(const std::string& path, const FileOptions& options);
+  explicit File(const std::string& path, const FileOptions& options = {});
 
   // Makes room for at least `bytes` on the drive, so that no later write can run out of space.
   void reserve(int64_t bytes);
@@ -49,7 +48,7 @@ class File {
   std::vector<std::string> notes() const;
 
   // The open file, to be shared by a transfer; as it is, and as a volume of its own.
-  std::shared_ptr<const Descriptor> descriptor() const;
+  std::shared_ptr<const Descriptor> descriptor() const { return volume()->file(0); }
   std::shared_ptr<const Volume> volume() const;
 
  private:
@@ -59,7 +58,6 @@ class File {
   bool direct_ = false;
   ForkGuard guard_;
   mutable std::mutex mutex_;  // of all below
-  std::shared_ptr<const Descriptor> descriptor_;
   std::shared_ptr<const Volume> volume_;
   std::vector<std::string> notes_;
 };

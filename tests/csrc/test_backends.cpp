@@ -31,7 +31,7 @@ std::vector<Variant> available_variants() {
 struct Machine {
   explicit Machine(const Variant& backend, int queue_depth = 8, int64_t block_bytes = 64 * kKiB, int rings = 1,
                    int64_t slab_bytes = 16 * kMiB)
-      : slab(std::make_shared<const PinnedSlab>(slab_bytes)), file(path.get(), true) {
+      : slab(std::make_shared<const PinnedSlab>(slab_bytes)), file(path.get(), {true}) {
     file.reserve(16 * kMiB);
     EngineOptions options;
     options.backend = backend.name;
@@ -230,7 +230,7 @@ TEST_CASE("a slab that lost a huge page is not registered, says so, and works") 
     for (const std::string& note : engine.notes()) notes += note + "\n";
     CHECK((notes.find("the slab of 8 MiB is not registered") != std::string::npos) == (backend.name == kUringName));
     TemporaryPath path;
-    File file(path.get(), true);
+    File file(path.get(), {true});
     file.reserve(8 * kMiB);
     fill(*slab, 0, 8 * kMiB, 0, 7);
     engine.start({Operation::kWrite, file.volume(), slab, {{0, 0, 8 * kMiB}}, Priority::kWriteBack})->wait();
@@ -262,7 +262,7 @@ TEST_CASE("files come and go under one engine, more than a table of them holds")
     std::vector<std::unique_ptr<TemporaryPath>> paths;
     for (int i = 0; i < 150; ++i) {
       paths.push_back(std::make_unique<TemporaryPath>());
-      auto file = std::make_unique<File>(paths.back()->get(), true);
+      auto file = std::make_unique<File>(paths.back()->get(), FileOptions{true});
       fill(*machine.slab, 0, 4096, 0, i);
       Request request = machine.request(Operation::kWrite, 0, 0, 4096);
       request.volume = file->volume();

@@ -302,7 +302,7 @@ TEST_CASE("sums of no whole pages, and of a file without, are refused") {
     CHECK_THROWS_AS(file.volume()->checksums(offset, length), std::invalid_argument);
   }
   CHECK(file.volume()->checksums(4096, 0).empty());
-  File plain(paths[1].get(), true);
+  File plain(paths[1].get(), {true});
   CHECK_FALSE(plain.volume()->checked());
   CHECK_THROWS_AS(plain.volume()->checksums(0, 4096), std::invalid_argument);
   CHECK_THROWS_AS(plain.volume()->set_checksums(0, {1}), std::invalid_argument);

@@ -208,7 +208,7 @@ TEST_CASE("every backend is made to fail the same way") {
     CAPTURE(name);
     TemporaryPath path;
     auto slab = std::make_shared<const PinnedSlab>(4 * kMiB);
-    File file(path.get(), true);
+    File file(path.get(), {true});
     file.reserve(2 * kMiB);
     EngineOptions options;
     options.backend = name;

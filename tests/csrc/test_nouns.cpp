@@ -57,12 +57,12 @@ TEST_CASE("a slab that can't be is refused, with its size in words") {
 
 TEST_CASE("a file is made once, private, and reserves without shrinking") {
   TemporaryPath path;
-  File file(path.get(), true);
+  File file(path.get(), {true});
   CHECK(file.direct() == file.notes().empty());
   struct stat status{};
   REQUIRE(::stat(path.get().c_str(), &status) == 0);
   CHECK((status.st_mode & 0777) == 0600);
-  CHECK(failure_of([&] { File again(path.get(), true); })->error_number == EEXIST);
+  CHECK(failure_of([&] { File again(path.get(), {true}); })->error_number == EEXIST);
   file.reserve(kMiB);
   CHECK(file.size_bytes() == kMiB);
   file.reserve(4096);
@@ -77,7 +77,7 @@ TEST_CASE("a file that can't be opened or filled says why") {
   CHECK(missing->error_number == ENOENT);
   CHECK(std::string(missing->operation) == "open");
   TemporaryPath path;
-  File file(path.get(), true);
+  File file(path.get(), {true});
   auto full = failure_of([&] { file.reserve(int64_t{1} << 60); });
   REQUIRE(full.has_value());
   CHECK(std::string(full->operation) == "reserve");
@@ -85,7 +85,7 @@ TEST_CASE("a file that can't be opened or filled says why") {
 
 TEST_CASE("a closed file refuses everything but close") {
   TemporaryPath path;
-  File file(path.get(), true);
+  File file(path.get(), {true});
   file.close();
   file.close();
   CHECK_THROWS_AS(file.sync(), std::invalid_argument);
@@ -94,7 +94,7 @@ TEST_CASE("a closed file refuses everything but close") {
 
 TEST_CASE("a descriptor outlives its file while a transfer shares it, and announces its end") {
   TemporaryPath path;
-  File file(path.get(), true);
+  File file(path.get(), {true});
   std::shared_ptr<const Descriptor> shared = file.descriptor();
   bool closed = false;
   shared->on_close([&closed] { closed = true; });

@@ -69,7 +69,7 @@ extern "C" int io_uring_submit_and_wait(io_uring* ring, unsigned count) {
 namespace {
 
 struct Bench {
-  explicit Bench(const std::string& backend) : file(path.get(), true) {
+  explicit Bench(const std::string& backend) : file(path.get(), {true}) {
     file.reserve(kMiB);
     EngineOptions options;
     options.backend = backend;

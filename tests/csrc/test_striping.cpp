@@ -19,8 +19,9 @@ Volume volume_of(int files, std::vector<int> pattern, int64_t stripe_bytes) {
 struct TwoDrives {
   explicit TwoDrives(const std::string& backend, std::vector<DriveLimit> limits = {})
       : slab(std::make_shared<const PinnedSlab>(16 * kMiB)),
-        file({std::make_shared<File>(fast.get(), true, 0), std::make_shared<File>(slow.get(), true, 1)}, {0, 0, 1, 0},
-             256 * kKiB) {
+        file({std::make_shared<File>(fast.get(), FileOptions{true, 0}),
+              std::make_shared<File>(slow.get(), FileOptions{true, 1})},
+             {0, 0, 1, 0}, 256 * kKiB) {
     file.reserve(16 * kMiB);
     EngineOptions options;
     options.backend = backend;
@@ -110,7 +111,7 @@ TEST_CASE("what was written over several drives is read back, whole and in parts
 TEST_CASE("a slow drive takes no place of the others") {
   TwoDrives machine("threads", {{}, {0.0, 0.2}});
   auto both = machine.start(Operation::kWrite, 0, 0, 8 * kMiB);
-  File alone(machine.fast.get(), false, 0);
+  File alone(machine.fast.get());
   auto fast = machine.engine->start({Operation::kRead, alone.volume(), machine.slab, {{0, 8 * kMiB, 2 * kMiB}}});
   fast->wait();
   CHECK_FALSE(both->done());  // four blocks at a time, and 200 ms each time
@@ -122,7 +123,7 @@ TEST_CASE("a limited drive keeps to its limit, with one ring or two") {
   for (int rings : {1, 2}) {
     CAPTURE(rings);
     TemporaryPath path;
-    File file(path.get(), true);
+    File file(path.get(), {true});
     file.reserve(4 * kMiB);
     EngineOptions options;
     options.rings = rings;
