@@ -11,8 +11,8 @@
 #include <fstream>
 #include <stdexcept>
 
+#include "base/crc32c.h"
 #include "base/error.h"
-#include "base/page.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23

@@ -5,8 +5,6 @@
 #include <cinttypes>
 #include <cstdio>
 
-#include "base/page.h"
-
 namespace infinity::aio {
 namespace {
 

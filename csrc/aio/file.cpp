@@ -13,7 +13,6 @@
 
 #include "aio/checksums.h"
 #include "base/error.h"
-#include "base/page.h"
 
 namespace infinity::aio {
 namespace {

@@ -12,7 +12,6 @@
 
 #include "aio/checksums.h"
 #include "base/error.h"
-#include "base/page.h"
 #include "base/process.h"
 
 namespace infinity::aio {

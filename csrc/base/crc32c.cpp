@@ -4,8 +4,6 @@
 #include <array>
 #include <cstring>
 
-#include "base/page.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
@@ -236,10 +234,6 @@ const std::vector<Crc32c>& crc32c_ways() {
 
 uint32_t crc32c(const std::byte* bytes, size_t length, uint32_t crc) {
   return crc32c_ways().front().bytes(bytes, length, crc);
-}
-
-void crc32c_pages(const std::byte* pages, size_t count, uint32_t* sums) {
-  crc32c_ways().front().pages(pages, count, sums);
 }
 
 void sum_pages(const std::byte* pages, size_t count, PageSum* sums, const Crc32c& way) {

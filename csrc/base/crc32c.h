@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli), the checksum of a page: with the processor's own instructions where it has them.
+// A page of a file, and CRC-32C (Castagnoli), its checksum: with the processor's own instructions where it has them.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +6,9 @@
 #include <vector>
 
 namespace infinity {
+
+// What a checksum is of, and what a direct transfer is aligned to wherever it runs.
+inline constexpr int64_t kPageBytes = 4096;
 
 // Of any bytes; `crc`: of those that come before them.
 uint32_t crc32c(const std::byte* bytes, size_t length, uint32_t crc = 0);
@@ -15,11 +18,8 @@ uint32_t crc32c(const std::byte* bytes, size_t length, uint32_t crc = 0);
 using PageSum = uint32_t;
 inline constexpr PageSum kUnknownPage = 0;
 
-// Of each of `count` pages of 4096 bytes that lie one behind the other. Faster than one by one: no page waits for
-// another.
-void crc32c_pages(const std::byte* pages, size_t count, uint32_t* sums);
-
-// A way of computing both, which takes and gives them as the two functions above do.
+// A way of computing it: of bytes as above, and of each of so many pages that lie one behind the other. The latter is
+// faster than one by one, as no page waits for another.
 struct Crc32c {
   const char* name;
   uint32_t (*bytes)(const std::byte*, size_t, uint32_t);

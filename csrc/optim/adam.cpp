@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "base/crc32c.h"
-#include "base/page.h"
 #include "base/thread_pool.h"
 #include "optim/kernels.h"
 
