@@ -292,20 +292,8 @@ class Engine:
         """What was optional and refused, a sentence each, with the next move."""
 
     @property
-    def queue_depth(self) -> int:
-        """Blocks in flight per ring, at most."""
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of a block; the last one of a transfer may be smaller."""
-
-    @property
-    def rings(self) -> int:
-        """Ring threads per drive."""
-
-    @property
-    def mix(self) -> str:
-        """How reads and writes share a drive: "interleaved" or "bursts"."""
 
     def start_read(
         self,

@@ -280,16 +280,6 @@ py::bytes page_checksums(const py::object& object, const std::string& name) {
   return packed(sums);
 }
 
-template <typename AnyFile>
-py::bytes checksums_of(const AnyFile& file, int64_t offset, int64_t nbytes) {
-  return packed(file.volume()->checksums(offset, nbytes));
-}
-
-template <typename AnyFile>
-void set_checksums_of(const AnyFile& file, int64_t offset, const py::object& sums) {
-  file.volume()->set_checksums(offset, unpacked(Bytes(sums)));
-}
-
 void bind_slab(py::module_& module) {
   py::class_<PinnedSlab, std::shared_ptr<PinnedSlab>>(module, "PinnedSlab", py::buffer_protocol(), py::is_final(),
                                                       "Page-aligned memory for transfers; a writable buffer of bytes.")
@@ -312,9 +302,33 @@ void bind_slab(py::module_& module) {
       .def_property_readonly("notes", [](const PinnedSlab& slab) { return decode_all(slab.notes()); });
 }
 
-void bind_file(py::module_& module) {
+// What a File and a StripedFile have in common.
+template <typename AnyFile>
+py::class_<AnyFile, std::shared_ptr<AnyFile>> bind_any_file(py::module_& module, const char* name, const char* text) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<File, std::shared_ptr<File>>(module, "File", py::is_final(), "A file for direct transfers.")
+  return py::class_<AnyFile, std::shared_ptr<AnyFile>>(module, name, py::is_final(), text)
+      .def_property_readonly("path", [](const AnyFile& file) { return decode(file.path()); })
+      .def_property_readonly("notes", [](const AnyFile& file) { return decode_all(file.notes()); })
+      .def_property_readonly("checked", [](const AnyFile& file) { return file.volume()->checked(); })
+      .def(
+          "checksums",
+          [](const AnyFile& file, int64_t offset, int64_t nbytes) {
+            return packed(file.volume()->checksums(offset, nbytes));
+          },
+          py::arg("offset"), py::arg("nbytes"))
+      .def(
+          "set_checksums",
+          [](const AnyFile& file, int64_t offset, const py::object& sums) {
+            file.volume()->set_checksums(offset, unpacked(Bytes(sums)));
+          },
+          py::arg("offset"), py::arg("sums"))
+      .def("reserve", &AnyFile::reserve, py::arg("nbytes"), NoGil())
+      .def("sync", &AnyFile::sync, NoGil())
+      .def("close", &AnyFile::close, NoGil());
+}
+
+void bind_files(py::module_& module) {
+  bind_any_file<File>(module, "File", "A file for direct transfers.")
       .def(py::init([](const std::filesystem::path& path, bool create, int drive, bool fine_alignment, bool read_only,
                        bool exclusive, bool checksums) {
              py::gil_scoped_release release;
@@ -324,29 +338,16 @@ void bind_file(py::module_& module) {
            py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("drive") = 0,
            py::arg("fine_alignment") = false, py::arg("read_only") = false, py::arg("exclusive") = false,
            py::arg("checksums") = false)
-      .def_property_readonly("path", [](const File& file) { return decode(file.path()); })
       .def_property_readonly("direct", &File::direct)
       .def_property_readonly("alignment", &File::alignment)
-      .def_property_readonly("notes", [](const File& file) { return decode_all(file.notes()); })
       .def_property_readonly("size_bytes", &File::size_bytes)
       .def("fileno", [](const File& file) { return file.descriptor()->fd(); })
-      .def_property_readonly("checked", [](const File& file) { return file.volume()->checked(); })
-      .def("checksums", &checksums_of<File>, py::arg("offset"), py::arg("nbytes"))
-      .def("set_checksums", &set_checksums_of<File>, py::arg("offset"), py::arg("sums"))
-      .def("reserve", &File::reserve, py::arg("nbytes"), NoGil())
-      .def("sync", &File::sync, NoGil())
-      .def("close", &File::close, NoGil())
       .def("__enter__", [](const std::shared_ptr<File>& file) { return file; })
       .def("__exit__", [](File& file, const py::args&) {
         py::gil_scoped_release release;
         file.close();
       });
-}
-
-void bind_striped_file(py::module_& module) {
-  using NoGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<StripedFile, std::shared_ptr<StripedFile>>(module, "StripedFile", py::is_final(),
-                                                        "Files on several drives as one.")
+  bind_any_file<StripedFile>(module, "StripedFile", "Files on several drives as one.")
       .def(py::init([](const std::vector<std::shared_ptr<File>>& files, const std::vector<int>& pattern,
                        int64_t stripe_bytes) {
              for (const auto& file : files) {
@@ -354,15 +355,7 @@ void bind_striped_file(py::module_& module) {
              }
              return std::make_shared<StripedFile>(files, pattern, stripe_bytes);
            }),
-           py::arg("files"), py::kw_only(), py::arg("pattern"), py::arg("stripe_bytes"))
-      .def_property_readonly("path", [](const StripedFile& file) { return decode(file.path()); })
-      .def_property_readonly("notes", [](const StripedFile& file) { return decode_all(file.notes()); })
-      .def_property_readonly("checked", [](const StripedFile& file) { return file.volume()->checked(); })
-      .def("checksums", &checksums_of<StripedFile>, py::arg("offset"), py::arg("nbytes"))
-      .def("set_checksums", &set_checksums_of<StripedFile>, py::arg("offset"), py::arg("sums"))
-      .def("reserve", &StripedFile::reserve, py::arg("nbytes"), NoGil())
-      .def("sync", &StripedFile::sync, NoGil())
-      .def("close", &StripedFile::close, NoGil());
+           py::arg("files"), py::kw_only(), py::arg("pattern"), py::arg("stripe_bytes"));
 }
 
 void bind_transfer(py::module_& module) {
@@ -414,10 +407,7 @@ void bind_engine(py::module_& module) {
            py::arg("silence_seconds_max") = 300.0)
       .def_property_readonly("backend", &Engine::backend)
       .def_property_readonly("notes", [](const Engine& engine) { return decode_all(engine.notes()); })
-      .def_property_readonly("queue_depth", [](const Engine& engine) { return engine.options().queue_depth; })
       .def_property_readonly("block_bytes", [](const Engine& engine) { return engine.options().block_bytes; })
-      .def_property_readonly("rings", [](const Engine& engine) { return engine.options().rings; })
-      .def_property_readonly("mix", [](const Engine& engine) { return mix_name(engine.options().mix); })
       .def("start_read", &start<Operation::kRead>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
            py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kPrefetch)
       .def("start_write", &start<Operation::kWrite>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
@@ -467,8 +457,7 @@ PYBIND11_MODULE(_aio, module) {
     }
   });
   aio::bind_slab(module);
-  aio::bind_file(module);
-  aio::bind_striped_file(module);
+  aio::bind_files(module);
   aio::bind_transfer(module);
   aio::bind_engine(module);
   module.def("probe", &aio::probe);

@@ -116,12 +116,8 @@ void Engine::start_ring(int number, const BackendFactory& factory) {
   DriveLimit limit;
   if (!options_.limits.empty()) limit = options_.limits[drive_number].shared_by(options_.rings);
   BackendFactory make = worsened(factory, limit, options_.faults, number, state.faults);
-  BackendOptions backend_options;
-  backend_options.queue_depth = options_.queue_depth;
-  backend_options.slab = options_.slab;
-  backend_options.iopoll = options_.iopoll;
-  backend_options.sqpoll = options_.sqpoll;
-  backend_options.note = [&state](std::string line) { state.note(std::move(line)); };
+  BackendOptions backend_options{options_.queue_depth, options_.slab, options_.iopoll, options_.sqpoll,
+                                 [&state](std::string line) { state.note(std::move(line)); }};
 
   Drive& drive = *state.drives[drive_number];
   auto owned = std::make_unique<Ring>();

@@ -132,11 +132,6 @@ bool Transfer::refuse(Failure failure) {
   return last_one_out();
 }
 
-std::shared_ptr<const Volume> Transfer::volume() const {
-  std::lock_guard<std::mutex> lock(monitor_->mutex);
-  return volume_;
-}
-
 std::shared_ptr<const PinnedSlab> Transfer::slab() const {
   std::lock_guard<std::mutex> lock(monitor_->mutex);
   return slab_;

@@ -136,8 +136,7 @@ class Transfer {
   // For a transfer whose remaining blocks can't be started: as if a block had failed. True when finish() must follow.
   bool refuse(Failure failure);
 
-  // What it still holds; null when done.
-  std::shared_ptr<const Volume> volume() const;
+  // The slab that it still holds; null when done.
   std::shared_ptr<const PinnedSlab> slab() const;
 
   // Guarded by the engine's mutex: one for each drive that took a block of it.

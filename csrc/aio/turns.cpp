@@ -26,10 +26,6 @@ Mix mix_of(const std::string& name) {
   throw std::invalid_argument("mix must be \"interleaved\" or \"bursts\", got \"" + name + "\"");
 }
 
-const char* mix_name(Mix mix) {
-  return mix == Mix::kInterleaved ? "interleaved" : "bursts";
-}
-
 std::optional<Priority> Turns::next(const Heads& heads, double now) {
   if (heads[static_cast<size_t>(Priority::kDemand)].has_value()) return Priority::kDemand;
   const auto& prefetch = heads[static_cast<size_t>(Priority::kPrefetch)];

@@ -18,7 +18,6 @@ enum class Mix : uint8_t {
 
 // "interleaved" or "bursts"; throws std::invalid_argument for anything else.
 Mix mix_of(const std::string& name);
-const char* mix_name(Mix mix);
 
 struct TurnOptions {
   Mix mix = Mix::kInterleaved;

@@ -128,7 +128,7 @@ TEST_CASE("a block larger than what the background may hold goes alone") {
 
 TEST_CASE("the names of the mixes") {
   CHECK(mix_of("bursts") == Mix::kBursts);
-  CHECK(mix_name(mix_of("interleaved")) == std::string("interleaved"));
+  CHECK(mix_of("interleaved") == Mix::kInterleaved);
   CHECK_THROWS_AS(mix_of("both"), std::invalid_argument);
 }
 
