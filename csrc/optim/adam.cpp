@@ -53,11 +53,15 @@ int64_t tail_of(int64_t numel) {
   return numel - numel % kTorchLanes;
 }
 
-void check(const Piece& piece, int64_t numel, int64_t behind) {
-  bool fits = piece.numel >= 0 && piece.offset >= behind && piece.offset + piece.numel <= numel;
-  if (!fits) throw std::invalid_argument("pieces must ascend without overlap, and end within their sub-group");
-  if (piece.start < 0 || piece.start + piece.numel > piece.shard_numel) {
-    throw std::invalid_argument("a piece reaches out of its shard");
+void check(const std::vector<Piece>& pieces, int64_t numel) {
+  int64_t behind = 0;
+  for (const Piece& piece : pieces) {
+    bool fits = piece.numel >= 0 && piece.offset >= behind && piece.offset + piece.numel <= numel;
+    if (!fits) throw std::invalid_argument("pieces must ascend without overlap, and end within their sub-group");
+    if (piece.start < 0 || piece.start + piece.numel > piece.shard_numel) {
+      throw std::invalid_argument("a piece reaches out of its shard");
+    }
+    behind = piece.offset + piece.numel;
   }
 }
 
@@ -66,50 +70,23 @@ int64_t itemsize(Grad grad) {
 }
 
 // The spans of all pieces, in order, each within one block: kBlockNumel elements from a multiple of that on.
-class Spans {
- public:
-  Spans(const Fields& fields, Grad grad) : fields_(fields), grad_(grad) {}
-
-  void add(const Piece& piece) {
+std::vector<Span> spans_of(const std::vector<Piece>& pieces, const Fields& fields, Grad grad) {
+  std::vector<Span> spans;
+  auto at = [](auto* field, int64_t index) { return field == nullptr ? nullptr : field + index; };
+  for (const Piece& piece : pieces) {
     int64_t tail = std::clamp<int64_t>(tail_of(piece.shard_numel) - piece.start, 0, piece.numel);
-    add_range(piece, 0, tail, false);
-    add_range(piece, tail, piece.numel, true);
-  }
-
-  std::vector<Span> take() { return std::move(spans_); }
-
- private:
-  void add_range(const Piece& piece, int64_t begin, int64_t end, bool tail) {
-    auto at = [](auto* field, int64_t index) { return field == nullptr ? nullptr : field + index; };
-    while (begin < end) {
+    for (int64_t begin = 0, numel; begin < piece.numel; begin += numel) {
       int64_t index = piece.offset + begin;
-      int64_t numel = std::min(kBlockNumel - index % kBlockNumel, end - begin);
-      spans_.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad_), at(fields_.exp_avg, index),
-                        at(fields_.exp_avg_sq, index), at(fields_.master, index), at(fields_.compute_param, index),
-                        at(fields_.remainder, index), index, numel, tail});
-      begin += numel;
+      numel = std::min(kBlockNumel - index % kBlockNumel, (begin < tail ? tail : piece.numel) - begin);
+      spans.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad), at(fields.exp_avg, index),
+                       at(fields.exp_avg_sq, index), at(fields.master, index), at(fields.compute_param, index),
+                       at(fields.remainder, index), index, numel, begin >= tail});
     }
   }
-
-  const Fields& fields_;
-  Grad grad_;
-  std::vector<Span> spans_;
-};
-
-int64_t blocks_of(int64_t numel) {
-  return (numel + kBlockNumel - 1) / kBlockNumel;
+  return spans;
 }
 
-// The number of the first span of each block, and behind them that of all spans.
-std::vector<size_t> first_spans(const std::vector<Span>& spans, int64_t blocks) {
-  std::vector<size_t> first(static_cast<size_t>(blocks) + 1, spans.size());
-  for (size_t i = spans.size(); i > 0; --i) first[static_cast<size_t>(spans[i - 1].index / kBlockNumel)] = i - 1;
-  for (auto block = static_cast<size_t>(blocks); block > 0; --block)
-    first[block - 1] = std::min(first[block - 1], first[block]);
-  return first;
-}
-
-// The pages of a block's elements, field by field: see [Note: Sums on the way].
+// The pages of the elements of the block that begins with number `begin`, field by field: see [Note: Sums on the way].
 class PagesOfBlocks {
  public:
   PagesOfBlocks(Pages& pages, const Fields& fields) : pages_(pages), numel_(fields.numel) {
@@ -123,9 +100,9 @@ class PagesOfBlocks {
   }
 
   // Whether all of them are as they must be.
-  bool verify(int64_t block) {
+  bool verify(int64_t begin) {
     bool whole = true;
-    for_each_field(block, [&](size_t first, size_t count, const PageSum* sums) {
+    for_each_field(begin, [&](size_t first, size_t count, const PageSum* sums) {
       for (size_t i = first; i < first + count; ++i) {
         if (pages_.expected[i] == sums[i - first] || pages_.expected[i] == kUnknownPage) continue;
         note_wrong(static_cast<int64_t>(i));
@@ -136,9 +113,9 @@ class PagesOfBlocks {
     return whole;
   }
 
-  void sum(int64_t block) {
+  void sum(int64_t begin) {
     for_each_field(
-        block, [&](size_t first, size_t count, const PageSum* sums) { std::copy_n(sums, count, pages_.sums + first); });
+        begin, [&](size_t first, size_t count, const PageSum* sums) { std::copy_n(sums, count, pages_.sums + first); });
   }
 
   // To be called once, when all blocks are done.
@@ -166,11 +143,11 @@ class PagesOfBlocks {
   }
 
   template <typename Body>
-  void for_each_field(int64_t block, const Body& body) {
+  void for_each_field(int64_t begin, const Body& body) {
     std::array<PageSum, static_cast<size_t>(kBlockNumel * 4 / kPageBytes)> sums;
-    int64_t index = block * kBlockNumel, numel = std::min(kBlockNumel, numel_ - index);
+    int64_t numel = std::min(kBlockNumel, numel_ - begin);
     for (const Place& place : places_) {
-      int64_t offset = place.offset + index * place.itemsize;
+      int64_t offset = place.offset + begin * place.itemsize;
       auto count = static_cast<size_t>(numel * place.itemsize / kPageBytes);
       sum_pages(pages_.begin + offset, count, sums.data());
       body(static_cast<size_t>(offset / kPageBytes), count, sums.data());
@@ -189,6 +166,26 @@ class PagesOfBlocks {
   std::atomic<int64_t> wrong_{kNone};
 };
 
+// In double until the last, as torch does it, and contracted where its compiler does: see [Note: Rounding].
+Scalars scalars_of(const Settings& from) {
+  Scalars to{};
+  to.grad_scale = from.maximize ? -from.grad_scale : from.grad_scale;
+  if (from.weight_decay != 0) {
+    to.decay = from.decoupled ? Decay::kOfWeight : Decay::kOfGradient;
+    to.decay_by = static_cast<float>(from.decoupled ? std::fma(-from.lr, from.weight_decay, 1.0) : from.weight_decay);
+  }
+  auto one_minus_beta1 = static_cast<float>(1 - from.beta1);
+  to.near_exp_avg = std::fabs(one_minus_beta1) < 0.5f;
+  to.lerp_weight = to.near_exp_avg ? one_minus_beta1 : one_minus_beta1 - 1.0f;
+  to.tail_lerp_weight = to.near_exp_avg ? one_minus_beta1 : -(1.0f - one_minus_beta1);
+  to.beta2 = static_cast<float>(from.beta2);
+  to.one_minus_beta2 = static_cast<float>(1 - from.beta2);
+  to.sqrt_correction2 = static_cast<float>(std::sqrt(1 - std::pow(from.beta2, from.step)));
+  to.eps = static_cast<float>(from.eps);
+  to.minus_step_size = static_cast<float>(-(from.lr / (1 - std::pow(from.beta1, from.step))));
+  return to;
+}
+
 void check(Ties ties, int64_t numel) {
   bool ascend = std::adjacent_find(ties.begin, ties.end, std::greater_equal<int32_t>()) == ties.end;
   bool inside = ties.begin == ties.end || (*ties.begin >= 0 && *(ties.end - 1) < numel);
@@ -199,13 +196,15 @@ const int32_t* first_from(Ties ties, int64_t index) {
   return std::lower_bound(ties.begin, ties.end, index);
 }
 
-// Runs `body(share, ties)` for every share, and returns the ties that each rounded up.
+// Runs `body(begin, end, ties)` for the elements of every block, and returns the ties that each rounded up.
 template <typename Body>
-std::vector<std::vector<int32_t>> run_shares(int64_t shares, Ties ties, int threads, const Body& body) {
-  std::vector<std::vector<int32_t>> rounded_up(static_cast<size_t>(shares));
-  ThreadPool::here().run(threads, shares, [&](int64_t share) {
-    TiesOnTheWay on_the_way{ties.begin, ties.end, &rounded_up[static_cast<size_t>(share)]};
-    body(share, on_the_way);
+std::vector<std::vector<int32_t>> run_blocks(int64_t numel, Ties ties, int threads, const Body& body) {
+  int64_t blocks = (numel + kBlockNumel - 1) / kBlockNumel;
+  std::vector<std::vector<int32_t>> rounded_up(static_cast<size_t>(blocks));
+  ThreadPool::here().run(threads, blocks, [&](int64_t block) {
+    int64_t begin = block * kBlockNumel;
+    TiesOnTheWay on_the_way{first_from(ties, begin), ties.end, &rounded_up[static_cast<size_t>(block)]};
+    body(begin, std::min(begin + kBlockNumel, numel), on_the_way);
   });
   return rounded_up;
 }
@@ -238,49 +237,21 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-// In double until the last, as torch does it, and contracted where its compiler does: see [Note: Rounding].
-Scalars scalars_of(const Settings& from) {
-  Scalars to{};
-  to.grad_scale = from.maximize ? -from.grad_scale : from.grad_scale;
-  if (from.weight_decay != 0) {
-    to.decay = from.decoupled ? Decay::kOfWeight : Decay::kOfGradient;
-    to.decay_by = static_cast<float>(from.decoupled ? std::fma(-from.lr, from.weight_decay, 1.0) : from.weight_decay);
-  }
-  auto one_minus_beta1 = static_cast<float>(1 - from.beta1);
-  to.near_exp_avg = std::fabs(one_minus_beta1) < 0.5f;
-  to.lerp_weight = to.near_exp_avg ? one_minus_beta1 : one_minus_beta1 - 1.0f;
-  to.tail_lerp_weight = to.near_exp_avg ? one_minus_beta1 : -(1.0f - one_minus_beta1);
-  to.beta2 = static_cast<float>(from.beta2);
-  to.one_minus_beta2 = static_cast<float>(1 - from.beta2);
-  to.sqrt_correction2 = static_cast<float>(std::sqrt(1 - std::pow(from.beta2, from.step)));
-  to.eps = static_cast<float>(from.eps);
-  to.minus_step_size = static_cast<float>(-(from.lr / (1 - std::pow(from.beta1, from.step))));
-  return to;
-}
-
 std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
                             const std::vector<Piece>& pieces, Ties ties, const Means& means, Pages* pages) {
   check(ties, fields.numel);
-  int64_t behind = 0;
-  Spans making(fields, grad);
-  for (const Piece& piece : pieces) {
-    check(piece, fields.numel, behind);
-    behind = piece.offset + piece.numel;
-    making.add(piece);
-  }
+  check(pieces, fields.numel);
   const Scalars scalars = scalars_of(settings);
-  const std::vector<Span> spans = making.take();
-  const int64_t blocks = blocks_of(fields.numel);
-  const std::vector<size_t> first = first_spans(spans, blocks);
+  const std::vector<Span> spans = spans_of(pieces, fields, grad);
   std::optional<PagesOfBlocks> guarded;
   if (pages != nullptr) guarded.emplace(*pages, fields);
   auto* kernel = kernels_named(means.instructions).update[static_cast<size_t>(grad)][static_cast<size_t>(kind)];
-  auto rounded_up = run_shares(blocks, ties, means.threads, [&](int64_t block, TiesOnTheWay& way) {
-    if (guarded.has_value() && !guarded->verify(block)) return;
-    auto number = static_cast<size_t>(block);
-    way.next = first_from(ties, block * kBlockNumel);
-    for (size_t i = first[number]; i < first[number + 1]; ++i) kernel(scalars, spans[i], way);
-    if (guarded.has_value()) guarded->sum(block);
+  auto rounded_up = run_blocks(fields.numel, ties, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
+    if (guarded.has_value() && !guarded->verify(begin)) return;
+    auto lies_before = [begin](const Span& span) { return span.index < begin; };
+    auto span = std::partition_point(spans.begin(), spans.end(), lies_before);
+    for (; span != spans.end() && span->index < end; ++span) kernel(scalars, *span, way);
+    if (guarded.has_value()) guarded->sum(begin);
   });
   if (guarded.has_value()) guarded->tell();
   return kind == Master::kSplit ? renewed(ties, pieces, joined(rounded_up)) : std::vector<int32_t>{};
@@ -290,10 +261,8 @@ void join(const uint16_t* compute_param, const uint16_t* remainder, int64_t nume
           const Means& means) {
   check(ties, numel);
   auto* kernel = kernels_named(means.instructions).join;
-  run_shares(blocks_of(numel), ties, means.threads, [&](int64_t share, TiesOnTheWay& way) {
-    int64_t index = share * kBlockNumel;
-    way.next = first_from(ties, index);
-    kernel(compute_param + index, remainder + index, index, std::min(kBlockNumel, numel - index), way, master + index);
+  run_blocks(numel, ties, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
+    kernel(compute_param + begin, remainder + begin, begin, end - begin, way, master + begin);
   });
 }
 
@@ -301,9 +270,8 @@ std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute
                            const Means& means) {
   auto* kernel = kernels_named(means.instructions).split;
   Ties none{nullptr, nullptr};
-  return joined(run_shares(blocks_of(numel), none, means.threads, [&](int64_t share, TiesOnTheWay& way) {
-    int64_t index = share * kBlockNumel;
-    kernel(master + index, index, std::min(kBlockNumel, numel - index), compute_param + index, remainder + index, way);
+  return joined(run_blocks(numel, none, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
+    kernel(master + begin, begin, end - begin, compute_param + begin, remainder + begin, way);
   }));
 }
 

@@ -25,8 +25,6 @@ struct Scalars {
   float minus_step_size;
 };
 
-Scalars scalars_of(const Settings& settings);
-
 // Consecutive elements, the first of which is number `index` of the sub-group.
 struct Span {
   const void* grad;
