@@ -88,7 +88,7 @@ class Sets:
         return perf_counter() - began
 
     def kernel_split(self, at: slice, grad: torch.Tensor | None = None) -> None:
-        self.ties[at.start] = kernel.update_split(
+        self.ties[at.start] = kernel.update(
             SETTINGS,
             step=STEP,
             grad_scale=GRAD_SCALE,
@@ -104,7 +104,7 @@ class Sets:
         self.kernel_split(at, self.grad16)
 
     def kernel_full(self, at: slice) -> None:
-        kernel.update_full(
+        kernel.update(
             SETTINGS,
             step=STEP,
             grad_scale=GRAD_SCALE,

@@ -67,7 +67,7 @@ class PageSums:
     wrong_page: int | None = None
 
 
-def update_full(
+def update(
     settings: AdamSettings,
     *,
     step: float,
@@ -75,79 +75,74 @@ def update_full(
     pieces: Sequence[GradPiece],
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    master: torch.Tensor,
+    master: torch.Tensor | None = None,
     compute_param: torch.Tensor | None = None,
-    sums: PageSums | None = None,
-    threads: int | None = None,
-    instructions: str = INSTRUCTIONS[0],
-) -> None:
-    """One step of Adam on the elements of a sub-group that `pieces` name, in place.
-
-    exp_avg, exp_avg_sq and master (fp32) are the whole sub-group, and so is compute_param (bf16 or fp16), which is set from the
-    new master: 1-D and contiguous, in host memory, of one length. Pieces ascend without overlap, and their gradients have one
-    dtype. `step` counts this step, from 1. Gradients are multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging).
-    `threads` share the work (torch's number if None); the calling thread is one of them, and the GIL is released. `sums`: to be
-    verified and made anew on the way.
-
-    The numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for
-    pieces that do not fit.
-    """
-    _check([exp_avg, exp_avg_sq, master], (torch.float32,), "exp_avg, exp_avg_sq and master", exp_avg.numel())
-    if compute_param is not None:
-        _check([compute_param], tuple(_COMPUTE_DTYPES), "the compute parameter", exp_avg.numel())
-    _update(
-        settings,
-        step,
-        grad_scale,
-        pieces,
-        exp_avg,
-        exp_avg_sq,
-        master,
-        compute_param,
-        None,
-        None,
-        threads,
-        instructions,
-        sums,
-    )
-
-
-def update_split(
-    settings: AdamSettings,
-    *,
-    step: float,
-    grad_scale: float,
-    pieces: Sequence[GradPiece],
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    compute_param: torch.Tensor,
-    remainder: torch.Tensor,
-    ties: torch.Tensor,
+    remainder: torch.Tensor | None = None,
+    ties: torch.Tensor | None = None,
     sums: PageSums | None = None,
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
-    """As `update_full`, for a master that is split into `compute_param` (bf16), `remainder` (int16 or uint16) and `ties`.
+    """One step of Adam on the elements of a sub-group that `pieces` name, in place.
 
-    Returns the ties of the whole sub-group anew: those that lie in no piece are the old ones. See `split`.
+    exp_avg and exp_avg_sq (fp32) are the whole sub-group. So is the master: either `master` (fp32), and compute_param (bf16 or
+    fp16) is set from it where given; or compute_param (bf16), remainder (int16 or uint16) and ties, as `split` makes them. All
+    are 1-D and contiguous, in host memory, of one length. Pieces ascend without overlap, and their gradients have one dtype.
+    `step` counts this step, from 1. Gradients are multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging).
+    `threads` share the work (torch's number if None); the calling thread is one of them, and the GIL is released. `sums`: to be
+    verified and made anew on the way.
+
+    Returns the ties of the whole sub-group anew, where the master is split: those that lie in no piece are the old ones. The
+    numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for pieces
+    that do not fit.
     """
-    _check([exp_avg, exp_avg_sq], (torch.float32,), "exp_avg and exp_avg_sq", exp_avg.numel())
-    _check_split(compute_param, remainder, exp_avg.numel())
-    return _update(
-        settings,
-        step,
-        grad_scale,
-        pieces,
-        exp_avg,
-        exp_avg_sq,
-        None,
-        compute_param,
-        remainder,
-        ties,
-        threads,
-        instructions,
-        sums,
+    numel = exp_avg.numel()
+    if master is not None and remainder is None:
+        _check([exp_avg, exp_avg_sq, master], (torch.float32,), "exp_avg, exp_avg_sq and master", numel)
+        if compute_param is not None:
+            _check([compute_param], tuple(_COMPUTE_DTYPES), "the compute parameter", numel)
+    elif master is None and compute_param is not None and remainder is not None:
+        _check([exp_avg, exp_avg_sq], (torch.float32,), "exp_avg and exp_avg_sq", numel)
+        _check_split(compute_param, remainder, numel)
+    else:
+        raise ValueError("the master is given in full, or as compute parameter and remainder")
+    expected = np.frombuffer(sums.expected if sums is not None else b"", dtype="<u4").astype(np.uint32, copy=False)
+    if sums is not None:
+        _check([sums.pages], (torch.uint8,), "pages", expected.size * PAGE_BYTES)
+    grad_dtype = pieces[0].grad.dtype if pieces else torch.float32
+    for piece in pieces:
+        _check([piece.grad], tuple(_GRAD_DTYPES), "gradients", piece.grad.numel())
+        if piece.grad.dtype is not grad_dtype:
+            raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
+    new_ties, new_sums, wrong_page = _optim.update(
+        lr=settings.lr,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        decoupled=settings.decoupled_weight_decay,
+        maximize=settings.maximize,
+        step=step,
+        grad_scale=grad_scale,
+        grad_dtype=_GRAD_DTYPES[grad_dtype],
+        compute_dtype=_COMPUTE_DTYPES[compute_param.dtype] if compute_param is not None else "bfloat16",
+        pieces=[piece.row for piece in pieces],
+        numel=numel,
+        exp_avg=exp_avg.data_ptr(),
+        exp_avg_sq=exp_avg_sq.data_ptr(),
+        master=_address(master),
+        copy=_address(compute_param),
+        remainder=_address(remainder),
+        ties=(torch.empty(0, dtype=torch.int32) if ties is None else ties).numpy(),
+        pages=_address(sums.pages if sums is not None else None),
+        expected=expected,
+        threads=threads or torch.get_num_threads(),
+        instructions=instructions,
     )
+    if sums is not None:
+        sums.new = new_sums.astype("<u4", copy=False).tobytes()
+        sums.wrong_page = wrong_page if wrong_page >= 0 else None
+    return torch.from_numpy(new_ties)
 
 
 def split(
@@ -248,7 +243,7 @@ def _same_steps(settings: AdamSettings, numel: int) -> bool:
     for done in range(_CHECK_STEPS):
         grad = draw()
         piece = GradPiece(0, grad.clone())
-        update_full(
+        update(
             settings,
             step=done + 1,
             grad_scale=1.0,
@@ -266,60 +261,6 @@ def _same_steps(settings: AdamSettings, numel: int) -> bool:
             steps=[torch.tensor(float(done))],
         )
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(ours, theirs, strict=True))
-
-
-def _update(
-    settings: AdamSettings,
-    step: float,
-    grad_scale: float,
-    pieces: Sequence[GradPiece],
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    master: torch.Tensor | None,
-    compute_param: torch.Tensor | None,
-    remainder: torch.Tensor | None,
-    ties: torch.Tensor | None,
-    threads: int | None,
-    instructions: str,
-    sums: PageSums | None,
-) -> torch.Tensor:
-    expected = np.frombuffer(sums.expected if sums is not None else b"", dtype="<u4").astype(np.uint32, copy=False)
-    if sums is not None:
-        _check([sums.pages], (torch.uint8,), "pages", expected.size * PAGE_BYTES)
-    grad_dtype = pieces[0].grad.dtype if pieces else torch.float32
-    for piece in pieces:
-        _check([piece.grad], tuple(_GRAD_DTYPES), "gradients", piece.grad.numel())
-        if piece.grad.dtype is not grad_dtype:
-            raise ValueError(f"the gradients of one update have one dtype, got {grad_dtype} and {piece.grad.dtype}")
-    new_ties, new_sums, wrong_page = _optim.update(
-        lr=settings.lr,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        decoupled=settings.decoupled_weight_decay,
-        maximize=settings.maximize,
-        step=step,
-        grad_scale=grad_scale,
-        grad_dtype=_GRAD_DTYPES[grad_dtype],
-        compute_dtype=_COMPUTE_DTYPES[compute_param.dtype] if compute_param is not None else "bfloat16",
-        pieces=[piece.row for piece in pieces],
-        numel=exp_avg.numel(),
-        exp_avg=exp_avg.data_ptr(),
-        exp_avg_sq=exp_avg_sq.data_ptr(),
-        master=_address(master),
-        copy=_address(compute_param),
-        remainder=_address(remainder),
-        ties=(torch.empty(0, dtype=torch.int32) if ties is None else ties).numpy(),
-        pages=_address(sums.pages if sums is not None else None),
-        expected=expected,
-        threads=threads or torch.get_num_threads(),
-        instructions=instructions,
-    )
-    if sums is not None:
-        sums.new = new_sums.astype("<u4", copy=False).tobytes()
-        sums.wrong_page = wrong_page if wrong_page >= 0 else None
-    return torch.from_numpy(new_ties)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -162,11 +162,11 @@ def _step_in_one_pass(
         common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "sums": sums}
         if sub.layout.split:
             copy, remainder = sub.view(Field.COMPUTE, lease), sub.view(Field.REMAINDER, lease)
-            ties = kernel.update_split(settings, compute_param=copy, remainder=remainder, ties=sub.ties, **common)
+            ties = kernel.update(settings, compute_param=copy, remainder=remainder, ties=sub.ties, **common)
             if sums is None or sums.wrong_page is None:
                 sub.ties = ties
         else:
-            kernel.update_full(
+            kernel.update(
                 settings, master=sub.view(Field.MASTER, lease), compute_param=_narrow_compute(sub, lease), **common
             )
     if Field.COMPUTE in sub.layout.fields and sub.compute_dtype is torch.float32:

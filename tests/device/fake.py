@@ -351,20 +351,18 @@ class FakeRuntime:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Look at everything that touches memory, until the end of the block; then all that is queued has run."""
-        originals = Lease.give_back, HostBuffer.give_back, kernel.update_split, kernel.update_full
+        originals = Lease.give_back, HostBuffer.give_back, kernel.update
         start = IoEngine.start
         IoEngine.start = self._transferring(start)  # type: ignore[method-assign]
         Lease.give_back = self._guarded(Lease.give_back, _lease_span, "a lease of")  # type: ignore[method-assign]
         HostBuffer.give_back = self._guarded(HostBuffer.give_back, _buffer_span, "a buffer of")  # type: ignore[method-assign]
-        kernel.update_split = self._looking(kernel.update_split)
-        kernel.update_full = self._looking(kernel.update_full)
+        kernel.update = self._looking(kernel.update)
         assert paged_adam.kernel is kernel
         try:
             with self._watch:
                 yield
         finally:
-            Lease.give_back, HostBuffer.give_back = originals[:2]  # type: ignore[method-assign]
-            kernel.update_split, kernel.update_full = originals[2:]
+            Lease.give_back, HostBuffer.give_back, kernel.update = originals  # type: ignore[method-assign]
             IoEngine.start = start  # type: ignore[method-assign]
         for stream in self.streams:
             while stream.queue:

@@ -84,7 +84,7 @@ class State:
         )
 
     def step(self, chosen: AdamSettings, pieces: list[GradPiece], step: int, **more: Any) -> None:
-        kernel.update_full(
+        kernel.update(
             chosen,
             step=step,
             pieces=pieces,
@@ -106,7 +106,7 @@ class SplitState(State):
         self.exp_avg, self.exp_avg_sq = whole.exp_avg.clone(), whole.exp_avg_sq.clone()
 
     def step(self, chosen: AdamSettings, pieces: list[GradPiece], step: int, **more: Any) -> None:
-        self.ties = kernel.update_split(
+        self.ties = kernel.update(
             chosen,
             step=step,
             pieces=pieces,
@@ -310,6 +310,8 @@ def test_no_pieces_change_nothing() -> None:
         ({"exp_avg_sq": torch.zeros(15)}, "16 elements"),
         ({"master": torch.zeros(16, dtype=torch.bfloat16)}, "float32"),
         ({"master": torch.zeros(4, 4)}, "1-D"),
+        ({"master": None}, "in full, or"),
+        ({"remainder": torch.zeros(16, dtype=torch.int16)}, "in full, or"),
         ({"compute_param": torch.zeros(16)}, "bfloat16"),
         ({"compute_param": torch.zeros(17, dtype=torch.bfloat16)}, "16 elements"),
         ({"threads": -1}, "threads"),
@@ -324,7 +326,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
         "master": torch.zeros(16),
     }
     with pytest.raises(ValueError, match=message):
-        kernel.update_full(settings_of(), step=1, grad_scale=1.0, **(given | change))
+        kernel.update(settings_of(), step=1, grad_scale=1.0, **(given | change))
 
 
 # Sums on the way
@@ -354,7 +356,7 @@ class Pages:
     def step(self, pieces: list[GradPiece], sums: PageSums | None, **more: Any) -> None:
         fields = {name: getattr(self, name) for name in ("compute_param", "remainder", "exp_avg", "exp_avg_sq")}
         given = {"step": 1, "grad_scale": 1.0, "pieces": pieces, "ties": self.ties, "sums": sums, **fields, **more}
-        self.ties = kernel.update_split(settings_of(), **given)
+        self.ties = kernel.update(settings_of(), **given)
 
 
 @given(
