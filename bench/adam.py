@@ -30,7 +30,7 @@ import torch
 from adam_deepspeed import BETAS, EPS, GRAD_SCALE, LR, WEIGHT_DECAY, field
 from results import machine, save
 
-from infinity.optim import AdamSettings, adam_, join, kernel, split
+from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.kernel import GradPiece
 
 SETTINGS = AdamSettings(LR, BETAS, EPS, WEIGHT_DECAY, decoupled_weight_decay=True, maximize=False, fused=True)
@@ -49,6 +49,25 @@ MUST_MOVE = {
 }
 
 Way = Callable[[], float]
+_TIE = 0x8000
+
+
+def split(master: torch.Tensor, compute_param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """What kernel.split does, with torch's own operations."""
+    bits = master.view(torch.int32)
+    compute_param.copy_(master)
+    remainder.copy_(bits)  # keeps the lower 16 bits
+    tied = (remainder == _TIE - 0x10000).nonzero().squeeze(1)
+    rounded_up = compute_param.view(torch.int16)[tied] != (bits[tied] >> 16).to(torch.int16)
+    return tied[rounded_up].to(torch.int32)
+
+
+def join(compute_param: torch.Tensor, remainder: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
+    low = remainder.to(torch.int32) & 0xFFFF
+    rounded_up = low > _TIE
+    rounded_up[ties] = True
+    bits = (compute_param.view(torch.int16).to(torch.int32) - rounded_up.to(torch.int32)) << 16
+    return (bits | low).view(torch.float32)
 
 
 class Sets:

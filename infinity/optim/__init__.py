@@ -1,6 +1,5 @@
 """Floor 6. Optimizer arithmetic only: tensors in, tensors changed in place; where they come from is not known here."""
 
 from infinity.optim.adam import AdamSettings, adam_
-from infinity.optim.split import join, split
 
-__all__ = ["AdamSettings", "adam_", "join", "split"]
+__all__ = ["AdamSettings", "adam_"]

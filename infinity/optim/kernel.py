@@ -145,6 +145,14 @@ def update(
     return torch.from_numpy(new_ties)
 
 
+# [Note: Split masters]
+# The compute parameter is the master's upper 16 bits, rounded to nearest even as torch converts. The remainder is the lower 16
+# bits. A remainder above 0x8000 says that the compute parameter was rounded up by one in the last place; below, it was not. At
+# 0x8000, a tie, it was rounded to the even neighbour. Then an odd compute parameter was not rounded up, and an even one may
+# have been. So a list names the ties that were rounded up: one in 131072 of the masters that training leaves is a tie. Every
+# master comes back bit for bit, infinities, denormals and what rounds up to infinity included. A NaN stays a NaN.
+
+
 def split(
     master: torch.Tensor,
     compute_param: torch.Tensor,
@@ -153,11 +161,10 @@ def split(
     threads: int | None = None,
     instructions: str = INSTRUCTIONS[0],
 ) -> torch.Tensor:
-    """Set `compute_param` (bf16, rounded to nearest even as torch converts) and `remainder` (int16 or uint16) from `master`.
+    """Set `compute_param` (bf16) and `remainder` (int16 or uint16) from `master` (fp32): see [Note: Split masters].
 
-    Returns the ties: ascending indices (int32) of the elements that lay halfway between two bf16 numbers and were rounded up,
-    about one in 131072. `join` gives the master back from the three, bit for bit but for the payload of a NaN. `master` is
-    fp32. All are 1-D and contiguous, in host memory, of one length.
+    Returns the ties that were rounded up: ascending indices (int32). `join` gives the master back from the three, bit for bit
+    but for the payload of a NaN. All are 1-D and contiguous, in host memory, of one length.
     """
     _check([master], (torch.float32,), "the master", master.numel())
     _check_split(compute_param, remainder, master.numel())

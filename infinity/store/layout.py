@@ -12,7 +12,7 @@ A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-
     | compute parameter (16-bit) | master (fp32)      |                                       frozen
 
 The moments are the numbers that the optimizer keeps per element: Adam has two, SGD its momentum, or none. A bf16 compute
-parameter and the remainder that rounding left make the master (infinity/optim/split.py): 12 bytes an element with Adam,
+parameter and the remainder that rounding left make the master (infinity/optim/kernel.py): 12 bytes an element with Adam,
 instead of 14. Every field has the same element offsets, and fields begin at multiples of 4 KiB. So the optimizer reads a
 sub-group's state with one read and writes all of it with one write; and the compute parameters of a group's sub-groups, read
 one behind the other, give the group's flat space without a gap, shards that a boundary cuts included. Where compute runs in

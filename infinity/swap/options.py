@@ -48,7 +48,7 @@ class PagingOptions:
     set before the backward."""
     master_weights: MasterWeights = "split"
     """"split": where the compute parameter is bf16, the master is that and its remainder: 12 bytes per element instead of 14.
-    See [Note: Split masters] in infinity/optim/split.py. "full": the whole fp32 master lies beside it."""
+    See [Note: Split masters] in infinity/optim/kernel.py. "full": the whole fp32 master lies beside it."""
     hold_parameters: bool = False
     """Whether all compute parameters stay in host memory, so that only optimizer state rests on NVMe."""
     hold_state: bool = False

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from infinity.aio import page_checksums
 from infinity.optim import AdamSettings, adam_, kernel
-from infinity.optim import split as torch_split
 from infinity.optim.kernel import GradPiece, PageSums
 
 # Of the torch that the kernel was written beside; an older one, or one without AVX2, may round otherwise (see matches_torch).
@@ -531,17 +530,6 @@ def test_join_inverts_split_for_every_upper_half(instructions: str) -> None:
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     for low in [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]:
         check_split(torch.from_numpy((upper | low).astype(np.uint32).view(np.float32)), instructions)
-
-
-@given(values=any_bits)
-def test_torchs_way_to_split_is_understood(values: list[int]) -> None:
-    master = masters_of(values)
-    compute_param, remainder = (
-        torch.empty(len(values), dtype=torch.bfloat16),
-        torch.empty(len(values), dtype=torch.int16),
-    )
-    ties = torch_split(master, compute_param, remainder)
-    assert equal_bits([kernel.join(compute_param, remainder, ties)], [master])
 
 
 # Whether to use it
