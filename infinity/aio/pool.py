@@ -75,20 +75,15 @@ class FreeRanges:
         before_end = self._starts[index - 1] + self._lengths[index - 1] if index else 0
         after_start = self._starts[index] if index < len(self._starts) else self._end
         assert before_end <= offset and offset + nbytes <= after_start, "a range came back twice"
-        joins_before = index > 0 and before_end == offset
-        joins_after = index < len(self._starts) and offset + nbytes == after_start
-        if joins_before and joins_after:
-            self._lengths[index - 1] += nbytes + self._lengths[index]
-            del self._starts[index], self._lengths[index]
-        elif joins_before:
+        self.free_bytes += nbytes
+        if index < len(self._starts) and offset + nbytes == after_start:
+            del self._starts[index]
+            nbytes += self._lengths.pop(index)
+        if index and before_end == offset:
             self._lengths[index - 1] += nbytes
-        elif joins_after:
-            self._starts[index] = offset
-            self._lengths[index] += nbytes
         else:
             self._starts.insert(index, offset)
             self._lengths.insert(index, nbytes)
-        self.free_bytes += nbytes
 
     def reset(self, taken: Iterable[tuple[int, int]]) -> None:
         """Set the taken ranges, (offset, length) each; all else is free."""
