@@ -1,10 +1,9 @@
 """Floor 3. The typed Python interface of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
 from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, page_checksums, probe
-from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, Request
+from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, IoSettings, Request
 from infinity.aio.numa import near
 from infinity.aio.pool import FreeRanges, Lease, PinnedPool, PoolPart
-from infinity.aio.settings import IoSettings
 
 __all__ = [
     "DriveLimit",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from infinity import _aio
 from infinity._aio import File, Priority, StripedFile, Transfer
 from infinity.aio.pool import Lease, PinnedPool
-from infinity.aio.settings import IoSettings
+from infinity.units import MIB
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,33 @@ class Request:
     lease_offset: int
     length: int
     priority: Priority
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """How an engine drives storage: one value, passed whole. The engine checks the values; some depend on the machine.
+
+    Attributes:
+        backend: "auto", "io_uring", "linux_aio" or "threads".
+        block_bytes: bytes per submission.
+        queue_depth: submissions in flight per ring.
+        rings: ring threads per drive.
+        mix: how waiting reads and writes share a drive: "interleaved", or "bursts" of one, then the other.
+        iopoll, sqpoll: io_uring polls for completions (the drive needs poll queues), for submissions (burns a core).
+    """
+
+    backend: str = "auto"
+    block_bytes: int = MIB
+    queue_depth: int = 32
+    rings: int = 1
+    mix: str = "interleaved"
+    iopoll: bool = False
+    sqpoll: bool = False
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes in flight at one drive."""
+        return self.block_bytes * self.queue_depth * self.rings
 
 
 @dataclass(frozen=True)
