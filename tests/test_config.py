@@ -27,7 +27,6 @@ from infinity.config import (
     render_reference,
     solve_batch,
 )
-from infinity.config.known import all_blocks
 from infinity.errors import ConfigError
 
 NVME = {"device": "nvme", "nvme_path": "/mnt/nvme"}
@@ -909,8 +908,3 @@ def test_changed_bytes_of_a_file_are_a_config_or_a_config_error(data: st.DataObj
 def test_what_is_no_config_is_refused_in_words(source: Any) -> None:
     with pytest.raises(ConfigError, match="a config is a dict, a path to JSON, or base64 of JSON, got"):
         load_config(source)
-
-
-def test_units_and_differences_are_those_of_fields() -> None:
-    for _, model in all_blocks():
-        assert model.units.keys() | model.differs.keys() <= model.model_fields.keys()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-
-from infinity.config.blocks import Block
+from infinity.config.blocks import Block, key
 from infinity.config.rules import (
     BUDGET_BYTES,
     CACHE_BYTES,
@@ -33,138 +30,121 @@ from infinity.config.rules import (
 class OffloadActivationsConfig(Block):
     """Where activations that a forward saves are kept until their backward. Large tensors move, parameters never."""
 
-    device: Annotated[Device, choice(Device)] = Field(
-        default="none",
-        description="none leaves them on the device that computes; cpu is host memory, nvme the drives on which parameters "
-        "or optimizer state rest.",
+    device: Annotated[Device, choice(Device)] = key(
+        "none",
+        "none leaves them on the device that computes; cpu is host memory, nvme the drives on which parameters or "
+        "optimizer state rest.",
     )
-    bytes_min: Annotated[int, CACHE_BYTES] = Field(
-        default=1 << 20, description="Tensors of fewer bytes stay on the device."
+    bytes_min: Annotated[int, CACHE_BYTES] = key(1 << 20, "Tensors of fewer bytes stay on the device.", unit="bytes")
+    host_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = key(
+        "auto",
+        "With device cpu: at most so many bytes of host memory; the rest stays on the device. auto is no bound.",
+        unit="bytes",
     )
-    host_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
-        default="auto",
-        description="With device cpu: at most so many bytes of host memory; the rest stays on the device. auto is no bound.",
+    buffer_bytes: Annotated[int, BUDGET_BYTES] = key(
+        256 << 20,
+        "With device nvme: pinned memory through which they pass, counted in `pinned_bytes_max`. A tensor larger than a "
+        "quarter of it stays on the device.",
+        unit="bytes",
     )
-    buffer_bytes: Annotated[int, BUDGET_BYTES] = Field(
-        default=256 << 20,
-        description="With device nvme: pinned memory through which they pass, counted in `pinned_bytes_max`. A tensor larger "
-        "than a quarter of it stays on the device.",
-    )
-
-    units: ClassVar[Mapping[str, str]] = {
-        "bytes_min": "bytes",
-        "host_bytes_max": "bytes",
-        "buffer_bytes": "bytes",
-    }
 
 
 class InfinityConfig(Block):
     """Settings that DeepSpeed does not have."""
 
-    offload_activations: OffloadActivationsConfig = Field(
-        default=OffloadActivationsConfig(), description="Where saved activations are kept from forward to backward."
+    offload_activations: OffloadActivationsConfig = key(
+        OffloadActivationsConfig(), "Where saved activations are kept from forward to backward."
     )
 
-    pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = Field(
-        default="auto",
-        description="Pinned host memory of this process, in bytes; every transfer goes through it. auto takes what the model "
-        "needs at full speed; where updates are in the backward, the state of the two largest groups is part of that, as far "
-        "as the pool stays within a quarter of this rank's share of the memory that is available here, control groups counted.",
+    pinned_bytes_max: Annotated[int | Literal["auto"], or_auto(BUDGET_BYTES)] = key(
+        "auto",
+        "Pinned host memory of this process, in bytes; every transfer goes through it. auto takes what the model needs at "
+        "full speed; where updates are in the backward, the state of the two largest groups is part of that, as far as "
+        "the pool stays within a quarter of this rank's share of the memory that is available here, control groups "
+        "counted.",
+        unit="bytes",
     )
-    host_cache_bytes: Annotated[int, CACHE_BYTES] = Field(
-        default=0,
-        description="So much of the pinned memory, in bytes, keeps compute parameters (16-bit) and optimizer state from step "
-        "to step, those that spare the most transfers; they take no space on the drive. Counted in "
-        "`pinned_bytes_max`; no more is taken than there is to keep.",
+    host_cache_bytes: Annotated[int, CACHE_BYTES] = key(
+        0,
+        "So much of the pinned memory, in bytes, keeps compute parameters (16-bit) and optimizer state from step to step, "
+        "those that spare the most transfers; they take no space on the drive. Counted in `pinned_bytes_max`; no more is "
+        "taken than there is to keep.",
+        unit="bytes",
     )
-    gradient_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = Field(
-        default="auto",
-        description="Host memory, in bytes, in which the reduced gradients of this process wait for their update; "
-        "those of the last groups that don't fit wait on NVMe. auto keeps all in host memory. Without a meaning "
-        "where the update is in backward, which keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits "
-        "hold all of one: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
+    gradient_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = key(
+        "auto",
+        "Host memory, in bytes, in which the reduced gradients of this process wait for their update; those of the last "
+        "groups that don't fit wait on NVMe. auto keeps all in host memory. Without a meaning where the update is in "
+        "backward, which keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits hold all of one: reduced in "
+        "bf16, or computed in 16 bits and reduced over one process, without accumulation.",
+        unit="bytes",
     )
-    keep_grad: Flag = Field(
-        default=False,
-        description="Whether `.grad` of parameters on NVMe shows the gradient from the backward until the step, for those who "
-        "look at it or clip it themselves. It then takes 4 bytes per parameter of host memory, and nothing is updated in the "
+    keep_grad: Flag = key(
+        False,
+        "Whether `.grad` of parameters on NVMe shows the gradient from the backward until the step, for those who look at "
+        "it or clip it themselves. It then takes 4 bytes per parameter of host memory, and nothing is updated in the "
         "backward. Else `.grad` refuses to be used wherever gradients wait in 16 bits or on NVMe, or were applied in the "
         "backward.",
     )
-    wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = Field(
-        default="auto",
-        description="Class names of the modules that become groups, one `fully_shard` call each. auto is the "
-        "repeated blocks, and parts of them, or of what is left, where stage3_max_live_parameters is less than "
-        "they need.",
+    wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = key(
+        "auto",
+        "Class names of the modules that become groups, one `fully_shard` call each. auto is the repeated blocks, and "
+        "parts of them, or of what is left, where stage3_max_live_parameters is less than they need.",
     )
-    backend: Annotated[Backend, choice(Backend)] = Field(
-        default="auto",
-        description="How storage is driven; auto takes the drive's profile, or else the first of io_uring, "
-        "linux_aio and threads that the system permits.",
+    backend: Annotated[Backend, choice(Backend)] = key(
+        "auto",
+        "How storage is driven; auto takes the drive's profile, or else the first of io_uring, linux_aio and threads that "
+        "the system permits.",
     )
-    mix: Annotated[Mix, choice(Mix)] = Field(
-        default="auto",
-        description="How reads and writes that wait for one drive share it: interleaved, or in bursts of one, "
-        "then the other; auto takes the drive's profile, or else interleaves.",
+    mix: Annotated[Mix, choice(Mix)] = key(
+        "auto",
+        "How reads and writes that wait for one drive share it: interleaved, or in bursts of one, then the other; auto "
+        "takes the drive's profile, or else interleaves.",
     )
-    rings: Positive = Field(
-        default=1, description="Ring threads per drive; each has `aio.queue_depth` submissions in flight."
+    rings: Positive = key(
+        1, "Ring threads per drive; each has `aio.queue_depth` submissions in flight.", unit="threads"
     )
-    iopoll: Flag = Field(
-        default=False, description="Whether io_uring polls the drive for completions; its driver needs poll queues."
+    iopoll: Flag = key(False, "Whether io_uring polls the drive for completions; its driver needs poll queues.")
+    sqpoll: Flag = key(False, "Whether a kernel thread polls for io_uring's submissions, which costs a core.")
+    lock_memory: Flag = key(False, "Whether to lock the pinned memory against swapping (mlock).")
+    checksums: Flag = key(
+        True,
+        "Whether a CRC-32C of every 4 KiB written to NVMe is kept in memory and verified when it is read, so that "
+        "training stops before it uses what a drive has lost or changed.",
     )
-    sqpoll: Flag = Field(
-        default=False, description="Whether a kernel thread polls for io_uring's submissions, which costs a core."
+    checkpoint_keep: Count = key(
+        0, "How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all."
     )
-    lock_memory: Flag = Field(default=False, description="Whether to lock the pinned memory against swapping (mlock).")
-    checksums: Flag = Field(
-        default=True,
-        description="Whether a CRC-32C of every 4 KiB written to NVMe is kept in memory and verified when it is "
-        "read, so that training stops before it uses what a drive has lost or changed.",
+    checkpoint_format: Annotated[CheckpointFormat, choice(CheckpointFormat)] = key(
+        "dcp",
+        "How `save_checkpoint` stores masters and moments: dcp as PyTorch does, arena as they lie on NVMe, which takes no "
+        "more than a copy of the bytes while training goes on.",
     )
-    checkpoint_keep: Count = Field(
-        default=0,
-        description="How many checkpoints stay in a folder: a save removes the oldest beyond that; 0 keeps all.",
+    fused: Flag = key(True, "Whether the step runs torch's fused AdamW kernel.")
+    master_weights: Annotated[MasterWeights, choice(MasterWeights)] = key(
+        "split",
+        "How an fp32 master weight rests on NVMe beside its bf16 compute parameter: split keeps the 16 bits that this "
+        "lacks, full keeps all 32. The numbers are the same.",
     )
-    checkpoint_format: Annotated[CheckpointFormat, choice(CheckpointFormat)] = Field(
-        default="dcp",
-        description="How `save_checkpoint` stores masters and moments: dcp as PyTorch does, arena as they lie on NVMe, which "
-        "takes no more than a copy of the bytes while training goes on.",
+    update: Annotated[Update, choice(Update)] = key(
+        "auto",
+        "When the weights of a group are updated: in step, in forward just before the group is gathered, or in backward "
+        "as soon as its gradient is there, which clipping and accumulation exclude. The numbers are the same.",
     )
-    fused: Flag = Field(default=True, description="Whether the step runs torch's fused AdamW kernel.")
-    master_weights: Annotated[MasterWeights, choice(MasterWeights)] = Field(
-        default="split",
-        description="How an fp32 master weight rests on NVMe beside its bf16 compute parameter: split keeps the 16 "
-        "bits that this lacks, full keeps all 32. The numbers are the same.",
-    )
-    update: Annotated[Update, choice(Update)] = Field(
-        default="auto",
-        description="When the weights of a group are updated: in step, in forward just before the group is "
-        "gathered, or in backward as soon as its gradient is there, which clipping and accumulation exclude. The "
-        "numbers are the same.",
-    )
-    durability: Annotated[Durability, choice(Durability)] = Field(
-        default="none",
-        description="What stays on the drives when the process ends: none, nothing, or step, every finished step, from which "
+    durability: Annotated[Durability, choice(Durability)] = key(
+        "none",
+        "What stays on the drives when the process ends: none, nothing, or step, every finished step, from which "
         "`initialize(resume=True)` goes on bit for bit. It takes twice the space there, and all state on them.",
     )
-    resume_hyperparameters: Annotated[Whose, choice(Whose)] = Field(
-        default="run",
-        description="Whose learning rate, weight decay, schedule and other settings of the optimizer count where a run is "
-        "resumed or a checkpoint loaded: the run's as it had them, or those of the config, at the place in the schedule that "
-        "the run has reached. What differs is named in the log.",
+    resume_hyperparameters: Annotated[Whose, choice(Whose)] = key(
+        "run",
+        "Whose learning rate, weight decay, schedule and other settings of the optimizer count where a run is resumed or "
+        "a checkpoint loaded: the run's as it had them, or those of the config, at the place in the schedule that the run "
+        "has reached. What differs is named in the log.",
     )
-    run_name: Annotated[str, RUN_NAME] = Field(
-        default="run",
-        description="Of the folder infinity-durable-NAME under each nvme_path in which a durable run keeps its files.",
+    run_name: Annotated[str, RUN_NAME] = key(
+        "run", "Of the folder infinity-durable-NAME under each nvme_path in which a durable run keeps its files."
     )
-    reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = Field(
-        default="fp32", description="Element type in which gradients are reduced over the ranks."
+    reduce_dtype: Annotated[ReduceDtype, choice(ReduceDtype)] = key(
+        "fp32", "Element type in which gradients are reduced over the ranks."
     )
-
-    units: ClassVar[Mapping[str, str]] = {
-        "pinned_bytes_max": "bytes",
-        "host_cache_bytes": "bytes",
-        "gradient_bytes_max": "bytes",
-        "rings": "threads",
-    }

@@ -1,14 +1,13 @@
-"""Floor 1. The optimizer and the learning-rate schedules of the config, `{"type": ..., "params": {...}}` in the "
-"source."""
+"""Floor 1. The optimizer and the learning-rate schedules of the config, `{"type": ..., "params": {...}}` in the source."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from infinity.config.blocks import Block
+from infinity.config.blocks import Block, key
 from infinity.config.rules import (
     BETAS,
     Amount,
@@ -30,26 +29,24 @@ class AdamConfig(Block):
     AdamW does so whatever `adam_w_mode` says.
     """
 
-    type: Literal["AdamW", "Adam"] = Field(
-        default="AdamW",
-        description="AdamW decouples weight decay from the gradient (Loshchilov and Hutter, 2019); Adam does not.",
+    type: Literal["AdamW", "Adam"] = key(
+        "AdamW", "AdamW decouples weight decay from the gradient (Loshchilov and Hutter, 2019); Adam does not."
     )
-    lr: Amount = Field(default=1e-3, description="Learning rate, where no scheduler sets it.")
-    betas: Annotated[tuple[float, float], BETAS] = Field(
-        default=(0.9, 0.999), description="Decay of the running means of gradient and squared gradient."
+    lr: Amount = key(1e-3, "Learning rate, where no scheduler sets it.")
+    betas: Annotated[tuple[float, float], BETAS] = key(
+        (0.9, 0.999), "Decay of the running means of gradient and squared gradient."
     )
-    eps: Amount = Field(default=1e-8, description="Added to the denominator.")
-    weight_decay: Amount = Field(
-        default=0.01,
-        description="Per unit of learning rate. The default is torch's for the type that is written: 0.01 for "
-        "AdamW, 0 for Adam whatever its `adam_w_mode`.",
+    eps: Amount = key(1e-8, "Added to the denominator.")
+    weight_decay: Amount = key(
+        0.01,
+        "Per unit of learning rate. The default is torch's for the type that is written: 0.01 for AdamW, 0 for Adam "
+        "whatever its `adam_w_mode`.",
+        in_deepspeed="0 for both types unless set: write it down to be sure.",
     )
-    torch_adam: Flag = Field(default=False, description="Accepted: the implementation is always torch's.")
+    torch_adam: Flag = key(
+        False, "Accepted: the implementation is always torch's.", in_deepspeed="Chooses between torch's and its own."
+    )
 
-    differs: ClassVar[Mapping[str, str]] = {
-        "weight_decay": "0 for both types unless set: write it down to be sure.",
-        "torch_adam": "Chooses between torch's and its own.",
-    }
     ignored_keys = names_of("capturable cuda_aware foreach fused set_grad_none")
     fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {
         "amsgrad": (False, "the running maximum of AMSGrad is not kept"),
@@ -69,18 +66,17 @@ class AdamConfig(Block):
 class SGDConfig(Block):
     """Stochastic gradient descent, torch's plain loop, in memory, on the CPU or on NVMe."""
 
-    type: Literal["SGD"] = Field(default="SGD", description="Names this optimizer.")
-    lr: Amount = Field(default=1e-3, description="Learning rate, where no scheduler sets it.")
-    momentum: Amount = Field(default=0.0, description="Decay of the running sum of gradients; 0 keeps none.")
-    dampening: Amount = Field(default=0.0, description="Share of each gradient that the running sum leaves out.")
-    weight_decay: Amount = Field(default=0.0, description="Times the weight, added to its gradient.")
-    nesterov: Flag = Field(
-        default=False, description="Whether the momentum looks ahead; needs `momentum` and no `dampening`."
+    type: Literal["SGD"] = key(
+        "SGD",
+        "Names this optimizer.",
+        in_deepspeed="Any other name of torch.optim is taken too; here pass such an optimizer to `initialize`.",
     )
+    lr: Amount = key(1e-3, "Learning rate, where no scheduler sets it.")
+    momentum: Amount = key(0.0, "Decay of the running sum of gradients; 0 keeps none.")
+    dampening: Amount = key(0.0, "Share of each gradient that the running sum leaves out.")
+    weight_decay: Amount = key(0.0, "Times the weight, added to its gradient.")
+    nesterov: Flag = key(False, "Whether the momentum looks ahead; needs `momentum` and no `dampening`.")
 
-    differs: ClassVar[Mapping[str, str]] = {
-        "type": "Any other name of torch.optim is taken too; here pass such an optimizer to `initialize`.",
-    }
     ignored_keys = names_of("differentiable foreach fused torch_adam")
     fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {"maximize": (False, "losses are minimised")}
 
@@ -98,104 +94,78 @@ class SchedulerBlock(Block):
 
 
 # What several schedules take alike.
-WarmupRates = Annotated[
-    Rates, Field(description='Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.')
+WarmupRates = Annotated[Rates, key(..., 'Learning rate after the warmup. "auto" falls back to the optimizer\'s `lr`.')]
+WarmupSteps = Annotated[
+    Count,
+    key(..., "Optimizer steps of the warmup; fewer than 2 count as 2.", unit="steps", in_deepspeed="0 is an error."),
 ]
-WarmupSteps = Annotated[Count, Field(description="Optimizer steps of the warmup; fewer than 2 count as 2.")]
 WarmupShape = Annotated[
-    WarmupType,
-    choice(WarmupType),
-    Field(description="Shape of the warmup: logarithmic or linear in the step."),
+    WarmupType, choice(WarmupType), key(..., "Shape of the warmup: logarithmic or linear in the step.")
 ]
-TotalSteps = Annotated[Positive | None, Field(description="Optimizer steps of the whole training; required.")]
 
 
 class WarmupLRConfig(SchedulerBlock):
     """From `warmup_min_lr` up to `warmup_max_lr`, then constant."""
 
-    type: Literal["WarmupLR"] = Field(default="WarmupLR", description="Names this schedule.")
-    warmup_min_lr: Rates = Field(default=0.0, description="Learning rate at the start.")
+    type: Literal["WarmupLR"] = key("WarmupLR", "Names this schedule.")
+    warmup_min_lr: Rates = key(0.0, "Learning rate at the start.")
     warmup_max_lr: WarmupRates = 1e-3
     warmup_num_steps: WarmupSteps = 1000
     warmup_type: WarmupShape = "log"
-
-    units: ClassVar[Mapping[str, str]] = {"warmup_num_steps": "steps"}
-    differs: ClassVar[Mapping[str, str]] = {"warmup_num_steps": "0 is an error."}
 
 
 class WarmupDecayLRConfig(SchedulerBlock):
     """As WarmupLR, then linearly down to `warmup_min_lr` at `total_num_steps`."""
 
-    type: Literal["WarmupDecayLR"] = Field(default="WarmupDecayLR", description="Names this schedule.")
-    total_num_steps: TotalSteps = None
-    warmup_min_lr: Rates = Field(default=0.0, description="Learning rate at the start and at the end.")
+    type: Literal["WarmupDecayLR"] = key("WarmupDecayLR", "Names this schedule.")
+    total_num_steps: Positive | None = key(None, "Optimizer steps of the whole training; required.", unit="steps")
+    warmup_min_lr: Rates = key(0.0, "Learning rate at the start and at the end.")
     warmup_max_lr: WarmupRates = 1e-3
     warmup_num_steps: WarmupSteps = 1000
     warmup_type: WarmupShape = "log"
 
     required_keys = ("total_num_steps",)
 
-    units: ClassVar[Mapping[str, str]] = {
-        "total_num_steps": "steps",
-        "warmup_num_steps": "steps",
-    }
-    differs: ClassVar[Mapping[str, str]] = {"warmup_num_steps": "0 is an error."}
-
 
 class WarmupCosineLRConfig(SchedulerBlock):
     """A share of the optimizer's `lr`: from `warmup_min_ratio` up to 1, then along half a cosine to `cos_min_ratio`."""
 
-    type: Literal["WarmupCosineLR"] = Field(default="WarmupCosineLR", description="Names this schedule.")
-    total_num_steps: TotalSteps = None
-    warmup_min_ratio: Amount = Field(
-        default=0.0, description="Share of the optimizer's `lr` at the start of the warmup."
+    type: Literal["WarmupCosineLR"] = key("WarmupCosineLR", "Names this schedule.")
+    total_num_steps: Positive | None = key(
+        None,
+        "Optimizer steps of the whole training; required.",
+        unit="steps",
+        in_deepspeed="After it the cosine rises again; here the rate stays.",
     )
+    warmup_min_ratio: Amount = key(0.0, "Share of the optimizer's `lr` at the start of the warmup.")
     warmup_num_steps: WarmupSteps = 1000
-    cos_min_ratio: Amount = Field(default=1e-4, description="Share of the optimizer's `lr` at the end.")
+    cos_min_ratio: Amount = key(1e-4, "Share of the optimizer's `lr` at the end.")
     warmup_type: WarmupShape = "log"
 
     required_keys = ("total_num_steps",)
-
-    units: ClassVar[Mapping[str, str]] = {
-        "total_num_steps": "steps",
-        "warmup_num_steps": "steps",
-    }
-    differs: ClassVar[Mapping[str, str]] = {
-        "warmup_num_steps": "0 is an error.",
-        "total_num_steps": "After it the cosine rises again; here the rate stays.",
-    }
 
 
 class OneCycleConfig(SchedulerBlock):
     """Up to `cycle_max_lr` and back (Smith, 2018), with momentum going the other way, then an optional decay."""
 
-    type: Literal["OneCycle"] = Field(default="OneCycle", description="Names this schedule.")
-    cycle_min_lr: Amount | None = Field(default=None, description="Learning rate at both ends of the cycle; required.")
-    cycle_max_lr: Amount | None = Field(default=None, description="Learning rate at the top of the cycle; required.")
-    cycle_first_step_size: Positive = Field(default=2000, description="Steps up.")
-    cycle_second_step_size: Positive | None = Field(default=None, description="Steps down; as many as up when absent.")
-    decay_step_size: Count = Field(default=0, description="Steps per unit of decay after the cycle.")
-    decay_lr_rate: Amount = Field(
-        default=0.0, description="After n units of decay the learning rate is `cycle_min_lr` / (1 + this · n)."
+    type: Literal["OneCycle"] = key("OneCycle", "Names this schedule.")
+    cycle_min_lr: Amount | None = key(None, "Learning rate at both ends of the cycle; required.")
+    cycle_max_lr: Amount | None = key(None, "Learning rate at the top of the cycle; required.")
+    cycle_first_step_size: Positive = key(2000, "Steps up.", unit="steps")
+    cycle_second_step_size: Positive | None = key(None, "Steps down; as many as up when absent.", unit="steps")
+    decay_step_size: Count = key(0, "Steps per unit of decay after the cycle.", unit="steps")
+    decay_lr_rate: Amount = key(0.0, "After n units of decay the learning rate is `cycle_min_lr` / (1 + this · n).")
+    cycle_momentum: Flag = key(
+        True,
+        "Whether the first beta is cycled too, against the learning rate. As in DeepSpeed, the second beta is 0.99 then.",
     )
-    cycle_momentum: Flag = Field(
-        default=True,
-        description="Whether the first beta is cycled too, against the learning rate. As in DeepSpeed, the second "
-        "beta is 0.99 then.",
-    )
-    cycle_min_mom: Beta = Field(default=0.8, description="First beta at the top of the cycle.")
-    cycle_max_mom: Beta = Field(default=0.9, description="First beta at the end of the cycle.")
-    decay_mom_rate: Amount = Field(
-        default=0.0,
-        description="After n units of decay the first beta is `cycle_max_mom` · (1 + this · n), and below 1.",
+    cycle_min_mom: Beta = key(0.8, "First beta at the top of the cycle.")
+    cycle_max_mom: Beta = key(0.9, "First beta at the end of the cycle.")
+    decay_mom_rate: Amount = key(
+        0.0, "After n units of decay the first beta is `cycle_max_mom` · (1 + this · n), and below 1."
     )
 
     required_keys = ("cycle_min_lr", "cycle_max_lr")
-    units: ClassVar[Mapping[str, str]] = {
-        "cycle_first_step_size": "steps",
-        "cycle_second_step_size": "steps",
-        "decay_step_size": "steps",
-    }
     ignored_keys = names_of("cycle_first_stair_count cycle_second_stair_count last_batch_iteration")
 
 

@@ -74,8 +74,9 @@ def _render_field(name: str, path: str, model: type[Block]) -> str:
     else:
         wanted = _find_wanted(field.metadata, field.annotation)
         shown = "" if default is None else f"`{json.dumps(default)}`"
-    unit, differs = model.units.get(name, ""), model.differs.get(name, "")
-    return f"| `{key}` | {wanted} | {unit} | {shown} | {field.description} | {differs} |"
+    about = field.json_schema_extra
+    assert isinstance(about, dict)  # of `blocks.key`
+    return f"| `{key}` | {wanted} | {about['unit']} | {shown} | {field.description} | {about['in_deepspeed']} |"
 
 
 def _find_wanted(metadata: Sequence[Any], annotation: Any) -> str:

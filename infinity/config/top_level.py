@@ -15,6 +15,7 @@ from infinity.config.blocks import (
     FlopsProfilerConfig,
     Fp16Config,
     ZeroConfig,
+    key,
 )
 from infinity.config.infinity_block import InfinityConfig
 from infinity.config.optimizers import OptimizerConfig, SchedulerConfig
@@ -34,61 +35,51 @@ class Batch(NamedTuple):
 class TopLevel(Block):
     """All keys of the config: `Config` without the checks that concern several keys."""
 
-    train_batch_size: Positive | None = Field(default=None, description="Samples per optimizer step over all ranks.")
-    train_micro_batch_size_per_gpu: Positive | None = Field(
-        default=None, description="Samples per forward and backward pass on one rank."
+    train_batch_size: Positive | None = key(None, "Samples per optimizer step over all ranks.", unit="samples")
+    train_micro_batch_size_per_gpu: Positive | None = key(
+        None, "Samples per forward and backward pass on one rank.", unit="samples"
     )
-    gradient_accumulation_steps: Positive | None = Field(
-        default=None, description="Forward and backward passes per optimizer step."
+    gradient_accumulation_steps: Positive | None = key(
+        None, "Forward and backward passes per optimizer step.", unit="passes"
     )
-    gradient_clipping: Amount = Field(default=0.0, description="Largest norm of the whole gradient; 0 does not clip.")
-    steps_per_print: Annotated[int, INTERVAL] = Field(
-        default=10, description="Optimizer steps between two progress lines; 0 (or Infinity) prints none."
+    gradient_clipping: Amount = key(0.0, "Largest norm of the whole gradient; 0 does not clip.", unit="norm")
+    steps_per_print: Annotated[int, INTERVAL] = key(
+        10,
+        "Optimizer steps between two progress lines; 0 (or Infinity) prints none.",
+        unit="steps",
+        in_deepspeed="Printed by a logger of its own; here by the logger named infinity, at level INFO.",
     )
-    wall_clock_breakdown: Flag = Field(
-        default=False,
-        description="Whether to print the milliseconds of forward, backward and step, of every micro-batch and of "
-        "every step. Waits for the device around each.",
+    wall_clock_breakdown: Flag = key(
+        False,
+        "Whether to print the milliseconds of forward, backward and step, of every micro-batch and of every step. Waits "
+        "for the device around each.",
+        in_deepspeed="Prints the parts of backward too.",
     )
-    dump_state: Flag = Field(
-        default=False, description="Whether to print the whole config, as it was understood, at the start."
+    dump_state: Flag = key(
+        False,
+        "Whether to print the whole config, as it was understood, at the start.",
+        in_deepspeed="Prints the state of its engine.",
     )
-    dataloader_drop_last: Flag = Field(
-        default=False,
-        description="Whether the loader that `initialize(training_data=...)` returns leaves out a last batch that is not full.",
+    dataloader_drop_last: Flag = key(
+        False,
+        "Whether the loader that `initialize(training_data=...)` returns leaves out a last batch that is not full.",
     )
-    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = Field(
-        default=None, description="The optimizer; the caller brings one when absent."
+    optimizer: Annotated[OptimizerConfig, Field(discriminator="type")] | None = key(
+        None, "The optimizer; the caller brings one when absent."
     )
-    scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = Field(
-        default=None, description="The learning-rate schedule; constant, or the caller's, when absent."
+    scheduler: Annotated[SchedulerConfig, Field(discriminator="type")] | None = key(
+        None, "The learning-rate schedule; constant, or the caller's, when absent."
     )
-    zero_optimization: ZeroConfig = Field(
-        default=ZeroConfig(), description="What is sharded over the ranks, and where it rests."
+    zero_optimization: ZeroConfig = key(ZeroConfig(), "What is sharded over the ranks, and where it rests.")
+    aio: AioConfig = key(AioConfig(), "How transfers are cut and queued.")
+    fp16: Fp16Config = key(Fp16Config(), "Training in fp16.")
+    bf16: Bf16Config = key(Bf16Config(), "Training in bf16.")
+    activation_checkpointing: ActivationCheckpointingConfig = key(
+        ActivationCheckpointingConfig(), "What happens to saved activations."
     )
-    aio: AioConfig = Field(default=AioConfig(), description="How transfers are cut and queued.")
-    fp16: Fp16Config = Field(default=Fp16Config(), description="Training in fp16.")
-    bf16: Bf16Config = Field(default=Bf16Config(), description="Training in bf16.")
-    activation_checkpointing: ActivationCheckpointingConfig = Field(
-        default=ActivationCheckpointingConfig(), description="What happens to saved activations."
-    )
-    flops_profiler: FlopsProfilerConfig = Field(
-        default=FlopsProfilerConfig(), description="A count of floating-point operations."
-    )
-    infinity: InfinityConfig = Field(default=InfinityConfig(), description="Settings that DeepSpeed does not have.")
+    flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig(), "A count of floating-point operations.")
+    infinity: InfinityConfig = key(InfinityConfig(), "Settings that DeepSpeed does not have.")
 
-    units: ClassVar[Mapping[str, str]] = {
-        "train_batch_size": "samples",
-        "train_micro_batch_size_per_gpu": "samples",
-        "gradient_accumulation_steps": "passes",
-        "gradient_clipping": "norm",
-        "steps_per_print": "steps",
-    }
-    differs: ClassVar[Mapping[str, str]] = {
-        "steps_per_print": "Printed by a logger of its own; here by the logger named infinity, at level INFO.",
-        "wall_clock_breakdown": "Prints the parts of backward too.",
-        "dump_state": "Prints the state of its engine.",
-    }
     ignored_keys = names_of(
         """
         aot autotuning checkpoint comet comms_logger compile
