@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
+from infinity.config.rules import config_error, shown
 from infinity.config.top_level import TopLevel
-from infinity.config.words import config_error, shown
 
 SomeConfig = TypeVar("SomeConfig", bound=TopLevel)
 

@@ -19,8 +19,8 @@ from infinity.config.blocks import (
 )
 from infinity.config.infinity_block import InfinityConfig, OffloadActivationsConfig
 from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
+from infinity.config.rules import join
 from infinity.config.top_level import TopLevel
-from infinity.config.words import join
 
 _OTHER_NAMES = {"max_grad_norm": "gradient_clipping", "learning_rate": "lr", "max_lr": "warmup_max_lr"}
 """Names that other tools have for some keys, for the error that suggests the key."""

@@ -13,10 +13,9 @@ from typing import Any
 from infinity.config.blocks import Block, ZeroConfig
 from infinity.config.check import validated
 from infinity.config.known import NESTED, explain_unknown
-from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS, AdamConfig
-from infinity.config.rules import FLAG, OptimizerType, SchedulerType, choice
+from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
+from infinity.config.rules import FLAG, config_error, join, one_of, shown
 from infinity.config.whole import Config
-from infinity.config.words import config_error, join, shown
 from infinity.errors import ConfigError
 
 
@@ -159,39 +158,16 @@ class _Reader:
             self.problems.append(f"{self.written[path]}: got {shown(value)}, expected an object")
         elif nested is not None:
             values[name] = self.read_block(value, nested, path)
-        elif path == "optimizer":
-            self._take_optimizer(values, value)
-        elif path == "scheduler":
-            self._take_scheduler(values, value)
+        elif path in _TYPED:
+            self._take_typed(values, path, value)
         else:
             values[name] = value
 
-    def _take_optimizer(self, values: dict[str, Any], source: Any) -> None:
-        read = self._read_typed(source, "optimizer", OptimizerType, "AdamW")
-        if read is None:
-            return
-        kind, params = read
-        if kind in ("AdamW", "Adam"):
-            w_mode = self._pop_flag(params, "adam_w_mode", "optimizer.params.adam_w_mode", default=True)
-            adam = self.read_block(params, AdamConfig, "optimizer.params")
-            if kind == "Adam":  # its default counts, even where it becomes AdamW
-                adam.setdefault("weight_decay", 0.0)
-            values["optimizer"] = {**adam, "type": "AdamW" if w_mode else kind}
-        else:
-            values["optimizer"] = {**self.read_block(params, OPTIMIZERS[kind], "optimizer.params"), "type": kind}
-
-    def _take_scheduler(self, values: dict[str, Any], source: Any) -> None:
-        read = self._read_typed(source, "scheduler", SchedulerType, "WarmupLR")
-        if read is None:
-            return
-        kind, params = read
-        values["scheduler"] = {**self.read_block(params, SCHEDULERS[kind], "scheduler.params"), "type": kind}
-
-    def _read_typed(self, source: Any, where: str, types: Any, default: str) -> tuple[str, dict[str, Any]] | None:
-        """The type and the params of a `{"type": ..., "params": {...}}` block; None when its type is of no use."""
+    def _take_typed(self, values: dict[str, Any], where: str, source: Any) -> None:
+        """The optimizer or the scheduler, `{"type": ..., "params": {...}}`."""
         if not isinstance(source, Mapping):
             self.problems.append(f"{where}: got {shown(source)}, expected an object")
-            return None
+            return
         for key in source:
             if key == "legacy_fusion" and where == "optimizer":
                 self.ignored.append(f"{where}.{key}")
@@ -201,16 +177,20 @@ class _Reader:
         if params is not None and not isinstance(params, Mapping) and params != "auto":
             self.problems.append(f"{where}.params: got {shown(params)}, expected an object")
         copied = dict(params) if isinstance(params, Mapping) else {}
-        kind, rule = source.get("type"), choice(types)
-        if kind == "auto":
-            return default, copied
+        kind, rule = source.get("type"), one_of(_TYPED[where])
         try:
-            return str(rule.read(kind)), copied
+            kind = rule.read(next(iter(_TYPED[where])) if kind == "auto" else kind)
         except ValueError:
             got = "missing" if kind is None else f"got {shown(kind)}"
             advice = _OTHER_OPTIMIZERS if where == "optimizer" and kind is not None else ""
             self.problems.append(f"{where}.type: {got}, expected {rule.wanted}{advice}")
-            return None
+            return
+        is_adam = kind in ("AdamW", "Adam")
+        decoupled = is_adam and self._pop_flag(copied, "adam_w_mode", f"{where}.params.adam_w_mode", default=True)
+        block = self.read_block(copied, _TYPED[where][kind], f"{where}.params")
+        if kind == "Adam":  # its default counts, even where it becomes AdamW
+            block.setdefault("weight_decay", 0.0)
+        values[where] = {**block, "type": "AdamW" if decoupled else kind}
 
     def _replace_deprecated(self, source: Mapping[str, Any], where: str) -> dict[str, Any]:
         """`source` with the switches that came before the offload blocks turned into those blocks."""
@@ -270,6 +250,9 @@ class _Reader:
             got = f"{path}: turned on"
         self.problems.append(f"{got}: it changes what is computed, and infinity does not do it")
 
+
+_TYPED: dict[str, Mapping[str, type[Block]]] = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
+"""What each type is read as; the first one is "auto"."""
 
 _OTHER_OPTIMIZERS = "; leave the block out and pass another to initialize, as optimizer=lambda groups: ..."
 

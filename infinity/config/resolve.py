@@ -9,8 +9,8 @@ from typing import Any
 
 from infinity.config.check import SomeConfig, validated
 from infinity.config.known import NESTED, known_paths
+from infinity.config.rules import config_error
 from infinity.config.top_level import TopLevel, solve_batch
-from infinity.config.words import config_error
 from infinity.errors import ConfigError
 
 
@@ -22,18 +22,14 @@ def resolve(source: SomeConfig, world_size: int, hidden_size: int | None, caller
     values |= _solve_from_values(values, source.auto, world_size, caller)
     config = validated(type(source), values, "config")
     config._ignored = source.ignored
-    problems = []
     zero = config.zero_optimization
-    if zero.mics_shard_size > 0 and world_size % zero.mics_shard_size:
-        expected = f"a divisor of the {world_size} ranks"
-        problems.append(f"zero_optimization.mics_shard_size: got {zero.mics_shard_size}, expected {expected}")
-    elif (ranks := zero.mics_shard_size if zero.mics_shard_size > 0 else world_size) % zero.zero_hpz_partition_size:
+    ranks = zero.mics_shard_size if zero.mics_shard_size > 0 else world_size
+    if world_size % ranks:
+        problem = f"mics_shard_size: got {ranks}, expected a divisor of the {world_size} ranks"
+        raise config_error("config", [f"zero_optimization.{problem}"])
+    if ranks % (second := zero.zero_hpz_partition_size):
         expected = f"a divisor of the {ranks} ranks that a copy is sharded over"
-        problems.append(
-            f"zero_optimization.zero_hpz_partition_size: got {zero.zero_hpz_partition_size}, expected {expected}"
-        )
-    if problems:
-        raise config_error("config", problems)
+        raise config_error("config", [f"zero_optimization.zero_hpz_partition_size: got {second}, expected {expected}"])
     return config
 
 
@@ -64,10 +60,6 @@ def _caller_names(path: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _from_caller(path: str, caller: Mapping[str, Any]) -> Any:
-    return next((caller[name] for name in _caller_names(path) if caller.get(name) is not None), None)
-
-
 def _fill_autos(
     values: dict[str, Any], auto: Sequence[str], hidden_size: int | None, caller: Mapping[str, Any]
 ) -> None:
@@ -81,7 +73,7 @@ def _fill_autos(
     fillable = set(known_paths()) - {"optimizer", "scheduler", *NESTED}  # a block has no value of its own
     # Sorted: the optimizer's lr comes before the scheduler's warmup_max_lr, which may be derived from it.
     for path in sorted(fillable.intersection(auto)):
-        value = _from_caller(path, caller)
+        value = next((caller[name] for name in _caller_names(path) if caller.get(name) is not None), None)
         if value is None:
             value = by_size.get(path)
         if value is None and path == "scheduler.params.warmup_max_lr":

@@ -1,18 +1,20 @@
-"""Floor 1. The kinds of values in the config: how they are read, which are valid, and their names in errors."""
+"""Floor 1. The kinds of values in the config: how they are read, which are valid, and the errors about those that are not."""
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from infinity.errors import ConfigError
 from infinity.units import MIB, PAGE_BYTES, parse_bytes, parse_count
 
 
@@ -65,9 +67,13 @@ def _parse_numbers(value: Any) -> tuple[float, ...]:
 
 
 def choice(literal: Any) -> Rule:
-    names = {name.lower(): name for name in get_args(literal)}
-    wanted = f"one of {', '.join(get_args(literal))}"
-    return Rule(wanted, lambda value: names.get(value.lower()) if isinstance(value, str) else None, bool)
+    return one_of(get_args(literal))
+
+
+def one_of(names: Iterable[str]) -> Rule:
+    by_lower = {name.lower(): name for name in names}
+    wanted = f"one of {', '.join(by_lower.values())}"
+    return Rule(wanted, lambda value: by_lower.get(value.lower()) if isinstance(value, str) else None, bool)
 
 
 def or_auto(rule: Rule) -> Rule:
@@ -103,9 +109,7 @@ Durability = Literal["none", "step"]
 Whose = Literal["run", "config"]
 CheckpointFormat = Literal["dcp", "arena"]
 Update = Literal["auto", "step", "forward", "backward"]
-OptimizerType = Literal["AdamW", "Adam", "SGD"]
 WarmupType = Literal["log", "linear"]
-SchedulerType = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle"]
 
 FLAG = Rule(
     "true or false",
@@ -162,3 +166,20 @@ Paths = Annotated[
 ]
 AutoCount = Annotated[int | Literal["auto"], or_auto(integer(0))]
 AutoPositive = Annotated[int | Literal["auto"], or_auto(integer(1))]
+
+
+def config_error(origin: str, lines: Sequence[str]) -> ConfigError:
+    counted = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return ConfigError("\n".join((f"{origin}: {counted}", *(f"  {line}" for line in lines))))
+
+
+def shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, default=repr)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name

@@ -19,8 +19,7 @@ from infinity.config.blocks import (
 )
 from infinity.config.infinity_block import InfinityConfig
 from infinity.config.optimizers import OptimizerConfig, SchedulerConfig
-from infinity.config.rules import INTERVAL, Amount, Flag, Positive, names_of
-from infinity.config.words import config_error
+from infinity.config.rules import INTERVAL, Amount, Flag, Positive, config_error, names_of
 from infinity.errors import ConfigError
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from infinity.config.contradictions import find_contradictions
+from infinity.config.optimizers import OneCycleConfig, SchedulerConfig, SGDConfig
 from infinity.config.resolve import resolve
 from infinity.config.top_level import TopLevel
 
@@ -34,6 +35,99 @@ class Config(TopLevel):
     @model_validator(mode="after")
     def _refuse_contradictions(self, info: ValidationInfo) -> Config:
         auto = (info.context or {}).get("auto", frozenset())
-        if lines := list(find_contradictions(self, auto)):
+        if lines := list(_find_contradictions(self, auto)):
             raise PydanticCustomError("contradiction", "{lines}", {"lines": "\n".join(lines)})
         return self
+
+
+def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
+    """Error lines for values that contradict each other. Values that are still "auto" are not judged."""
+    zero = config.zero_optimization
+    for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        path = f"zero_optimization.{name}"
+        if block.device == "nvme" and block.nvme_path is None and f"{path}.nvme_path" not in auto:
+            yield f'{path}.nvme_path: missing, expected a folder on the drive because {path}.device is "nvme"'
+        if "zero_optimization.stage" in auto:
+            continue
+        if zero.stage < 3 and (block.device == "nvme" or (name == "offload_param" and block.device == "cpu")):
+            yield (
+                f'{path}.device: got "{block.device}" with zero_optimization.stage {zero.stage}, which keeps whole '
+                "parameters on every rank; set zero_optimization.stage to 3"
+            )
+        elif zero.stage == 0 and block.device == "cpu":
+            yield (
+                f'{path}.device: got "cpu" with zero_optimization.stage 0, which shards nothing; '
+                "set zero_optimization.stage to 1, 2 or 3"
+            )
+    if config.fp16.enabled and config.bf16.enabled:
+        yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
+    if isinstance(config.optimizer, SGDConfig):
+        yield from _find_sgd_contradictions(config.optimizer)
+    if config.infinity.durability == "step":
+        yield from _find_durability_contradictions(config)
+    if config.infinity.checkpoint_format == "arena" and not config.nvme_paths:
+        yield (
+            'infinity.checkpoint_format: got "arena" while nothing rests on NVMe, where its bytes would come from; set '
+            "zero_optimization.offload_param.device or offload_optimizer.device to nvme, or leave it out"
+        )
+    yield from _find_activation_contradictions(config)
+    yield from _find_gradient_contradictions(config)
+    if config.scheduler is not None:
+        yield from _find_scheduler_contradictions(config.scheduler, auto)
+
+
+def _find_sgd_contradictions(optimizer: SGDConfig) -> Iterator[str]:
+    if optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
+        yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
+
+
+def _find_durability_contradictions(config: Config) -> Iterator[str]:
+    """Durability excludes state that stays in host memory: it has no place on the drive to be committed."""
+    path = "infinity.durability"
+    offload = config.zero_optimization.offload_optimizer
+    if offload.device != "nvme":
+        yield (
+            f'{path}: got "step" while masters and optimizer state are not on NVMe; set '
+            "zero_optimization.offload_optimizer.device to nvme, or save checkpoints instead"
+        )
+    if config.infinity.host_cache_bytes > 0:
+        yield f'{path}: got "step" with infinity.host_cache_bytes, which keeps state in host memory; set it to 0'
+    if offload.device == "nvme" and offload.ratio < 1:
+        yield (
+            f'{path}: got "step" with zero_optimization.offload_optimizer.ratio {offload.ratio:g}, which keeps the rest in '
+            "host memory; set it to 1"
+        )
+
+
+def _find_activation_contradictions(config: Config) -> Iterator[str]:
+    path = "infinity.offload_activations.device"
+    if config.infinity.offload_activations.device != "nvme":
+        return
+    if not config.nvme_paths:
+        yield (
+            f'{path}: got "nvme" while nothing rests on NVMe, so there are no drives to keep activations on; set '
+            "zero_optimization.offload_param or offload_optimizer to nvme, or this to cpu"
+        )
+    if config.activation_checkpointing.cpu_checkpointing:
+        yield f'{path}: got "nvme" with activation_checkpointing.cpu_checkpointing, which is cpu; set one of the two'
+    if config.infinity.durability == "step":
+        yield f'{path}: got "nvme" with infinity.durability "step", whose files hold nothing but what is committed; use cpu'
+
+
+def _find_gradient_contradictions(config: Config) -> Iterator[str]:
+    if config.infinity.keep_grad and config.infinity.gradient_bytes_max != "auto":
+        yield (
+            f"infinity.keep_grad: got true with infinity.gradient_bytes_max {config.infinity.gradient_bytes_max}, beyond which "
+            'gradients wait on NVMe, where nobody can look at them; set that to "auto", or this to false'
+        )
+
+
+def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:
+    for name in scheduler.required_keys:
+        path = f"scheduler.params.{name}"
+        if getattr(scheduler, name) is None and path not in auto:
+            yield f'{path}: missing, expected a number from the config or, for "auto", from the caller'
+    if isinstance(scheduler, OneCycleConfig):
+        decays = scheduler.decay_lr_rate > 0 or (scheduler.cycle_momentum and scheduler.decay_mom_rate > 0)
+        if decays and not scheduler.decay_step_size and "scheduler.params.decay_step_size" not in auto:
+            yield "scheduler.params.decay_step_size: got 0 together with a decay rate, expected at least 1"
