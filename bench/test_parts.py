@@ -20,7 +20,7 @@ from infinity.aio.pool import FreeRanges
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.resources import Resources
 from infinity.plan.simulator import simulate
-from infinity.plan.step import Pause, Step, SubGroup, Use, look_ahead_of
+from infinity.plan.step import Pause, Step, SubGroup, Use
 from infinity.schedule.lookahead import plan_look_ahead
 from infinity.store import Arena, RunFolder, Shard, plan_layout
 from infinity.units import KIB, MIB
@@ -121,8 +121,6 @@ def test_simulating_a_step_of_many_groups(benchmark: BenchmarkFixture) -> None:
     order = [*range(GROUPS), *reversed(range(GROUPS))]
     uses = [Use(group, MIB, MIB, 1e-4, 1e-3, 1e-4, MIB, live_bytes=MIB) for group in order]
     program = [*uses, Pause(), *[SubGroup(6 * MIB, 7 * MIB, 7 * MIB, 1e-3)] * GROUPS]
-    group_bytes = [MIB] * GROUPS
-    ends = look_ahead_of(program, group_bytes, look_ahead_bytes=5 * MIB)
-    step = Step(program=program, group_bytes=group_bytes, ends=ends, pool_bytes=40 * MIB)
+    step = Step(program=program, group_bytes=[MIB] * GROUPS, look_ahead_bytes=5 * MIB, pool_bytes=40 * MIB)
     resources = Resources(DriveSpeed(5e9, 2e9), 25e9, 25e9)
     benchmark.pedantic(lambda: simulate(step, resources), rounds=3)

@@ -6,7 +6,7 @@ import math
 
 from infinity.plan.estimate import NO_CACHE, HostCache, Pipeline, Strategy, Work
 from infinity.plan.machine import Machine
-from infinity.plan.step import Pause, Program, Step, SubGroup, Use, look_ahead_of
+from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
 from infinity.schedule.gradients import GRADIENT_BYTES
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
@@ -38,17 +38,12 @@ SIMULATED_SUB_GROUPS_MAX = 4096
 def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache = NO_CACHE) -> Step:
     """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end."""
     program = _ProgramOfRank(work, machine, strategy, pipeline, cache)
-    items = program.items()
     buffer_bytes = work.activation_buffer_bytes if strategy.uses_nvme else 0
     return Step(
-        program=items,
+        program=program.items(),
         group_bytes=program.group_bytes,
-        ends=look_ahead_of(
-            items,
-            program.group_bytes,
-            look_ahead_bytes=pipeline.look_ahead_bytes + buffer_bytes // IN_HAND_SHARES,
-            sub_groups_ahead=pipeline.sub_groups_ahead,
-        ),
+        look_ahead_bytes=pipeline.look_ahead_bytes + buffer_bytes // IN_HAND_SHARES,
+        sub_groups_ahead=pipeline.sub_groups_ahead,
         pool_bytes=pipeline.pinned_bytes + buffer_bytes,
         overlap_gathers=not machine.device_is_host,
     )

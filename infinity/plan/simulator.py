@@ -73,6 +73,7 @@ class _Thread:
         self._result = result
         self._units = step.units()
         self._lease_bytes = step.lease_bytes()
+        self._ends = step.ends()
         self._states = [_State.ON_NVME] * len(self._lease_bytes)
         self._staged: Eviction[int] = Eviction()
         """The units that are READING or STAGED, but for the one that is being filled."""
@@ -204,7 +205,7 @@ class _Thread:
 
     def _look_ahead(self, time: float, place: int) -> None:
         """Start to read what the policy wants staged with `place` items begun, for as long as there is room."""
-        before, self._wanted_up_to = self._wanted_up_to, self._step.ends[place]
+        before, self._wanted_up_to = self._wanted_up_to, self._ends[place]
         for unit in self._units[before : self._wanted_up_to]:
             self._staged.need(unit, self._needed_at(unit))
         self._read_up_to = max(self._read_up_to, place)

@@ -81,46 +81,38 @@ class Step:
     Attributes:
         program: see `Program`.
         group_bytes: the lease of each group.
-        ends: with `place` items begun, what `program[place : ends[place]]` needs should be staged (`look_ahead_of`).
+        look_ahead_bytes: that groups and sub-groups which are read ahead may hold.
+        sub_groups_ahead: read ahead after a pause.
         pool_bytes: the pinned pool.
         overlap_gathers: whether a gather goes on during the computation before it.
     """
 
     program: Program
     group_bytes: Sequence[int]
-    ends: Sequence[int]
+    look_ahead_bytes: int = 0
+    sub_groups_ahead: int = 1
     pool_bytes: int = 0
     overlap_gathers: bool = True
 
     def units(self) -> list[int]:
         """By place in the program, the number of what the item needs staged: of its group, or, after the groups, its own."""
-        return _units(self.program, len(self.group_bytes))
+        groups = len(self.group_bytes)
+        return [item.group if isinstance(item, Use) else groups + place for place, item in enumerate(self.program)]
 
     def lease_bytes(self) -> list[int]:
         """By those numbers."""
-        return _lease_bytes(self.program, self.group_bytes)
+        return [*self.group_bytes, *(item.lease_bytes if isinstance(item, SubGroup) else 0 for item in self.program)]
 
+    def ends(self) -> list[int]:
+        """With `place` items begun, what `program[place : ends[place]]` needs should be staged.
 
-def look_ahead_of(
-    program: Program, group_bytes: Sequence[int], *, look_ahead_bytes: int, sub_groups_ahead: int = 1
-) -> list[int]:
-    """How far staging reaches at each place of `program`: `Step.ends`.
-
-    Groups and sub-groups alike hold at most `look_ahead_bytes` (`lookahead.plan_look_ahead`). After a pause it is
-    `sub_groups_ahead`, and what was staged by then. Beyond a pause that is still to come only where reads go on.
-    """
-    places = len(program)
-    pause = next((place for place, item in enumerate(program) if isinstance(item, Pause)), places)
-    item = program[pause] if pause < places else None
-    before = places if isinstance(item, Pause) and item.reads_go_on else pause
-    units = _units(program, len(group_bytes))
-    ends = plan_look_ahead(units[:before], _lease_bytes(program, group_bytes), look_ahead_bytes)[: pause + 1]
-    return ends + [max(ends[-1], min(place + sub_groups_ahead, places)) for place in range(pause + 1, places + 1)]
-
-
-def _units(program: Program, groups: int) -> list[int]:
-    return [item.group if isinstance(item, Use) else groups + place for place, item in enumerate(program)]
-
-
-def _lease_bytes(program: Program, group_bytes: Sequence[int]) -> list[int]:
-    return [*group_bytes, *(item.lease_bytes if isinstance(item, SubGroup) else 0 for item in program)]
+        Groups and sub-groups alike hold at most `look_ahead_bytes` (`lookahead.plan_look_ahead`). After a pause it is
+        `sub_groups_ahead`, and what was staged by then. Beyond a pause that is still to come only where reads go on.
+        """
+        places = len(self.program)
+        pause = next((place for place, item in enumerate(self.program) if isinstance(item, Pause)), places)
+        item = self.program[pause] if pause < places else None
+        before = places if isinstance(item, Pause) and item.reads_go_on else pause
+        ends = plan_look_ahead(self.units()[:before], self.lease_bytes(), self.look_ahead_bytes)[: pause + 1]
+        after = range(pause + 1, places + 1)
+        return ends + [max(ends[-1], min(place + self.sub_groups_ahead, places)) for place in after]

@@ -15,29 +15,15 @@ from infinity.errors import BudgetError
 from infinity.plan.lower_bound import DriveSpeed, Part, step_bytes
 from infinity.plan.resources import Resources, Simulated
 from infinity.plan.simulator import simulate
-from infinity.plan.step import Pause, Program, Step, SubGroup, Use, look_ahead_of
+from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.schedule.scheme import Scheme
 
 B = 10**9
 TOLERANCE = 1e-6
 
 
-def step_of(
-    program: Program,
-    group_bytes: list[int],
-    *,
-    pool_bytes: int,
-    look_ahead_bytes: int = 0,
-    sub_groups_ahead: int = 1,
-    overlap_gathers: bool = True,
-) -> Step:
-    return Step(
-        program=program,
-        group_bytes=group_bytes,
-        ends=look_ahead_of(program, group_bytes, look_ahead_bytes=look_ahead_bytes, sub_groups_ahead=sub_groups_ahead),
-        pool_bytes=pool_bytes,
-        overlap_gathers=overlap_gathers,
-    )
+def step_of(program: Program, group_bytes: list[int], **options: Any) -> Step:
+    return Step(program=program, group_bytes=group_bytes, **options)
 
 
 def forward_and_backward(
