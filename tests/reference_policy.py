@@ -7,8 +7,8 @@ from itertools import chain, takewhile
 from typing import Any
 
 import pytest
+from chosen_anew import groups_to_stage
 
-from infinity.schedule.lookahead import groups_to_stage
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.policy import StagingPolicy

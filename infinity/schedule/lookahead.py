@@ -1,6 +1,8 @@
 """Floor 6. What should be staged now, given what comes next and how many bytes may be held.
 
-"Groups" are whatever is staged as a whole: groups of parameters and, where they are updated in the passes, sub-groups.
+"Groups" are whatever is staged as a whole: groups of parameters and, where they are updated in the passes, sub-groups. Those to
+stage are the next distinct ones, soonest first, for as long as their bytes fit; the next one always. The first that doesn't fit
+ends them, and is not passed over: whatever comes later is needed later, and would only stand in its way.
 
 [Note: Farthest next use]
 The groups used soonest are held, whether they are still to be read or were used just now. So a used group is given up exactly
@@ -34,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 UNTIL_THE_END = math.inf
 """The place after all uses: no use passes it."""
@@ -42,26 +44,8 @@ UNTIL_THE_END = math.inf
 _NOW = -1.0
 
 
-def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
-    """The next distinct groups of `upcoming`, soonest first, for as long as their bytes fit in `look_ahead_bytes`.
-
-    The next group is always among them. Stops at the first that doesn't fit instead of passing over it: whatever comes
-    later would be needed later, and would only stand in its way.
-    """
-    chosen: dict[int, None] = {}
-    total_bytes = 0
-    for group in upcoming:
-        if group in chosen:
-            continue
-        total_bytes += group_bytes[group]
-        if chosen and total_bytes > look_ahead_bytes:
-            break
-        chosen[group] = None
-    return list(chosen)
-
-
 def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
-    """What `groups_to_stage` chooses at every place of a known step, in one pass over it.
+    """What should be staged at every place of a known step, in one pass over it.
 
     A run asks anew at every use, since only then it knows that the step still goes as expected, and looks no farther than its
     bytes reach. The simulator asks for all places at once; asking anew would cost it the square of the step.
@@ -89,8 +73,8 @@ def plan_look_ahead(uses: Sequence[int], group_bytes: Sequence[int], look_ahead_
 
 
 class LookAhead:
-    """What `groups_to_stage` chooses of the uses to come, kept up to date as uses pass. It looks at a use once when it enters
-    and once when it leaves; asking anew would cost as much as is held, at every use.
+    """What should be staged for the uses to come, kept up to date as uses pass. It looks at a use once when it enters and once
+    when it leaves; choosing anew would cost as much as is held, at every use.
 
     Units are numbers. The uses to come are a sequence of (place, unit): the use at `place` needs the unit, places never fall,
     and one use may need several. ~unit stands for a unit that is needed there only until it is `done`. Units that are needed

@@ -51,11 +51,6 @@ class Scheme:
     update: Update = "forward"
     moments: int = ADAM_MOMENTS
 
-    @property
-    def in_passes(self) -> bool:
-        """Whether updates happen in forward or backward, so that groups and sub-groups share the pool at all times."""
-        return self.update != "step"
-
     def compute_is_state(self, compute_itemsize: int = COMPUTE_BYTES) -> bool:
         """Whether the compute parameter is a part of the state: of a split master, or as the fp32 master itself."""
         return self.master_weights == "split" or compute_itemsize >= MASTER_BYTES

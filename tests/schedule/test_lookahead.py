@@ -3,14 +3,15 @@ backward no way of holding groups reads less."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, combinations, count
 from typing import Any
 
+from chosen_anew import groups_to_stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.schedule.lookahead import LookAhead, cycle_read_bytes, groups_to_stage, plan_look_ahead
+from infinity.schedule.lookahead import LookAhead, cycle_read_bytes, plan_look_ahead
 
 group_bytes = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -32,13 +33,19 @@ def read_bytes_choosing_anew(cycle: Sequence[int], unit_bytes: Sequence[int], re
     return total
 
 
+def chosen_of(upcoming: Iterable[int], sizes: Sequence[int], bytes_max: int) -> list[int]:
+    ahead = LookAhead(((float(place), unit) for place, unit in enumerate(upcoming)), (sizes, bytes_max))
+    ahead.fit()
+    return [*ahead]
+
+
 @given(data=st.data(), sizes=group_bytes, look_ahead_bytes=st.integers(0, 200))
 def test_what_is_chosen_is_the_longest_beginning_that_fits(
     data: st.DataObject, sizes: list[int], look_ahead_bytes: int
 ) -> None:
     upcoming = data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20))
     distinct = list(dict.fromkeys(upcoming))
-    chosen = groups_to_stage(upcoming, sizes, look_ahead_bytes)
+    chosen = chosen_of(upcoming, sizes, look_ahead_bytes)
     assert chosen == distinct[: len(chosen)]
     assert sum(sizes[group] for group in chosen) <= look_ahead_bytes or len(chosen) == 1  # the next one always
     if len(chosen) < len(distinct):
@@ -46,23 +53,23 @@ def test_what_is_chosen_is_the_longest_beginning_that_fits(
 
 
 def test_a_group_that_does_not_fit_is_not_passed_over() -> None:
-    assert groups_to_stage([0, 1, 2], [10, 100, 10], 50) == [0]
+    assert chosen_of([0, 1, 2], [10, 100, 10], 50) == [0]
 
 
 def test_a_group_used_twice_is_paid_once() -> None:
-    assert groups_to_stage([0, 1, 0, 1, 2], [10, 10, 10], 30) == [0, 1, 2]
+    assert chosen_of([0, 1, 0, 1, 2], [10, 10, 10], 30) == [0, 1, 2]
 
 
 def test_what_comes_after_the_limit_is_not_looked_at() -> None:
-    assert groups_to_stage(count(), range(1, 1000), 6) == [0, 1, 2]
+    assert chosen_of(count(), range(1, 1000), 6) == [0, 1, 2]
 
 
 def test_the_next_group_is_chosen_even_where_nothing_fits() -> None:
-    assert groups_to_stage([2, 1], [5, 5, 5], 0) == [2]
+    assert chosen_of([2, 1], [5, 5, 5], 0) == [2]
 
 
 def test_without_a_prediction_nothing_is_chosen() -> None:
-    assert groups_to_stage([], [1], 100) == []
+    assert chosen_of([], [1], 100) == []
 
 
 @given(data=st.data(), sizes=group_bytes, look_ahead_bytes=st.integers(0, 200))

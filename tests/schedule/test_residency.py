@@ -84,7 +84,7 @@ def steps(draw: st.DrawFn) -> Step:
     every, forward = frozenset(range(passes)), frozenset(range(0, passes, 2))
     made = scheme == Scheme("full", "forward") and passes == 2  # gathered in forward alone, it is never read
     reading = draw(st.lists(st.sampled_from([every] if made else [every, every, forward]), min_size=1, max_size=3))
-    every_pass_reads_all = scheme.compute_is_state() == scheme.in_passes
+    every_pass_reads_all = scheme.compute_is_state() == (scheme.update != "step")
     may_be_frozen = forward not in reading and (every_pass_reads_all or scheme == Scheme("full", "backward"))
     copies = tuple((read, not may_be_frozen or draw(st.booleans())) for read in reading)
     return Step(scheme, passes, copies, draw(st.integers(0, 4 - len(copies))))

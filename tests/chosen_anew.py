@@ -1,0 +1,20 @@
+"""What should be staged, as it is defined: chosen anew from all that comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def groups_to_stage(upcoming: Iterable[int], group_bytes: Sequence[int], look_ahead_bytes: int) -> list[int]:
+    """The next distinct groups of `upcoming`, soonest first, for as long as their bytes fit in `look_ahead_bytes`; the next
+    one always. See infinity/schedule/lookahead.py."""
+    chosen: dict[int, None] = {}
+    total_bytes = 0
+    for group in upcoming:
+        if group in chosen:
+            continue
+        total_bytes += group_bytes[group]
+        if chosen and total_bytes > look_ahead_bytes:
+            break
+        chosen[group] = None
+    return list(chosen)
