@@ -37,7 +37,7 @@ from infinity.cli.program import run_program  # noqa: E402
 from infinity.config import load_config  # noqa: E402
 from infinity.drive.choice import choose_storage  # noqa: E402
 from infinity.drive.measure import FILE_BYTES_MIN, DriveTest, Workload  # noqa: E402
-from infinity.plan.lower_bound import forward_lower_bound_seconds, step_lower_bound_seconds  # noqa: E402
+from infinity.plan.lower_bound import DriveSpeed, forward_lower_bound_seconds  # noqa: E402
 from infinity.units import GIB, MIB, parse_bytes, parse_count  # noqa: E402
 
 UPDATES = ("backward", "forward", "step")
@@ -328,14 +328,8 @@ def ratio(name: str, seconds: list[float], others: list[float]) -> dict[str, flo
 
 def drive_seconds(row: dict[str, Any], way: str) -> float:
     """What the bytes of a step take at the drive's bandwidth of that round."""
-    read, written = row[way]["step_bytes"]
-    return step_lower_bound_seconds(
-        read_bytes=read,
-        written_bytes=written,
-        read_bytes_per_s=row[way]["drive"][0],
-        write_bytes_per_s=row[way]["drive"][1],
-        compute_seconds=0.0,
-    )
+    read_bytes_per_s, write_bytes_per_s, _ = row[way]["drive"]
+    return DriveSpeed(read_bytes_per_s, write_bytes_per_s).lower_bound_seconds(*row[way]["step_bytes"])
 
 
 def phase_seconds(row: dict[str, Any], way: str) -> float:

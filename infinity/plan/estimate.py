@@ -140,11 +140,6 @@ class Work:
         return -(-self.model.numel // self.ranks)
 
     @property
-    def group_numel(self) -> int:
-        """Parameters of the largest group."""
-        return max(self.group_numels)
-
-    @property
     def group_numels(self) -> list[int]:
         """Parameters of each group in the order of the forward, the root last."""
         parts = self.groups_per_block
@@ -376,7 +371,7 @@ def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -
     lines = {}
     if strategy.stage >= 3:
         lines["gathered groups"] = COMPUTE_BYTES * (GATHERED_GROUPS * work.group_numels[0] + model.root_numel)
-    lines["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * work.group_numel
+    lines["gradients of a group, to be reduced"] = (COMPUTE_BYTES + GRADIENT_BYTES) * max(work.group_numels)
     if activations_move:
         of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing)
         lines["saved activations on their way"] = min(SAVED_ON_THE_WAY, model.layers) * of_block

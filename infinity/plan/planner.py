@@ -29,7 +29,7 @@ from infinity.plan.program import step_of
 from infinity.plan.resources import Resources, Simulated
 from infinity.plan.simulator import simulate
 from infinity.schedule.activations import BUFFER_SHARES
-from infinity.schedule.timeline import Interval
+from infinity.schedule.timeline import Interval, total, united
 from infinity.units import format_bytes
 
 USABLE = 0.95
@@ -112,15 +112,7 @@ def busiest(timeline: Sequence[Interval], start: float, end: float) -> tuple[str
         if began < end and ended > start:
             name = "drive" if resource in ("read", "write") else resource.replace("_", " ")
             by_resource.setdefault(name, []).append((max(began, start), min(ended, end)))
-    return max(((name, _union(spans)) for name, spans in by_resource.items()), key=lambda item: item[1])
-
-
-def _union(spans: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, -math.inf
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    return max(((name, total(united(spans))) for name, spans in by_resource.items()), key=lambda item: item[1])
 
 
 def plan_step(

@@ -17,7 +17,7 @@ from torch import nn
 from infinity.activations.saved_tensors import Activations
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.sharding import local_of
-from infinity.plan.lower_bound import step_lower_bound_seconds
+from infinity.plan.lower_bound import DriveSpeed
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.gradient_norm import Scalar
 from infinity.runtime.loss_scale import LossScale
@@ -240,13 +240,8 @@ class DeepSpeedSurface:
         gathers = self.live.gathers if self.live is not None else None
         read, written = self._offload.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
         saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
-        return step_lower_bound_seconds(
-            read_bytes=read + saved_read,
-            written_bytes=written + saved_written,
-            read_bytes_per_s=read_bytes_per_s,
-            write_bytes_per_s=write_bytes_per_s,
-            compute_seconds=compute_seconds,
-        )
+        drives = DriveSpeed(read_bytes_per_s, write_bytes_per_s)
+        return max(compute_seconds, drives.lower_bound_seconds(read + saved_read, written + saved_written))
 
     def step_floor_seconds(self, **arguments: float) -> float:
         """Deprecated name of `step_lower_bound_seconds`."""

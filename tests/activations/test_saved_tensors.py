@@ -333,9 +333,11 @@ def test_the_bytes_of_a_step_count_what_saved_activations_move(nvme_path: Path) 
             engine.swap.stager.settle_all()
             engine.swap._open().engine.drain()
         read, written = engine.activations.step_bytes
-        rates = {"read_bytes_per_s": 1.0, "write_bytes_per_s": 1.0, "compute_seconds": 0.0}
+        rates = {"read_bytes_per_s": 1.0, "write_bytes_per_s": 1.0}
         assert read > 0 and written > 0
-        assert engine.step_lower_bound_seconds(**rates) == sum(engine.swap.step_bytes()) + read + written
+        moved = sum(engine.swap.step_bytes()) + read + written
+        assert engine.step_lower_bound_seconds(compute_seconds=0.0, **rates) == moved
+        assert engine.step_lower_bound_seconds(compute_seconds=moved + 1, **rates) == moved + 1  # hides the drive
 
 
 def test_parameters_views_and_small_tensors_stay() -> None:

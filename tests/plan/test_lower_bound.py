@@ -11,7 +11,6 @@ from infinity.plan.lower_bound import (
     Part,
     forward_lower_bound_seconds,
     step_bytes,
-    step_lower_bound_seconds,
 )
 from infinity.schedule.scheme import Scheme
 
@@ -32,9 +31,6 @@ def test_seventy_billion_parameters() -> None:
     """Plain, 1120 GB and 980 GB per step; on drives of 48/26 GB/s that read and write in turns, 61 s."""
     read, written = step_bytes([Part(70 * B)], PLAIN)
     assert (read, written) == (1120 * B, 980 * B)
-    rates = {"read_bytes_per_s": 48 * B, "write_bytes_per_s": 26 * B}
-    seconds = step_lower_bound_seconds(read_bytes=read, written_bytes=written, compute_seconds=0, **rates)
-    assert seconds == pytest.approx(61.0, abs=0.05)
     assert DriveSpeed(48 * B, 26 * B).lower_bound_seconds(read, written) == pytest.approx(61.0, abs=0.05)
     assert DriveSpeed(48 * B, 26 * B, mixed=(48 * B, 26 * B)).lower_bound_seconds(read, written) == pytest.approx(
         37.7, abs=0.05
@@ -68,20 +64,14 @@ def test_parts_add_up() -> None:
     assert step_bytes(parts, Scheme()) == (sum(read for read, _ in each), sum(written for _, written in each))
 
 
-def test_compute_hides_transfers_that_are_shorter() -> None:
-    numbers = {"read_bytes": 10.0, "written_bytes": 6.0, "read_bytes_per_s": 5.0, "write_bytes_per_s": 3.0}
-    assert step_lower_bound_seconds(compute_seconds=3.0, **numbers) == pytest.approx(4.0)
-    assert step_lower_bound_seconds(compute_seconds=5.0, **numbers) == 5.0
-
-
 def test_updates_before_the_forward_hide_behind_it_alone() -> None:
     rates = {"read_bytes_per_s": 2.0, "write_bytes_per_s": 4.0}
     numbers = {"state_bytes": 12.0, "forward_seconds": 1.0, "backward_seconds": 20.0, **rates}
     assert forward_lower_bound_seconds(pool_bytes=0.0, **numbers) == 12 / 2 + 12 / 4 + 20
     assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) == 8 / 2 + 8 / 4 + 20
     assert forward_lower_bound_seconds(pool_bytes=16.0, **numbers) == 1 + 20
-    whole = step_lower_bound_seconds(read_bytes=12, written_bytes=12, compute_seconds=21, **rates)
-    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) > whole == 21
+    drive_seconds = DriveSpeed(2.0, 4.0).lower_bound_seconds(12, 12)
+    assert forward_lower_bound_seconds(pool_bytes=4.0, **numbers) > 21 > drive_seconds
 
 
 def test_a_drive_that_is_slower_at_both_than_in_turns_takes_turns() -> None:
