@@ -1,10 +1,9 @@
 """Floor 4. The device that computes: copies to it ahead of use, and back."""
 
 from infinity.device.buffers import HostBuffer, HostBuffers
-from infinity.device.choice import device_for, direct_reader_for
-from infinity.device.direct import DirectRead, DirectReader
+from infinity.device.direct import DirectRead, DirectReader, direct_reader_for
 from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
-from infinity.device.streams import Runtime, StreamDevice
+from infinity.device.streams import StreamDevice, device_for
 
 __all__ = [
     "CopyEvent",
@@ -15,7 +14,6 @@ __all__ = [
     "HostBuffer",
     "HostBuffers",
     "InFlightCopy",
-    "Runtime",
     "StreamDevice",
     "device_for",
     "direct_reader_for",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ _UNLIMITED_BYTES = 1 << 60
 
 
 class CudaRuntime:
-    """See `Runtime` in streams.py."""
+    """Streams, copies and memory of a CUDA device."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -30,7 +29,7 @@ class CudaRuntime:
 
     @property
     def numa_node(self) -> int | None:
-        """The node of the GPU's bus."""
+        """The node of the GPU's bus, which has the nearest host memory; None where unknown."""
         properties = torch.cuda.get_device_properties(self.torch_device)
         domain, bus, slot = (
             getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -41,6 +40,7 @@ class CudaRuntime:
         return node if node is not None and node >= 0 else None
 
     def pin(self, slab: PinnedSlab) -> str | None:
+        """Register a slab with the copy engine. Returns a message where that is refused, else None."""
         status = int(torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 1))
         if status != 0:
             return _refused(slab.nbytes, status)
@@ -48,25 +48,30 @@ class CudaRuntime:
         return None
 
     def unpin(self, slab: PinnedSlab) -> None:
+        """Undo `pin`; does nothing for a slab that is not pinned."""
         if slab.address in self._pinned:
             self._pinned.remove(slab.address)
             torch.cuda.cudart().cudaHostUnregister(slab.address)
 
-    def new_stream(self) -> Any:
+    def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> torch.cuda.Stream:
+        """That of the calling thread."""
         return torch.cuda.current_stream(self.torch_device)
 
-    def empty(self, numel: int, dtype: torch.dtype, stream: Any) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, stream: torch.cuda.Stream) -> torch.Tensor:
+        """Device memory (1-D), allocated on `stream`: once freed, later work of that stream may reuse it at once."""
         with torch.cuda.stream(stream):
             return torch.empty(numel, dtype=dtype, device=self.torch_device)
 
-    def start_copy(self, into: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def start_copy(self, into: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Copy on `stream`; returns before the copy has run where the host memory is pinned."""
         with torch.cuda.stream(stream):
             into.copy_(source, non_blocking=True)
 
-    def note_use(self, tensor: torch.Tensor, stream: Any) -> None:
+    def note_use(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """`stream` uses the tensor's memory too: once freed, it is reused only when that stream's present work is done."""
         tensor.record_stream(stream)
 
 

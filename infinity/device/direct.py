@@ -1,4 +1,4 @@
-"""Floor 4. Direct reads: from files into a device's memory, bypassing host memory. The protocol, and kvikio.
+"""Floor 4. Direct reads: from files into a device's memory, bypassing host memory.
 
 GPUDirect Storage through kvikio, where that is installed. A read is work of a stream. Called by the training thread.
 """
@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,30 +18,19 @@ from infinity.errors import IoError
 _DRIVER = Path("/proc/driver/nvidia-fs/version")
 
 
-class DirectRead(Protocol):
-    """One read in a stream. Its user holds it until the stream has passed it."""
-
-    nbytes: int
-
-    def check(self) -> None:
-        """Call once the stream has passed it. Raises IoError, in every call, where it failed or read too few bytes."""
-
-
-class DirectReader(Protocol):
-    """Reads files that its user keeps open."""
-
-    def start(self, file: int, offset: int, into: torch.Tensor, stream: Any) -> DirectRead:
-        """Have `stream` read file number `file` from byte `offset` on until `into` (1-D, uint8, on the device) is full.
-
-        Does not wait for the device. Failures are raised by the read's `check`.
-        """
-
-    def close(self) -> None:
-        """Close the files. All streams must have passed their reads."""
+def direct_reader_for(torch_device: torch.device, descriptors: Sequence[int]) -> DirectReader | str:
+    """A reader of these files into the memory of `torch_device`; or a message why there is none."""
+    why_not = why_not_direct(torch_device)
+    if why_not is not None:
+        return why_not
+    try:
+        return DirectReader(descriptors)
+    except Exception as error:  # IoError, or an error of another version of kvikio
+        return str(error)
 
 
-class KvikioReader:
-    """See `DirectReader`; streams are torch's. kvikio's `pread` is not used, since it waits for the default stream.
+class DirectReader:
+    """Reads files that its user keeps open. kvikio's `pread` is not used, since it waits for the default stream.
 
     `descriptors`: of the files, which are reopened through /proc, since they may have no name. Raises IoError where one can't
     be opened for direct reads.
@@ -60,16 +49,23 @@ class KvikioReader:
                 self.close()
                 raise IoError(f"cuFile can't open {path}: {error}", operation="open", path=path) from None
 
-    def start(self, file: int, offset: int, into: torch.Tensor, stream: Any) -> DirectRead:
-        return _KvikioRead(self._files[file], offset, into, stream.cuda_stream)
+    def start(self, file: int, offset: int, into: torch.Tensor, stream: torch.cuda.Stream) -> DirectRead:
+        """Have `stream` read file number `file` from byte `offset` on until `into` (1-D, uint8, on the device) is full.
+
+        Does not wait for the device. Failures are raised by the read's `check`.
+        """
+        return DirectRead(self._files[file], offset, into, stream.cuda_stream)
 
     def close(self) -> None:
+        """Close the files. All streams must have passed their reads."""
         for file in self._files:
             file.close()
         self._files.clear()
 
 
-class _KvikioRead:
+class DirectRead:
+    """One read in a stream. Its user holds it until the stream has passed it."""
+
     def __init__(self, file: Any, offset: int, into: torch.Tensor, raw_stream: int) -> None:
         self.nbytes = into.numel()
         self._offset = offset
@@ -81,6 +77,7 @@ class _KvikioRead:
             self._failure = str(error)
 
     def check(self) -> None:
+        """Call once the stream has passed it. Raises IoError, in every call, where it failed or read too few bytes."""
         if self._future is not None:
             future, self._future = self._future, None
             try:

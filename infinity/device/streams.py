@@ -21,70 +21,24 @@ stream, which reuses it in order; its host bytes are free when its copy event ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from infinity.aio import PinnedSlab
+from infinity.device.cuda import CudaRuntime
 from infinity.device.direct import DirectRead
-from infinity.device.staging import CopyEvent, Fill, InFlightCopy
+from infinity.device.staging import CopyEvent, CpuDevice, Device, Fill, InFlightCopy
 
 
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it; never blocks."""
-
-    def synchronize(self) -> None:
-        """Block until it has."""
-
-
-class Stream(Protocol):
-    """Work that the device does in order."""
-
-    def record_event(self) -> Event:
-        """The point behind all work so far."""
-
-    def wait_event(self, event: Event) -> None:
-        """Work added from now on starts only when the event's stream has passed it."""
-
-
-class Runtime(Protocol):
-    """Streams, copies and memory of one kind of device."""
-
-    torch_device: torch.device
-
-    @property
-    def numa_node(self) -> int | None:
-        """The NUMA node of the nearest host memory; None where unknown."""
-
-    def pin(self, slab: PinnedSlab) -> str | None:
-        """Register a slab with the copy engine. Returns a message where that is refused, else None."""
-
-    def unpin(self, slab: PinnedSlab) -> None:
-        """Undo `pin`; does nothing for a slab that is not pinned."""
-
-    def new_stream(self) -> Stream:
-        """A new stream, independent of all others."""
-
-    def current_stream(self) -> Stream:
-        """The current stream of the calling thread."""
-
-    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Device memory (1-D), allocated on `stream`: once freed, later work of that stream may reuse it at once."""
-
-    def start_copy(self, into: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Copy on `stream`; returns before the copy has run where the host memory is pinned."""
-
-    def note_use(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """`stream` uses the tensor's memory too: once freed, it is reused only when that stream's present work is done."""
+def device_for(torch_device: torch.device) -> Device:
+    """The Device of `torch_device`: CUDA, or the CPU."""
+    return StreamDevice(CudaRuntime(torch_device)) if torch_device.type == "cuda" else CpuDevice()
 
 
 class StreamCopyEvent:
     """A copy event of an event in a stream."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
     def done(self) -> bool:
@@ -97,7 +51,7 @@ class StreamCopyEvent:
 class _Copied:
     """A copy to the device, in flight or done: [Note: The order of copies]."""
 
-    def __init__(self, runtime: Runtime, taken: torch.Tensor, event: Event) -> None:
+    def __init__(self, runtime: CudaRuntime, taken: torch.Tensor, event: torch.cuda.Event) -> None:
         self.copy_event: CopyEvent = StreamCopyEvent(event)
         self._runtime, self._taken, self._event = runtime, taken, event
 
@@ -127,7 +81,7 @@ class StreamDevice:
 
     is_discrete = True
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: CudaRuntime) -> None:
         self.torch_device = runtime.torch_device
         self._runtime = runtime
         self._h2d = runtime.new_stream()

@@ -168,7 +168,7 @@ class Memory:
 
 
 class FakeRuntime:
-    """See `infinity.device.Runtime`. `refuses`: what `pin` answers, where the machine pins nothing."""
+    """See `infinity.device.cuda.CudaRuntime`. `refuses`: what `pin` answers, where the machine pins nothing."""
 
     torch_device = torch.device("cpu")
     numa_node = None

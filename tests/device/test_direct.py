@@ -24,7 +24,7 @@ from quiet import come_to_rest
 
 import infinity
 from infinity.device import CpuDevice, StreamDevice, direct, direct_reader_for, streams
-from infinity.device.direct import KvikioReader
+from infinity.device.direct import DirectReader
 from infinity.errors import IoError
 from infinity.swap import direct as direct_reads
 from infinity.swap import machinery, manager
@@ -335,7 +335,7 @@ def written(tmp_path: Path) -> int:
 
 def test_kvikio_is_asked_for_what_is_wanted(written: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kvikio = FakeKvikio(monkeypatch)
-    reader = KvikioReader([written])
+    reader = DirectReader([written])
     assert kvikio.compat_mode == "AUTO", "for everybody else"
     into = torch.zeros(4096, dtype=torch.uint8)
     read = reader.start(0, 4096, into, STREAM)
@@ -360,7 +360,7 @@ def test_what_fails_is_said_every_time(
     how: str, nbytes: int, says: str, written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeKvikio(monkeypatch, how)
-    read = KvikioReader([written]).start(0, 4096, torch.zeros(nbytes, dtype=torch.uint8), STREAM)
+    read = DirectReader([written]).start(0, 4096, torch.zeros(nbytes, dtype=torch.uint8), STREAM)
     for _ in range(2):
         with pytest.raises(IoError, match=f"{nbytes} bytes at offset 4096 past host memory: .*{says}") as raised:
             read.check()
@@ -395,7 +395,7 @@ def test_what_is_missing_is_said_first_things_first(
     assert "cuFile can't open /proc/self/fd/" in said() and "cuFileHandleRegister says no" in said()
     FakeKvikio(monkeypatch)
     found = direct_reader_for(cuda, [written])
-    assert isinstance(found, KvikioReader)
+    assert isinstance(found, DirectReader)
     found.close()
 
 
