@@ -11,13 +11,11 @@ from pathlib import Path
 import torch
 
 from infinity.aio import PinnedSlab
+from infinity.host_memory import control_group_limits
 from infinity.kernel_files import number_of
 from infinity.units import format_bytes
 
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_UNLIMITED_BYTES = 1 << 60
-"""Without a limit, cgroup v1 says a little less than 2^63."""
 
 
 class CudaRuntime:
@@ -81,9 +79,8 @@ def _refused(nbytes: int, status: int) -> str:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY:
         limits.append(f"the limit on locked memory (ulimit -l) is {format_bytes(locked)}")
-    group = next((limit for file in _CGROUP_LIMITS if (limit := number_of(file)) is not None), None)
-    if group is not None and group < _UNLIMITED_BYTES:
-        limits.append(f"the cgroup's limit on memory is {format_bytes(group)}")
+    if groups := control_group_limits():
+        limits.append(f"the cgroup's limit on memory is {format_bytes(min(group.limit_bytes for group in groups))}")
     why = " and ".join(limits) or "no limit on locked memory or of the cgroup is set"
     return (
         f"cudaHostRegister refused {format_bytes(nbytes)} of host memory (CUDA error {status}): copies between it and the GPU "

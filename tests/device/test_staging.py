@@ -12,6 +12,7 @@ from infinity.aio import PinnedPool
 from infinity.device import CpuDevice, HostBuffers, StreamDevice, device_for
 from infinity.device import cuda as module
 from infinity.device.cuda import CudaRuntime
+from infinity.host_memory import GroupLimit
 from infinity.swap.host_gradients import HostGradients
 
 
@@ -158,7 +159,8 @@ def test_cuda_forgets_a_slab_once_and_only_one_that_it_knows(monkeypatch: pytest
 def test_refused_registration_is_a_sentence_that_names_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.torch.cuda, "cudart", lambda: ScriptedCuda(2))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
-    monkeypatch.setattr(module, "number_of", lambda file: 3 << 30)
+    groups = [GroupLimit(limit_bytes=gib << 30, used_bytes=None, reclaimable_bytes=0) for gib in (5, 3)]
+    monkeypatch.setattr(module, "control_group_limits", lambda: groups)
     note = CudaRuntime(torch.device("cuda", 0)).pin(PinnedPool(4096).slab)
     assert note is not None
     for said in ("refused 4.00 KiB", "CUDA error 2", "synchronous", "ulimit -l) is 8.00 MiB", "cgroup", "3.00 GiB"):
@@ -168,7 +170,7 @@ def test_refused_registration_is_a_sentence_that_names_the_limits(monkeypatch: p
 def test_refused_registration_without_limits_says_that_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.torch.cuda, "cudart", lambda: ScriptedCuda(712))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr(module, "number_of", lambda file: None)
+    monkeypatch.setattr(module, "control_group_limits", list)
     note = CudaRuntime(torch.device("cuda", 0)).pin(PinnedPool(4096).slab)
     assert note is not None and "no limit on locked memory or of the cgroup is set" in note
 
