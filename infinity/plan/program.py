@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from infinity.plan.estimate import NO_CACHE, HostCache, Pipeline, Strategy, Work
 from infinity.plan.machine import Machine
@@ -97,18 +98,25 @@ class _ProgramOfRank:
         return self._program
 
     def _forward(self, *, updated: bool) -> None:
-        """Where the device computes by itself, what a use saved is written once the next use is in flight."""
-        behind = not self._machine.device_is_host
-        used: list[tuple[int, int]] = []
-        for group in (self._root, *range(self._root)):
+        def use(group: int) -> None:
             if updated:
                 self._update_group(group, into=group if self.group_bytes[group] else None)
             self._use(group, backward=False, made=updated)
+
+        self._pass((self._root, *range(self._root)), use, self._save)
+
+    def _pass(self, groups: Sequence[int], use: Callable[[int], None], finish: Callable[[int, int], None]) -> None:
+        """The uses of these groups, and what `finish` adds after each, given its place: where the device computes by itself,
+        once the next use is in flight."""
+        behind = not self._machine.device_is_host
+        used: list[tuple[int, int]] = []
+        for group in groups:
+            use(group)
             used.append((group, len(self._program) - 1))
             if len(used) > behind:
-                self._save(*used[-1 - behind])
+                finish(*used[-1 - behind])
         if behind:
-            self._save(*used[-1])
+            finish(*used[-1])
 
     def _save(self, group: int, place: int) -> None:
         """The saved activations of a use that go to the drive."""
@@ -126,9 +134,11 @@ class _ProgramOfRank:
 
     def _backward(self, *, updated: bool, first: bool) -> None:
         """What follows on the gradients of a group: its update; or they spill, where those of micro-batches before this one are
-        read again and added, unless it is the `first`. Where the device computes by itself, the next use is in flight then."""
-        behind = not self._machine.device_is_host
-        used: list[tuple[int, int]] = []
+        read again and added, unless it is the `first`."""
+
+        def use(group: int) -> None:
+            self._restore(group)
+            self._use(group, backward=True)
 
         def finish(group: int, place: int) -> None:
             if updated:
@@ -136,14 +146,7 @@ class _ProgramOfRank:
             elif self._spilled[group]:
                 self._spill(group, place, again=not first)
 
-        for group in (*reversed(range(self._root)), self._root):
-            self._restore(group)
-            self._use(group, backward=True)
-            used.append((group, len(self._program) - 1))
-            if len(used) > behind:
-                finish(*used[-1 - behind])
-        if behind:
-            finish(*used[-1])
+        self._pass((*reversed(range(self._root)), self._root), use, finish)
 
     def _spill(self, group: int, place: int, *, again: bool) -> None:
         """The gradients that a use gave, written where they wait for the update."""

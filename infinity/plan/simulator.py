@@ -36,8 +36,8 @@ def simulate(step: Step, resources: Resources) -> Simulated:
     pool = Pool(step.pool_bytes, result)
     thread = _Thread(step, clock, pool, Drive(resources.drive, clock, result), Link(resources, result), result)
     clock.run()
-    if thread.stuck_at is not None:
-        raise BudgetError(_too_small(step, thread.stuck_at))
+    if thread.demanded is not None:  # it never began
+        raise BudgetError(_too_small(step, thread.demanded))
     result.seconds = max([result.gradient_seconds, *(end for _, _, _, end in result.timeline)])
     return result
 
@@ -89,7 +89,7 @@ class _Thread:
         """The units of all items before it are staged, being read, or no longer needed."""
         self._wanted_up_to = 0
         """A unit is worth keeping staged for the items before it."""
-        self._demanded: int | None = None
+        self.demanded: int | None = None
         """The item that the thread is about to begin."""
         self._demanded_since = 0.0
         self._writing = 0
@@ -101,22 +101,17 @@ class _Thread:
         self._uses_left = sum(isinstance(item, Use) for item in step.program)
         clock.at(0.0, self._demand, 0)
 
-    @property
-    def stuck_at(self) -> int | None:
-        """The item that never began."""
-        return self._demanded
-
     def _demand(self, time: float, place: int) -> None:
         """Item `place` is next: begin it as soon as its unit is staged."""
         if place == len(self._step.program):
             return
-        self._demanded, self._demanded_since = place, time
+        self.demanded, self._demanded_since = place, time
         self._look_ahead(time, place)
         self._try(time)
 
     def _try(self, time: float) -> None:
         """Begin the demanded item if its unit is staged; start to read the unit where it isn't, if there is room."""
-        place = self._demanded
+        place = self.demanded
         if place is None:
             return
         item = self._step.program[place]
@@ -127,10 +122,10 @@ class _Thread:
         if not self._is_staged(time, place, item):
             return
         if isinstance(item, Use):
-            self._demanded = None
+            self.demanded = None
             self._begin_use(time, place, item)
         elif item.after is None or self._gradients_at[item.after] is not None:
-            self._demanded = None
+            self.demanded = None
             self._update(time, place, item)
 
     def _is_staged(self, time: float, place: int, item: Use | SubGroup) -> bool:
@@ -293,7 +288,7 @@ class _Thread:
     # Updates.
 
     def _begin_pause(self, time: float, place: int, pause: Pause) -> None:
-        self._demanded = None
+        self.demanded = None
         groups = [unit for unit in self._staged if unit < len(self._step.group_bytes)]
         for group in groups:
             if self._states[group] is _State.STAGED:
