@@ -26,7 +26,7 @@ from infinity.errors import ConfigError
 from infinity.fsdp2.names import clean_name
 from infinity.fsdp2.sharding import in_backward, outlined_groups
 from infinity.fsdp2.wrap import gather_small_as_one, largest_part, modules_to_wrap
-from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live
+from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live, stack_of
 from infinity.units import format_count
 
 log = logging.getLogger("infinity")
@@ -315,11 +315,8 @@ def _finer_classes(model: nn.Module, wrap: Sequence[nn.Module], bound: int) -> l
 
 def _part_to_split(model: nn.Module, outline: Outline, worst: int, wrap: Sequence[nn.Module]) -> nn.Module | None:
     """The largest part of what is gathered with the `worst` group, the largest of these groups first."""
-    gathered = {ROOT, worst, *(place for place, group in enumerate(outline.groups) if group.lingers)}
-    outer = outline.groups[worst].outer
-    while outer is not None:
-        gathered.add(outer)
-        outer = outline.groups[outer].outer
+    lingering = (place for place, group in enumerate(outline.groups) if group.lingers)
+    gathered = {ROOT, *stack_of(outline.groups, worst), *lingering}
     for group in sorted(gathered, key=lambda group: -outline.groups[group].numel):
         part = largest_part(outline.modules[group], model, set(wrap))
         if part is not None:

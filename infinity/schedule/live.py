@@ -111,7 +111,7 @@ class _Model:
         self.groups, self.order, self.staying = groups, order, staying
         self.staying_numel = sum(groups[group].numel for group in staying)
         self._coming = sum(self.ahead(group) for group in range(len(groups)))
-        self._stacks = [_stack(groups, group) for group in range(len(groups))]
+        self._stacks = [stack_of(groups, group) for group in range(len(groups))]
         self._in_forward = [sum(map(self.ahead, stack)) for stack in self._stacks]
         self._lingering_after = self._sum_lingering()
         largest = sorted(range(len(groups)), key=self.ahead, reverse=True)
@@ -145,7 +145,7 @@ class _Model:
         return lingering_after
 
 
-def _stack(groups: Sequence[LiveGroup], group: int | None) -> list[int]:
+def stack_of(groups: Sequence[LiveGroup], group: int | None) -> list[int]:
     """The group and those it lies in, the root aside."""
     stack = []
     while group is not None and group != ROOT:
@@ -159,7 +159,7 @@ def _completed(groups: Sequence[LiveGroup], order: Sequence[int]) -> list[int]:
     done: list[int] = []
     running: list[int] = []
     for group in order:
-        while running and running[-1] not in _stack(groups, group):
+        while running and running[-1] not in stack_of(groups, group):
             done.append(running.pop())
         running.append(group)
     return done + running[::-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from infinity.units import format_bytes
@@ -42,7 +43,7 @@ class Moved(NamedTuple):
     @property
     def lane(self) -> str:
         """Its row."""
-        return drive_lane(self.drive, writes=self.writes)
+        return f"drive {self.drive} {'write' if self.writes else 'read'}"
 
 
 Spans = list[tuple[float, float]]
@@ -99,11 +100,6 @@ class TraceSummary:
         return rows
 
 
-def drive_lane(drive: int, *, writes: bool) -> str:
-    """The row of one drive and direction."""
-    return f"drive {drive} {'write' if writes else 'read'}"
-
-
 def summarize(
     intervals: Sequence[Interval], moved: Sequence[Moved], *, seconds: float, steps: int, drives: int
 ) -> TraceSummary:
@@ -129,13 +125,13 @@ def summarize(
 def compute_between(intervals: Sequence[Interval], seconds: float) -> list[Interval]:
     """The time of the training thread in which it did nothing that was noted: intervals named by the part of the step."""
     working = united(_spans_of(some for some in intervals if some.resource in _WORKING))
-    phases = sorted((some for some in intervals if some.resource == "step"), key=_start_of)
+    phases = sorted((some for some in intervals if some.resource == "step"), key=attrgetter("start"))
     between = without([(0.0, seconds)], united(_spans_of(phases)))
     parts = [*phases, *(Interval("step", "between" if phases else "compute", *span) for span in between)]
     computing = [
         Interval("compute", part.name, *span) for part in parts for span in without([(part.start, part.end)], working)
     ]
-    return sorted(computing, key=_start_of)
+    return sorted(computing, key=attrgetter("start"))
 
 
 def one_after_another(moved: Iterable[Moved]) -> list[Moved]:
@@ -215,10 +211,6 @@ def total(spans: Spans) -> float:
 
 def _spans_of(some: Iterable[Interval | Moved]) -> Iterable[tuple[float, float]]:
     return ((one.start, one.end) for one in some)
-
-
-def _start_of(interval: Interval) -> float:
-    return interval.start
 
 
 def _use_of(drive: int, moved: Sequence[Moved], seconds: float) -> DriveUse:
