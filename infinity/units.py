@@ -12,18 +12,8 @@ GIB = 1 << 30
 PAGE_BYTES = 4 * KIB
 """Alignment of every extent, lease and direct transfer (bytes). 512 B is refused by some drives; 4 KiB serves everywhere."""
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "k": 10**3,
-    "kb": 10**3,
-    "m": 10**6,
-    "mb": 10**6,
-    "g": 10**9,
-    "gb": 10**9,
-    "t": 10**12,
-    "tb": 10**12,
-}
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_FACTORS = {"": 1, "b": 1, **_DECIMAL, **{f"{unit}b": factor for unit, factor in _DECIMAL.items()}}
 _FACTORS |= {"kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 

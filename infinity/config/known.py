@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator
 
 from infinity.config.blocks import (
     ActivationCheckpointingConfig,
@@ -18,7 +17,7 @@ from infinity.config.blocks import (
     ZeroConfig,
 )
 from infinity.config.infinity_block import InfinityConfig, OffloadActivationsConfig
-from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
+from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
 from infinity.config.rules import join
 from infinity.config.top_level import TopLevel
 
@@ -52,7 +51,10 @@ def known_paths() -> tuple[str, ...]:
     others += [
         f"zero_optimization.{name}" for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")
     ]
-    for where, model in all_blocks():
+    blocks: list[tuple[str, type[Block]]] = [("", TopLevel), *NESTED.items()]
+    blocks += [("optimizer.params", model) for model in OPTIMIZERS.values()]
+    blocks += [("scheduler.params", model) for model in SCHEDULERS.values()]
+    for where, model in blocks:
         typed = where in ("optimizer.params", "scheduler.params")
         fields += [join(where, name) for name in model.model_fields if not (typed and name == "type")]
         others += [join(where, name) for name in (*sorted(model.ignored_keys), *model.old_names, *model.fixed_keys)]
@@ -72,13 +74,3 @@ NESTED: dict[str, type[Block]] = {
     "activation_checkpointing": ActivationCheckpointingConfig,
     "flops_profiler": FlopsProfilerConfig,
 }
-
-
-def all_blocks() -> Iterator[tuple[str, type[Block]]]:
-    """Every block with the dotted path of its keys in the source."""
-    yield "", TopLevel
-    yield from NESTED.items()
-    yield "optimizer.params", AdamConfig
-    yield "optimizer.params", SGDConfig
-    for scheduler in SCHEDULERS.values():
-        yield "scheduler.params", scheduler
