@@ -15,7 +15,7 @@ back like a stack find room in it, whatever their sizes.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -27,10 +27,7 @@ from infinity.units import PAGE_BYTES, align_up, format_bytes
 @dataclass(eq=False)
 class _Slab:
     memory: PinnedSlab
-    ranges: FreeRanges = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ranges = FreeRanges(self.nbytes)
+    ranges: FreeRanges
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +166,7 @@ class HostBuffers:
         notes += [refused] if refused else []
         if not self.notes:
             self.notes += notes
-        slab = _Slab(memory)
+        slab = _Slab(memory, FreeRanges(nbytes))
         self._slabs.append(slab)
         self._idle.setdefault(nbytes, []).append(slab)
         self.nbytes += nbytes

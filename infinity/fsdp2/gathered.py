@@ -102,7 +102,11 @@ class GatheredParameters:
             )
         for model in _sharded:
             reshard(model)  # what is gathered now hides the sharded parameters
-        self._whole = {p: _gather(p) for p in self._params if isinstance(p.data, DTensor)}
+        self._whole = {
+            p: nn.Parameter(full_tensor(p.data, torch.float32), requires_grad=p.requires_grad)
+            for p in self._params
+            if isinstance(p.data, DTensor)
+        }
         for model in _sharded:
             for module in model.modules():
                 for name, p in module._parameters.items():
@@ -125,13 +129,5 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted.
-
-    FSDP2 gathers a parameter with its group: one that other modules use must lie in the root group, or in
-    a group around both (`infinity.wrap`).
-    """
-
-
-def _gather(parameter: nn.Parameter) -> nn.Parameter:
-    whole = full_tensor(parameter.data, torch.float32)
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    """Accepted. FSDP2 gathers a parameter with its group: one that other modules use must lie in the root group, or in a group
+    around both (`infinity.wrap`)."""
