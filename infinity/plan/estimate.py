@@ -391,7 +391,7 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     if not strategy.uses_nvme:
         return 0, 0
     whole = Part(work.shard_numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")
-    moved = step_bytes([whole], work.scheme)
+    moved = step_bytes(whole, work.scheme)
     spilled = spilled_bytes(sum(work.gradients_that_spill(strategy)), work.micro_batches)
     saved = work.micro_batches * sum(work.saved_on_drive)
     return moved[0] + spilled[0] + saved, moved[1] + spilled[1] + saved

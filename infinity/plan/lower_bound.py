@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+from infinity.schedule.residency import Candidate, moved_bytes
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 
 
@@ -19,59 +18,35 @@ class Part:
     Attributes:
         numel: how many.
         gathers: of each in a step; see `live.LivePlan.gathers`. Two for each micro-batch, fewer where they stay gathered.
-        trained: whether they have optimizer state.
         compute_on_nvme: whether gathers read them from NVMe, not from ordinary host memory.
     """
 
     numel: int
     gathers: int = 2
-    trained: bool = True
     compute_on_nvme: bool = True
 
 
-def candidates_of(part: Part, scheme: Scheme, *, compute_itemsize: int = COMPUTE_BYTES) -> tuple[Candidate, Candidate]:
+def candidates_of(part: Part, scheme: Scheme) -> tuple[Candidate, Candidate]:
     """The bytes of `part` that a step moves, with all of its state on NVMe: compute parameters, and other state.
 
     Single bytes are the units.
     """
-    if not part.trained:
-        return Candidate(compute_itemsize * part.numel, 1, part.gathers, 0), Candidate(0, 1, 0, 0)
     if not part.compute_on_nvme:  # masters rest in full
         full = replace(scheme, master_weights="full")
         return Candidate(0, 1, 0, 0), Candidate(full.other_state_bytes() * part.numel, 1, 1, 1)
-    reads = scheme.compute_reads(part.gathers, compute_itemsize)
-    return Candidate(compute_itemsize * part.numel, 1, reads, 1), Candidate(
-        scheme.other_state_bytes(compute_itemsize) * part.numel, 1, 1, 1
+    return (
+        Candidate(COMPUTE_BYTES * part.numel, 1, scheme.compute_reads(part.gathers), 1),
+        Candidate(scheme.other_state_bytes() * part.numel, 1, 1, 1),
     )
 
 
-def step_bytes(
-    parts: Sequence[Part],
-    scheme: Scheme,
-    *,
-    compute_itemsize: int = COMPUTE_BYTES,
-    state_on_nvme: bool = True,
-    cached_bytes: int = 0,
-) -> tuple[int, int]:
-    """Bytes (read, written) that one step moves at least, with `cached_bytes` of host memory to keep some of them in.
+def step_bytes(part: Part, scheme: Scheme) -> tuple[int, int]:
+    """Bytes (read, written) that one step moves at least, with nothing cached.
 
-    Args:
-        parts: of the model on this rank.
-        scheme: how masters rest and when groups are updated; ignored where no state is on NVMe.
-        compute_itemsize: bytes of one compute parameter: 2, or 4 for the fp32 master itself.
-        state_on_nvme: whether master and moments are read and written too, and not only compute parameters.
-        cached_bytes: host memory that spares a step transfers: see [Note: What stays] in residency.py.
-
-    With everything paged, one micro-batch and nothing cached, P elements read 14 P and write 12 P where updates are in the
-    passes: [Note: Schemes] in scheme.py.
+    With everything paged and one micro-batch, P elements read 14 P and write 12 P where updates are in the passes:
+    [Note: Schemes] in scheme.py.
     """
-    if state_on_nvme:
-        pairs = [candidates_of(part, scheme, compute_itemsize=compute_itemsize) for part in parts]
-        candidates = [candidate for pair in pairs for candidate in pair]
-    else:
-        paged = [part for part in parts if part.compute_on_nvme]
-        candidates = [Candidate(compute_itemsize * part.numel, 1, part.gathers, int(part.trained)) for part in paged]
-    return moved_bytes(candidates, choose_resident(candidates, cached_bytes))
+    return moved_bytes(candidates_of(part, scheme), (0, 0))
 
 
 @dataclass(frozen=True)

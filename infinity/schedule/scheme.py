@@ -55,9 +55,9 @@ class Scheme:
         """Whether the compute parameter is a part of the state: of a split master, or as the fp32 master itself."""
         return self.master_weights == "split" or compute_itemsize >= MASTER_BYTES
 
-    def other_state_bytes(self, compute_itemsize: int = COMPUTE_BYTES) -> int:
+    def other_state_bytes(self) -> int:
         """State per element without the compute parameter: remainder and moments, moments alone, or master and moments."""
-        return state_bytes(self.moments) - (compute_itemsize if self.compute_is_state(compute_itemsize) else 0)
+        return state_bytes(self.moments) - (COMPUTE_BYTES if self.compute_is_state() else 0)
 
     def compute_reads(self, gathers: int, compute_itemsize: int = COMPUTE_BYTES) -> int:
         """How often a step reads a trained compute parameter that it gathers `gathers` times and that isn't cached."""

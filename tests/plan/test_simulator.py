@@ -349,7 +349,7 @@ def test_seventy_billion_parameters() -> None:
         *[SubGroup(12 * numel, 14 * numel, 14 * numel)] * groups,
     ]
     step = step_of(program, [2 * numel] * groups, sub_groups_ahead=8, pool_bytes=64 * 16 * numel)
-    read, written = step_bytes([Part(70 * B)], Scheme("full", "step"))
+    read, written = step_bytes(Part(70 * B), Scheme("full", "step"))
     assert (read, written) == (1120 * B, 980 * B)
     in_turns = simulate(step, Resources(DriveSpeed(48 * B, 26 * B)))
     assert in_turns.read_bytes == pytest.approx(read, rel=0.015)

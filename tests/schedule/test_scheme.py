@@ -24,19 +24,19 @@ NUMEL = 1000
 )
 def test_bytes_of_an_element(master_weights: str, update: str, read: int, written: int) -> None:
     scheme = Scheme(master_weights, update)
-    assert step_bytes([Part(NUMEL)], scheme) == (NUMEL * read, NUMEL * written)
+    assert step_bytes(Part(NUMEL), scheme) == (NUMEL * read, NUMEL * written)
 
 
 @pytest.mark.parametrize("update", ["step", "forward"])
 def test_of_four_micro_batches_three_read_the_copies_twice(update: str) -> None:
-    one, four = (step_bytes([Part(NUMEL, 2 * count)], Scheme("split", update)) for count in (1, 4))
+    one, four = (step_bytes(Part(NUMEL, 2 * count), Scheme("split", update)) for count in (1, 4))
     assert four == (one[0] + 3 * 4 * NUMEL, one[1])
 
 
 @pytest.mark.parametrize(("update", "read"), [("step", 14), ("forward", 12), ("backward", 14)])
 def test_a_group_that_stays_gathered_until_its_backward_reads_less(update: str, read: int) -> None:
     """Updated in the backward, it has given its copy back long before, and the master is not whole without it."""
-    assert step_bytes([Part(NUMEL, 1)], Scheme("split", update))[0] == read * NUMEL
+    assert step_bytes(Part(NUMEL, 1), Scheme("split", update))[0] == read * NUMEL
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def _versions(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _step_bytes(params: int) -> tuple[int, int]:
-    return step_bytes([Part(params)], Scheme())
+    return step_bytes(Part(params), Scheme())
 
 
 def _fastest(swept: Swept, workload: Workload) -> float:
