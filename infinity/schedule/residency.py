@@ -7,9 +7,8 @@ scheme.py). A compute parameter is a part of that state, or it is written anew. 
 of host memory. They may hold other bytes at every moment, and a part of an extent as well as all of it. Bytes that were changed
 in memory must be written before they are forgotten, unless they are overwritten before anybody reads them.
 
-Minimised is the cost of a step's transfers: `read_cost` for each byte read and `write_cost` for each byte written. The worth of
-a byte is the cost that it causes when it never stays: its reads and a write for a compute parameter (no write where it is
-frozen), one read and one write for other state.
+Minimised are the bytes that a step moves. The worth of a byte is how often it moves when it never stays: its reads and a write
+for a compute parameter (no write where it is frozen), one read and one write for other state.
 
   The optimum keeps the same bytes all the time: those of the greatest worth, as many as C holds.
 
@@ -25,13 +24,13 @@ spared.) ∎
 
 Farthest next use, which is optimal for any order of reads (Belady), comes to the same: the passes go over more than C bytes, so
 it keeps what it has and lets all else pass by. tests/schedule/test_residency.py searches all ways of caching small steps of
-every scheme, groups that stay gathered until backward among them, and finds none that is cheaper. (There can be one only where
+every scheme, groups that stay gathered until backward among them, and finds none that moves less. (There can be one only where
 compute parameters that leave out one of the u moments meet frozen ones that leave out another: both in the same bytes by
 turns.)
 
-Costs: whatever reads and writes cost, no trained compute parameter is worth less than other state, of which each byte is read
-and written once too. Only frozen ones against state depend on it: they come first where reads cost more, state where writes do.
-Equal costs, which the swap manager uses, move the fewest bytes, and make the layout of a model independent of measurements.
+A byte read counts as much as a byte written, which makes the layout of a model independent of measurements. If one cost more,
+only the place of frozen compute parameters would change, to before other state or behind it: a trained one is read at least as
+often as that, and written as often.
 
 Whole units stay (a page of each field). The proof is for bytes; so all that is lost is a remainder of C that holds no unit of
 the next candidate.
@@ -55,23 +54,16 @@ class Candidate:
     writes: int
 
 
-def choose_resident(
-    candidates: Sequence[Candidate], cache_bytes: int, *, read_cost: int = 1, write_cost: int = 1
-) -> list[int]:
-    """How many units of each candidate stay in `cache_bytes` of memory so that a step costs least: see [Note: What stays].
+def choose_resident(candidates: Sequence[Candidate], cache_bytes: int) -> list[int]:
+    """How many units of each candidate stay in `cache_bytes` of memory so that a step moves least: see [Note: What stays].
 
-    Args:
-        candidates: of those with the same worth and reads, the first stay first; but of those that are read once, an even share
-            of each, so that the drive has as much to do in each part of a step.
-        read_cost, write_cost: of a byte. For the least time, give the drive's write bandwidth for reads and its read bandwidth
-            for writes (any unit), since a byte takes 1 / bandwidth.
-
-    With equal costs the bytes moved are the least possible, and among all choices that move as few, those read.
+    Of candidates with the same worth and reads, the first stay first; but of those that are read once, an even share of each,
+    so that the drive has as much to do in each part of a step. No other choice that moves as few bytes reads fewer.
     """
 
     def rank(index: int) -> tuple[int, int]:
         candidate = candidates[index]
-        return -(candidate.reads * read_cost + candidate.writes * write_cost), -candidate.reads
+        return -(candidate.reads + candidate.writes), -candidate.reads
 
     chosen = [0] * len(candidates)
     left = cache_bytes
