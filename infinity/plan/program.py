@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from infinity.plan.estimate import NO_CACHE, HostCache, Pipeline, Strategy, Work
+from infinity.plan.estimate import HostCache, Pipeline, Strategy, Work
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
@@ -36,7 +36,7 @@ SIMULATED_SUB_GROUPS_MAX = 4096
 """Beyond it, neighbours are simulated as one."""
 
 
-def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache = NO_CACHE) -> Step:
+def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache) -> Step:
     """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end."""
     program = _ProgramOfRank(work, machine, strategy, pipeline, cache)
     buffer_bytes = work.activation_buffer_bytes if strategy.uses_nvme else 0
@@ -58,13 +58,12 @@ class _ProgramOfRank:
         self._numels, self._shards = work.group_numels, work.group_shards
         self._root = len(self._numels) - 1
         compute, other = strategy.stored_bytes(work.scheme)
-        empty = (0,) * len(self._shards)
         self._compute_bytes = [
-            compute * numel - cached for numel, cached in zip(self._shards, cache.compute or empty, strict=True)
+            compute * numel - cached for numel, cached in zip(self._shards, cache.compute, strict=True)
         ]
         """By group: compute parameters on NVMe."""
         self._other_state_bytes = [
-            other * numel - cached for numel, cached in zip(self._shards, cache.other_state or empty, strict=True)
+            other * numel - cached for numel, cached in zip(self._shards, cache.other_state, strict=True)
         ]
         self.group_bytes = [
             compute * numel if on_nvme else 0 for numel, on_nvme in zip(self._shards, self._compute_bytes, strict=True)

@@ -43,9 +43,9 @@ class Transformer:
         forward is computed again, which makes 8 · bsz · seq · P (section 4.1)."""
         return (8 if checkpointing else 6) * samples * self.seq * self.numel
 
-    def checkpoint_bytes(self, samples: int, blocks_per_checkpoint: int = 1) -> int:
-        """Activations kept from forward to backward: 2 · bsz · seq · hd · nl / ci bytes (section 3)."""
-        return 2 * samples * self.seq * self.hidden * -(-self.layers // blocks_per_checkpoint)
+    def checkpoint_bytes(self, samples: int) -> int:
+        """Activations kept from forward to backward: 2 · bsz · seq · hd · nl bytes (section 3, a checkpoint per block)."""
+        return 2 * samples * self.seq * self.hidden * self.layers
 
     def activation_bytes(self, samples: int, blocks: int = 1) -> int:
         """What `blocks` blocks hold between two checkpoints: bsz · seq · ci · (16 · hd + 2 · heads · seq) (section 3)."""

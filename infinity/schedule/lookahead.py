@@ -107,9 +107,6 @@ class LookAhead:
     def __contains__(self, unit: int) -> bool:
         return unit in self._keys
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def __iter__(self) -> Iterator[int]:
         """What is chosen, soonest first."""
         return iter(sorted(self._keys, key=lambda unit: self._keys[unit][0]))

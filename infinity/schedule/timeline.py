@@ -152,9 +152,9 @@ def one_after_another(moved: Iterable[Moved]) -> list[Moved]:
     return in_turn
 
 
-def trace_events(timeline: Iterable[Interval], *, process: int = 0) -> list[dict[str, Any]]:
+def trace_events(timeline: Iterable[Interval]) -> list[dict[str, Any]]:
     """Events of Chrome's trace format (microseconds), a row per resource in the order in which they come."""
-    return _events([(*interval, {}) for interval in timeline], process)
+    return _events([(*interval, {}) for interval in timeline], process=0)
 
 
 def measured_events(intervals: Sequence[Interval], moved: Sequence[Moved], *, process: int) -> list[dict[str, Any]]:
