@@ -61,8 +61,9 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
             )
     if config.fp16.enabled and config.bf16.enabled:
         yield "fp16.enabled: got true together with bf16.enabled true, set one of the two to false"
-    if isinstance(config.optimizer, SGDConfig):
-        yield from _find_sgd_contradictions(config.optimizer)
+    sgd = config.optimizer
+    if isinstance(sgd, SGDConfig) and sgd.nesterov and (not sgd.momentum or sgd.dampening):
+        yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
     if config.infinity.durability == "step":
         yield from _find_durability_contradictions(config)
     if config.infinity.checkpoint_format == "arena" and not config.nvme_paths:
@@ -71,14 +72,13 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
             "zero_optimization.offload_param.device or offload_optimizer.device to nvme, or leave it out"
         )
     yield from _find_activation_contradictions(config)
-    yield from _find_gradient_contradictions(config)
+    if config.infinity.keep_grad and config.infinity.gradient_bytes_max != "auto":
+        yield (
+            f"infinity.keep_grad: got true with infinity.gradient_bytes_max {config.infinity.gradient_bytes_max}, beyond which "
+            'gradients wait on NVMe, where nobody can look at them; set that to "auto", or this to false'
+        )
     if config.scheduler is not None:
         yield from _find_scheduler_contradictions(config.scheduler, auto)
-
-
-def _find_sgd_contradictions(optimizer: SGDConfig) -> Iterator[str]:
-    if optimizer.nesterov and (not optimizer.momentum or optimizer.dampening):
-        yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
 
 
 def _find_durability_contradictions(config: Config) -> Iterator[str]:
@@ -112,14 +112,6 @@ def _find_activation_contradictions(config: Config) -> Iterator[str]:
         yield f'{path}: got "nvme" with activation_checkpointing.cpu_checkpointing, which is cpu; set one of the two'
     if config.infinity.durability == "step":
         yield f'{path}: got "nvme" with infinity.durability "step", whose files hold nothing but what is committed; use cpu'
-
-
-def _find_gradient_contradictions(config: Config) -> Iterator[str]:
-    if config.infinity.keep_grad and config.infinity.gradient_bytes_max != "auto":
-        yield (
-            f"infinity.keep_grad: got true with infinity.gradient_bytes_max {config.infinity.gradient_bytes_max}, beyond which "
-            'gradients wait on NVMe, where nobody can look at them; set that to "auto", or this to false'
-        )
 
 
 def _find_scheduler_contradictions(scheduler: SchedulerConfig, auto: frozenset[str]) -> Iterator[str]:
