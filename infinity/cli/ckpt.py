@@ -6,11 +6,11 @@ Heavy modules (torch, pydantic, rich) are imported when a command runs, so that 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,6 @@ def _info(options: argparse.Namespace) -> int:
         buffers = set(manifest.buffers) if manifest else set()
         parameters = [name for name in model.names if name not in buffers]
         facts: dict[str, Any] = {
-            "format": JSON_FORMAT,
             "checkpoint": str(model.path),
             "saved": manifest.saved if manifest else None,
             "global_steps": manifest.global_steps if manifest else None,
@@ -126,7 +125,7 @@ def _info(options: argparse.Namespace) -> int:
             for name in model.names
         ]
     if options.json:
-        print(json.dumps({**facts, "tensors": tensors} if options.tensors else facts, indent=2))
+        _print_json({**facts, "tensors": tensors} if options.tensors else facts)
     else:
         _print_info(facts, tensors if options.tensors else [], others(model.path.parent, but=model.path.name))
     return 0
@@ -169,20 +168,14 @@ def _verify(options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{path} has no {FILE_NAME}, so there is nothing to compare it with: save_checkpoint writes one"
         )
-    with _progress("verifying", manifest.nbytes, shown=not options.json) as tell:
-        wrong = dict(damage(path, manifest, progress=tell))
+    with _progress("verifying", shown=not options.json) as begin:
+        wrong = dict(damage(path, manifest, progress=begin(manifest.nbytes)))
     unlisted = {file.name for file in path.iterdir()} - {*manifest.files, FILE_NAME}
     wrong |= dict.fromkeys(sorted(unlisted), "the manifest doesn't know it")
     if options.json:
-        report = {
-            "format": JSON_FORMAT,
-            "checkpoint": str(path),
-            "whole": not wrong,
-            "files": len(manifest.files),
-            "nbytes": manifest.nbytes,
-            "damaged": [{"file": name, "why": why} for name, why in wrong.items()],
-        }
-        print(json.dumps(report, indent=2))
+        damaged = [{"file": name, "why": why} for name, why in wrong.items()]
+        about = {"files": len(manifest.files), "nbytes": manifest.nbytes, "damaged": damaged}
+        _print_json({"checkpoint": str(path), "whole": not wrong, **about})
     elif not wrong:
         print(f"{path} is whole: {len(manifest.files)} files, {format_bytes(manifest.nbytes)}")
     for name, why in wrong.items():
@@ -193,24 +186,18 @@ def _verify(options: argparse.Namespace) -> int:
 def _consolidate(options: argparse.Namespace) -> int:
     from infinity.checkpoint.consolidate import DTYPES, consolidate
 
-    with contextlib.ExitStack() as stack:
+    with _progress("writing", shown=not options.json) as begin:
         files = consolidate(
             options.checkpoint,
             options.output,
             tag=options.tag,
             dtype=DTYPES[options.dtype],
             max_shard_bytes=options.max_shard_size,
-            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not options.json)),
+            progress=begin,
         )
     nbytes = sum(file.stat().st_size for file in files)
     if options.json:
-        report = {
-            "format": JSON_FORMAT,
-            "files": [str(file) for file in files],
-            "nbytes": nbytes,
-            "dtype": options.dtype,
-        }
-        print(json.dumps(report, indent=2))
+        _print_json({"files": [str(file) for file in files], "nbytes": nbytes, "dtype": options.dtype})
     else:
         print(f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}")
     return 0
@@ -220,39 +207,37 @@ def _export(options: argparse.Namespace) -> int:
     from infinity.checkpoint.export import export
     from infinity.checkpoint.manifest import load_manifest
 
-    with contextlib.ExitStack() as stack:
-        path = export(
-            options.checkpoint,
-            options.output,
-            tag=options.tag,
-            progress=lambda total: stack.enter_context(_progress("writing", total, shown=not options.json)),
-        )
+    with _progress("writing", shown=not options.json) as begin:
+        path = export(options.checkpoint, options.output, tag=options.tag, progress=begin)
     manifest = load_manifest(path)
     assert manifest is not None
     if options.json:
-        report = {
-            "format": JSON_FORMAT,
-            "checkpoint": str(path),
-            "files": len(manifest.files),
-            "nbytes": manifest.nbytes,
-        }
-        print(json.dumps(report, indent=2))
+        _print_json({"checkpoint": str(path), "files": len(manifest.files), "nbytes": manifest.nbytes})
     else:
         print(f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
     return 0
 
 
-@contextlib.contextmanager
-def _progress(activity: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal. Yields a function to call with the number of bytes just done."""
+def _print_json(report: dict[str, Any]) -> None:
+    print(json.dumps({"format": JSON_FORMAT, **report}, indent=2))
+
+
+@contextmanager
+def _progress(activity: str, *, shown: bool) -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """A bar on stderr, where that is a terminal. Yields a function to call with the number of bytes to do, once it is known;
+    that returns one to call with the number of bytes just done."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     columns = (TextColumn(activity), BarColumn(), DownloadColumn(True), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(activity, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
+
+        def begin(total: int) -> Callable[[int], None]:
+            task = bar.add_task(activity, total=total)
+            return lambda nbytes: bar.advance(task, nbytes)
+
+        yield begin
 
 
 if __name__ == "__main__":
