@@ -106,28 +106,18 @@ class Fio:
         return [self._program, *(f"--{name}={value}" for name, value in options.items())]
 
     def _call(self, workload: Workload, settings: IoSettings, seconds: float) -> subprocess.CompletedProcess[str]:
-        # glibc then asks for huge pages for large blocks of memory, as our pinned pool does.
-        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        command = self.command(workload, settings, seconds)
-        with (
-            TemporaryDirectory(prefix="infinity-fio-") as folder,
-            subprocess.Popen(
-                command,
+        with TemporaryDirectory(prefix="infinity-fio-") as folder:
+            return subprocess.run(
+                self.command(workload, settings, seconds),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 text=True,
-                env=environment,
+                check=False,
+                # glibc then asks for huge pages for large blocks of memory, as our pinned pool does.
+                env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
                 cwd=folder,
-                start_new_session=True,  # Ctrl-C is ours to handle
-            ) as process,
-        ):
-            try:
-                output, errors = process.communicate()
-            except BaseException:
-                process.kill()
-                raise
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+                start_new_session=True,  # Ctrl-C is ours to handle: run() kills fio where an exception passes
+            )
 
 
 def parse_output(text: str) -> tuple[int, float, float]:
