@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
+from typing import NamedTuple
 
 from infinity.plan.estimate import Work
 from infinity.plan.lower_bound import DriveSpeed
@@ -25,6 +26,8 @@ GPU_MEMORY_DOUBLINGS = 2
 HOST_MEMORY_DOUBLINGS = 4
 DRIVE_DOUBLINGS = 6
 NODE_DOUBLINGS = 6
+
+GB = 10**9
 
 PAIRS_MAX = 3
 """Named where no single change is enough."""
@@ -43,18 +46,8 @@ class Case:
         """Whether any strategy that infinity can run fits."""
         return some_strategy_fits(self.work, self.machine, pinned_bytes=self.pinned_bytes, cache_bytes=self.cache_bytes)
 
-    def with_work(self, **changes: object) -> Case:
-        """The same with other attributes of the work."""
-        return replace(self, work=replace(self.work, **changes))  # type: ignore[arg-type]
 
-    def with_machine(self, **changes: object) -> Case:
-        """The same with other attributes of the machine, over all of whose ranks the model is sharded."""
-        machine = replace(self.machine, **changes)  # type: ignore[arg-type]
-        return replace(self, machine=machine, work=replace(self.work, ranks=machine.ranks))
-
-
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """One value of a remedy: its `words`, and the case changed to it."""
 
     words: str
@@ -67,7 +60,7 @@ _Ladder = Sequence[_Step]
 def remedies(case: Case) -> list[str]:
     """Changes of which each alone makes `case` fit, in the words of the arguments; pairs where none does, and none where no
     pair does either."""
-    ladders = [ladder for ladder in _ladders(case) if ladder]
+    ladders = [ladder for ladder in (*_of_training(case), *_of_machine(case)) if ladder]
     alone = [step.words for ladder in ladders if (step := _first_that_fits(case, ladder)) is not None]
     if alone:
         return alone
@@ -91,54 +84,65 @@ def _pair_that_fits(case: Case, one: _Ladder, other: _Ladder) -> str | None:
     return f"{first.words} with {second.words}"
 
 
-def _ladders(case: Case) -> Iterator[_Ladder]:
-    yield from _of_training(case)
-    yield from _of_machine(case)
-
-
 def _of_training(case: Case) -> Iterator[_Ladder]:
     work = case.work
     if work.gradient_bytes_max != 0:
-        yield [_Step("--gradient-memory 0", lambda case: case.with_work(gradient_bytes_max=0))]
+        yield [_work("--gradient-memory 0", gradient_bytes_max=0)]
     if case.cache_bytes:
         yield [_Step("--cache 0", lambda case: replace(case, cache_bytes=0))]
     if case.pinned_bytes is not None:
         yield [_Step("no --pinned", lambda case: replace(case, pinned_bytes=None))]
     if work.activation_buffer_bytes_max is not None:
-        yield [_Step("no --activation-buffer", lambda case: case.with_work(activation_buffer_bytes_max=None))]
+        yield [_work("no --activation-buffer", activation_buffer_bytes_max=None)]
     if work.durable:
-        yield [_Step("--durability none", lambda case: case.with_work(durable=False))]
+        yield [_work("--durability none", durable=False)]
     if not work.checkpointing:
-        yield [_Step("no --no-checkpointing", lambda case: case.with_work(checkpointing=True))]
+        yield [_work("no --no-checkpointing", checkpointing=True)]
     if work.activations == "none" and not case.machine.device_is_host:
-        yield [_Step("--offload-activations cpu", lambda case: case.with_work(activations="cpu"))]
+        yield [_work("--offload-activations cpu", activations="cpu")]
     if work.activations != "nvme" and not work.durable:
-        yield [_Step("--offload-activations nvme", lambda case: case.with_work(activations="nvme"))]
-    yield [_samples(count) for count in _halved(work.samples, 1)]
-    yield [_seq(count) for count in _halved(work.model.seq, SEQ_MIN)]
-    yield [_groups(count) for count in _doubled(work.groups_per_block, GROUPS_PER_BLOCK_MAX)]
+        yield [_work("--offload-activations nvme", activations="nvme")]
+    yield [_work(f"--batch {count}", samples=count) for count in _halved(work.samples, 1)]
+    seqs = _halved(work.model.seq, SEQ_MIN)
+    yield [_work(f"--seq {count}", model=replace(work.model, seq=count)) for count in seqs]
+    counts = _doubled(work.groups_per_block, GROUPS_PER_BLOCK_MAX)
+    yield [_work(f"--groups-per-block {count}", groups_per_block=count) for count in counts]
 
 
 def _of_machine(case: Case) -> Iterator[_Ladder]:
     """More memory and drives of a node, or more of what shards the model. Processes that compute on a CPU share its memory."""
     machine = case.machine
-    yield [
-        _figure("--host-memory", "host_bytes", nbytes) for nbytes in _sizes(machine.host_bytes, HOST_MEMORY_DOUBLINGS)
-    ]
+    sizes = _larger(machine.host_bytes, HOST_MEMORY_DOUBLINGS)
+    yield [_machine(f"--host-memory {size}GB", host_bytes=size * GB) for size in sizes]
     if not machine.device_is_host:
-        sizes = _sizes(machine.device_bytes, GPU_MEMORY_DOUBLINGS)
-        yield [_figure("--gpu-memory", "device_bytes", nbytes) for nbytes in sizes]
+        sizes = _larger(machine.device_bytes, GPU_MEMORY_DOUBLINGS)
+        yield [_machine(f"--gpu-memory {size}GB", device_bytes=size * GB) for size in sizes]
         link = " --node-link GB/s" if math.isinf(machine.node_link_bytes_per_s) else ""
         counts = _doubled(machine.ranks_per_node, GPUS_MAX)
-        yield [_ranks(f"--gpus {count}{link}", "ranks_per_node", count) for count in counts]
+        yield [_machine(f"--gpus {count}{link}", ranks_per_node=count) for count in counts]
     if machine.drive is None:
-        some = DriveSpeed(1.0, 1.0)
-        yield [_Step("--read GB/s --write GB/s", lambda case: case.with_machine(drive=some, drive_bytes=0))]
+        yield [_machine("--read GB/s --write GB/s", drive=DriveSpeed(1.0, 1.0), drive_bytes=0)]
     elif not math.isinf(room := machine.drive_room_bytes):
-        yield [_drive_of(nbytes) for nbytes in _sizes(room, DRIVE_DOUBLINGS)]
+        sizes = _larger(room, DRIVE_DOUBLINGS)
+        yield [_machine(f"--drive-size {size}GB", drive_bytes=size * GB, drive_free_bytes=None) for size in sizes]
     network = " --network GB/s" if math.isinf(machine.network_bytes_per_s) else ""
     counts = _doubled(machine.nodes, machine.nodes << NODE_DOUBLINGS)
-    yield [_ranks(f"--nodes {count}{network}", "nodes", count) for count in counts]
+    yield [_machine(f"--nodes {count}{network}", nodes=count) for count in counts]
+
+
+def _work(words: str, **changes: object) -> _Step:
+    """Other attributes of the work."""
+    return _Step(words, lambda case: replace(case, work=replace(case.work, **changes)))  # type: ignore[arg-type]
+
+
+def _machine(words: str, **changes: object) -> _Step:
+    """Other attributes of the machine, over all of whose ranks the model is sharded."""
+
+    def change(case: Case) -> Case:
+        machine = replace(case.machine, **changes)  # type: ignore[arg-type]
+        return replace(case, machine=machine, work=replace(case.work, ranks=machine.ranks))
+
+    return _Step(words, change)
 
 
 def _halved(value: int, least: int) -> Iterator[int]:
@@ -151,33 +155,6 @@ def _doubled(value: int, most: int) -> Iterator[int]:
         yield value
 
 
-def _sizes(nbytes: float, doublings: int) -> list[int]:
-    """Larger ones in whole GB."""
-    return [math.ceil(nbytes * 2**power / 1e9) * 10**9 for power in range(1, doublings + 1)]
-
-
-def _samples(count: int) -> _Step:
-    return _Step(f"--batch {count}", lambda case: case.with_work(samples=count))
-
-
-def _seq(count: int) -> _Step:
-    return _Step(f"--seq {count}", lambda case: case.with_work(model=replace(case.work.model, seq=count)))
-
-
-def _groups(count: int) -> _Step:
-    return _Step(f"--groups-per-block {count}", lambda case: case.with_work(groups_per_block=count))
-
-
-def _figure(argument: str, attribute: str, nbytes: int) -> _Step:
-    return _Step(f"{argument} {nbytes // 10**9}GB", lambda case: case.with_machine(**{attribute: nbytes}))
-
-
-def _drive_of(nbytes: int) -> _Step:
-    return _Step(
-        f"--drive-size {nbytes // 10**9}GB",
-        lambda case: case.with_machine(drive_bytes=nbytes, drive_free_bytes=None),
-    )
-
-
-def _ranks(words: str, attribute: str, count: int) -> _Step:
-    return _Step(words, lambda case: case.with_machine(**{attribute: count}))
+def _larger(nbytes: float, doublings: int) -> list[int]:
+    """Sizes in whole GB."""
+    return [math.ceil(nbytes * 2**power / 1e9) for power in range(1, doublings + 1)]
