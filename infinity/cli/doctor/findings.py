@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from infinity.units import KIB, format_bytes
 
 
-class Mark(enum.Enum):
+class Mark(str, enum.Enum):
     """How serious a finding is. OK: as it should be. INFO: neither good nor bad. WARN: training works, but slower or less
     safely than it could. FAIL: training with NVMe does not work here."""
 
@@ -40,6 +40,10 @@ class Section:
 
     def add(self, name: str, mark: Mark, text: str, next_move: str = "") -> None:
         self.findings.append(Finding(name, mark, text, next_move))
+
+    def warn_if(self, bad: bool, name: str, text: str, next_move: str, *, otherwise: Mark = Mark.OK) -> None:
+        """Add a warning where it is `bad`; else a finding that needs no next move."""
+        self.add(name, Mark.WARN if bad else otherwise, text, next_move if bad else "")
 
 
 def size_text(nbytes: int | None) -> str:

@@ -76,12 +76,9 @@ def _check_memory(section: Section, machine: Machine) -> None:
     if limit is not None:
         used = machine.memory_limit_used_bytes
         text += f"; a control group allows {format_bytes(limit)}" + (f", {format_bytes(used)} used" if used else "")
-    low = (
-        min((nbytes for nbytes in (available, limit) if nbytes is not None), default=_MEMORY_BYTES_MIN)
-        < _MEMORY_BYTES_MIN
-    )
+    low = any(nbytes is not None and nbytes < _MEMORY_BYTES_MIN for nbytes in (available, limit))
     move = "end other programs or raise the container's memory limit: Python, torch and a small pool take about 1 GiB"
-    section.add("memory", Mark.WARN if low else Mark.OK, text, move if low else "")
+    section.warn_if(low, "memory", text, move)
 
 
 def check_gpu(section: Section) -> None:
@@ -97,9 +94,9 @@ def check_gpu(section: Section) -> None:
     section.facts |= {"cuda_version": version, "driver_version": driver[1] if driver else None}
     present = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
     if not version:
-        move = "install the CUDA build of torch (pytorch.org/get-started) to train on the GPU" if present else ""
+        move = "install the CUDA build of torch (pytorch.org/get-started) to train on the GPU"
         text = "this torch is built for the CPU" + (", but there is a GPU" if present else "")
-        section.add("cuda", Mark.WARN if present else Mark.INFO, text, move)
+        section.warn_if(present, "cuda", text, move, otherwise=Mark.INFO)
     elif not present:
         section.add("cuda", Mark.INFO, f"no GPU here: training runs on the CPU (torch is built for CUDA {version})")
     elif not torch.cuda.is_available():
@@ -150,7 +147,7 @@ def check_limits(section: Section, limits: Limits, container: Container) -> None
     files = limits.open_files_soft
     text = "no limit" if files is None else f"{files} (at most {count_text(limits.open_files_hard)})"
     few = files is not None and files < _OPEN_FILES_MIN
-    section.add("open_files", Mark.WARN if few else Mark.OK, text, "raise it: ulimit -n 4096" if few else "")
+    section.warn_if(few, "open_files", text, "raise it: ulimit -n 4096")
     if limits.file_size_bytes is not None:
         text = f"no file may grow beyond {format_bytes(limits.file_size_bytes)}, and a rank's state is one file"
         section.add("file_size", Mark.WARN, text, "lift it: ulimit -f unlimited")
@@ -158,8 +155,7 @@ def check_limits(section: Section, limits: Limits, container: Container) -> None
         left = limits.aio_max_nr - limits.aio_nr
         text = f"{left} of {limits.aio_max_nr} requests of kernel AIO are free"
         move = f"sysctl -w fs.aio-max-nr={max(1 << 20, 2 * limits.aio_max_nr)} (as root)"
-        scarce = left < _AIO_REQUESTS_MIN
-        section.add("kernel_aio", Mark.WARN if scarce else Mark.OK, text, move if scarce else "")
+        section.warn_if(left < _AIO_REQUESTS_MIN, "kernel_aio", text, move)
 
 
 def _check_memlock(section: Section, limits: Limits, container: Container) -> None:
@@ -181,9 +177,8 @@ def check_huge_pages(section: Section, pages: HugePages) -> None:
     if pages.enabled is None:
         section.add("transparent", Mark.WARN, "this kernel has no transparent huge pages", "use a kernel that has them")
     else:
-        off = pages.enabled == "never"
         text = f"{pages.enabled} (defrag: {pages.defrag or 'unknown'})"
-        section.add("transparent", Mark.WARN if off else Mark.OK, text, allow if off else "")
+        section.warn_if(pages.enabled == "never", "transparent", text, allow)
     for pool in pages.reserved:
         text = f"{pool.total} of {format_bytes(pool.page_bytes)}, {pool.free} free: memory that nothing else can use"
         section.add("reserved", Mark.INFO, text)
@@ -224,8 +219,7 @@ def check_backends(section: Section, container: Container) -> None:
         elif chosen is None:
             section.add(name, Mark.FAIL, reason, _backend_move(name, container))
         else:
-            mark = Mark.WARN if better else Mark.INFO
-            section.add(name, mark, reason, _backend_move(name, container) if better else "")
+            section.warn_if(better, name, reason, _backend_move(name, container), otherwise=Mark.INFO)
 
 
 def _backend_move(name: str, container: Container) -> str:

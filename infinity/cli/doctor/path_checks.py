@@ -90,16 +90,11 @@ def _check_room(section: Section, path: Path) -> None:
     elif not total:
         section.add("space", Mark.INFO, "this file system does not say how much is free")
     else:
-        room = f"{format_bytes(free)} of {format_bytes(total)} are free: room for {format_count(_parameters(free))}"
-        text = f"{room} parameters at {STATE_BYTES_PER_PARAMETER} bytes each"
-        tight = free < GIB
-        section.add("space", Mark.WARN if tight else Mark.OK, text, move if tight else "")
+        parameters = format_count(free // STATE_BYTES_PER_PARAMETER)
+        text = f"{format_bytes(free)} of {format_bytes(total)} are free: room for {parameters} parameters"
+        section.warn_if(free < GIB, "space", f"{text} at {STATE_BYTES_PER_PARAMETER} bytes each", move)
     if counts_files and status.f_favail < 8:
         section.add("files", Mark.FAIL, "the file system can't hold another file (no inodes are free)", move)
-
-
-def _parameters(nbytes: int) -> int:
-    return nbytes // STATE_BYTES_PER_PARAMETER
 
 
 def check_drive(section: Section, path: Path) -> None:
@@ -112,9 +107,9 @@ def check_drive(section: Section, path: Path) -> None:
     _check_file_system(section, drive)
     for layer in drive.layers:
         encrypted = "(CRYPT" in layer
-        text = f"{layer}" + (": encryption costs CPU for every byte" if encrypted else "")
-        move = "use an unencrypted partition if the data may rest on one" if encrypted else ""
-        section.add("layer", Mark.WARN if encrypted else Mark.INFO, text, move)
+        text = layer + (": encryption costs CPU for every byte" if encrypted else "")
+        move = "use an unencrypted partition if the data may rest on one"
+        section.warn_if(encrypted, "layer", text, move, otherwise=Mark.INFO)
     for disk in drive.disks:
         _check_disk(section, disk)
     if drive.device:
@@ -126,9 +121,7 @@ def _check_file_system(section: Section, drive: Drive) -> None:
     options = ", ".join(drive.mount_options)
     text = f"{drive.file_system} on {drive.source}, mounted at {drive.mount_point} ({options})"
     why = _UNSUITABLE.get(drive.file_system) or (_FUSE if drive.file_system.startswith("fuse") else "")
-    section.add(
-        "file_system", Mark.WARN if why else Mark.OK, text + (f"; it {why}" if why else ""), _LOCAL if why else ""
-    )
+    section.warn_if(bool(why), "file_system", text + (f"; it {why}" if why else ""), _LOCAL)
 
 
 def _check_disk(section: Section, disk: Disk) -> None:
@@ -146,7 +139,7 @@ def _check_disk(section: Section, disk: Disk) -> None:
         why = "slow, and not made to be written all day"
     elif disk.transport.startswith("nvme-") or disk.transport in ("iscsi", "nbd", "rbd", "drbd"):
         why = "behind a network"
-    section.add("disk", Mark.WARN if why else Mark.OK, text + (f"; {why}" if why else ""), _LOCAL if why else "")
+    section.warn_if(bool(why), "disk", text + (f"; {why}" if why else ""), _LOCAL)
 
 
 def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:
@@ -155,13 +148,12 @@ def _check_queue(section: Section, drive: Drive, queue: Queue) -> None:
     small = (queue.max_sectors_kb or 512) < min(512, queue.max_hw_sectors_kb or 512)
     top = f"/sys/block/{drive.disks[0].name if len(drive.disks) == 1 and not drive.layers else drive.device}/queue"
     move = f"echo {min(queue.max_hw_sectors_kb or 512, 4096)} > {top}/max_sectors_kb (as root)"
-    section.add("requests", Mark.WARN if small else Mark.INFO, text, move if small else "")
-    slow = queue.scheduler == "bfq"
+    section.warn_if(small, "requests", text, move, otherwise=Mark.INFO)
     text = f"scheduler {queue.scheduler or 'unknown'}, write cache {queue.write_cache or 'unknown'}, "
     text += {True: "poll queues", False: "no poll queues", None: "poll queues unknown"}[queue.io_poll]
     text += f", blocks of {count_text(queue.logical_block_size)} B (physical {count_text(queue.physical_block_size)} B)"
-    move = f"echo none > {top}/scheduler (as root): bfq shares fairly at the cost of bandwidth" if slow else ""
-    section.add("queue", Mark.WARN if slow else Mark.INFO, text, move)
+    move = f"echo none > {top}/scheduler (as root): bfq shares fairly at the cost of bandwidth"
+    section.warn_if(queue.scheduler == "bfq", "queue", text, move, otherwise=Mark.INFO)
 
 
 @dataclass(frozen=True)
