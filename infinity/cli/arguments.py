@@ -58,24 +58,6 @@ size_or_none = checked_value(_parse_size, at_least=0)
 """As `size`, but 0 is allowed and means none."""
 
 
-def add_described(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    *,
-    help: str,
-    description: str,
-    epilog: str,
-) -> argparse.ArgumentParser:
-    """Add a subcommand whose description and epilog keep their line breaks."""
-    return subparsers.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 def why_not_written(options: argparse.Namespace) -> str | None:
     """Why the files of --json and --plot can't be written; None where they can."""
     if options.plot is not None:

@@ -14,7 +14,6 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import add_described
 from infinity.errors import StoreError
 
 if TYPE_CHECKING:
@@ -40,7 +39,13 @@ docs/doctor.md lists the keys of --json."""
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `doctor` to the commands of `infinity-bench`."""
     summary = "check whether training with NVMe works here, and what would make it work better"
-    parser = add_described(subparsers, "doctor", help=summary, description=_DESCRIPTION, epilog=_EPILOG)
+    parser = subparsers.add_parser(
+        "doctor",
+        help=summary,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "path",
         nargs="?",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.cli.arguments import (
-    add_described,
     add_scheme,
     checked_value,
     count,
@@ -49,8 +48,13 @@ docs/plan.md says where each figure comes from, and lists the keys of --json."""
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan` to the commands of `infinity-bench`."""
-    purpose = "predict memory and step time of a model on this machine or on another"
-    parser = add_described(subparsers, "plan", help=purpose, description=_DESCRIPTION, epilog=_EPILOG)
+    parser = subparsers.add_parser(
+        "plan",
+        help="predict memory and step time of a model on this machine or on another",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_model(parser)
     _add_machine(parser)
     training = parser.add_argument_group("training")
