@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from infinity.errors import ConfigError
 from infinity.schedule.scheme import MasterWeights, Scheme, Update, choose_update
@@ -58,23 +60,37 @@ size_or_none = checked_value(_parse_size, at_least=0)
 """As `size`, but 0 is allowed and means none."""
 
 
-def why_not_written(options: argparse.Namespace) -> str | None:
-    """Why the files of --json and --plot can't be written; None where they can."""
-    if options.plot is not None:
-        if options.plot.suffix not in PLOT_SUFFIXES:
-            return f"--plot {options.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}"
+def check_plot(file: Path | None) -> None:
+    """Whether the file of --plot can be drawn and written. Raises ConfigError."""
+    if file is not None:
+        if file.suffix not in PLOT_SUFFIXES:
+            raise ConfigError(f"--plot {file}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
         if importlib.util.find_spec("matplotlib") is None:
-            return "--plot needs matplotlib: install infinity-offload[plot], or leave --plot out"
-    files = [options.plot] if options.plot is not None else []
-    files += [Path(options.json)] if options.json not in (None, "-") else []
-    return next((reason for file in files if (reason := why_no_file(file)) is not None), None)
+            raise ConfigError("--plot needs matplotlib: install infinity-offload[plot], or leave --plot out")
+    check_file(file)
 
 
-def why_no_file(file: Path) -> str | None:
-    """Why `file` can't be written; None where it can."""
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        return f"{file} can't be written: name a file in a folder that exists and is writable"
-    return None
+def check_file(file: str | Path | None, prefix: str = "") -> None:
+    """Whether `file` can be written; None and "-" can. Raises ConfigError, whose message begins with `prefix`."""
+    if file is None or file == "-":
+        return
+    path = Path(file)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{prefix}{path} can't be written: name a file in a folder that exists and is writable")
+
+
+def add_json(parser: argparse._ActionsContainer) -> None:
+    """Add --json, the file for `write_json`."""
+    parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+
+
+def write_json(result: dict[str, Any], file: str) -> None:
+    """Write the results to the file of --json."""
+    text = json.dumps(result, indent=2) + "\n"
+    if file == "-":
+        sys.stdout.write(text)
+    else:
+        Path(file).write_text(text)
 
 
 def add_scheme(parser: argparse._ActionsContainer) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import logging
 import resource
 import statistics
@@ -20,13 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import (
+    add_json,
     add_scheme,
+    check_file,
     checked_value,
     count,
     scheme_from,
     size_or_none,
     whole_number,
-    why_no_file,
+    write_json,
 )
 from infinity.schedule.pinned import ACCESS_BYTES
 from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_count
@@ -77,7 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="BYTES",
         help="host memory in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
     )
-    parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+    add_json(parser)
     parser.add_argument(
         "--trace",
         type=Path,
@@ -96,23 +97,17 @@ def run(options: argparse.Namespace) -> int:
                 f"--pinned-bytes-max {options.pinned_bytes_max} is below the least that works, "
                 f"{format_bytes(POOL_BYTES_MIN)}: raise it, or leave it out"
             )
-        files = {"--json": None if options.json in (None, "-") else Path(options.json), "--trace": options.trace}
-        for name, file in files.items():
-            reason = why_no_file(file) if file is not None else None
-            if reason is not None:
-                raise ValueError(f"{name}: {reason}")
+        check_file(options.json, "--json: ")
+        check_file(options.trace, "--trace: ")
     except ValueError as error:
         print(f"infinity-bench step: error: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     result, traced = measure(options)
-    text = json.dumps(result, indent=2) + "\n"
-    if options.json == "-":
-        print(text, end="")
-        return 0
-    _print(result, traced)
-    if options.json:
-        Path(options.json).write_text(text)
+    if options.json != "-":
+        _print(result, traced)
+    if options.json is not None:
+        write_json(result, options.json)
     return 0
 
 

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.cli.arguments import (
+    add_json,
     add_scheme,
+    check_file,
+    check_plot,
     checked_value,
     count,
     scheme_from,
     size,
     size_or_none,
-    why_no_file,
-    why_not_written,
+    write_json,
 )
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import parse_count
@@ -131,7 +133,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     output.add_argument(
         "--nvme-path", metavar="PATH", help="nvme_path of that config (default: that of --here, else /local_nvme)"
     )
-    output.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+    add_json(output)
     output.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw step time over parameters (needs matplotlib)"
     )
@@ -216,11 +218,7 @@ def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None, rem
     if asked.json != "-":
         print_report(plans, chosen, remedies)
     if asked.json is not None:
-        text = json.dumps(as_json(plans, chosen, remedies, _nvme_path(asked)), indent=2) + "\n"
-        if asked.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(asked.json).write_text(text)
+        write_json(as_json(plans, chosen, remedies, _nvme_path(asked)), asked.json)
 
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
@@ -299,11 +297,9 @@ def _check(asked: argparse.Namespace) -> None:
             "--durability step keeps nothing on NVMe but what is committed: use --offload-activations cpu"
         )
     scheme_from(asked, accumulation=asked.accumulation)
-    reason = why_not_written(asked)
-    for file in (asked.write_config, asked.timeline):
-        reason = reason or (why_no_file(file) if file is not None else None)
-    if reason is not None:
-        raise ConfigError(reason)
+    check_plot(asked.plot)
+    for file in (asked.json, asked.write_config, asked.timeline):
+        check_file(file)
 
 
 def _base(asked: argparse.Namespace) -> Machine:

@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from infinity.cli.arguments import checked_value, count, why_not_written
-from infinity.errors import InfinityError
+from infinity.cli.arguments import add_json, check_file, check_plot, checked_value, count
+from infinity.errors import ConfigError, InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
 
 _SIZE_MAX = 8 * GIB
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="COUNT",
         help='size of the model for the words on endurance, such as "7B"; may be given several times (default: 1B, 7B, 70B)',
     )
-    parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
+    add_json(parser)
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw bandwidth over block size (needs matplotlib)"
     )
@@ -63,9 +63,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Sweep the paths: 0 when done, 2 for options that can't be met. Raises StoreError or IoError."""
-    reason = _why_not(options)
-    if reason is not None:
-        print(f"infinity-bench sweep: error: {reason}", file=sys.stderr)
+    try:
+        _check(options)
+    except InfinityError as error:
+        print(f"infinity-bench sweep: error: {error}", file=sys.stderr)
         return 2
     from infinity.cli.sweep.run import Sweep
 
@@ -85,47 +86,46 @@ def _file_bytes(path: Path, size: int | None, *, quick: bool) -> int:
     return size or min(_QUICK_SIZE_MAX if quick else _SIZE_MAX, free_bytes(path) // _FREE_SHARE)
 
 
-def _why_not(options: argparse.Namespace) -> str | None:
-    """Why the options can't be met, before the first byte is written; None where they can."""
+def _check(options: argparse.Namespace) -> None:
+    """Whether the options can be met, before the first byte is written. Raises ConfigError, or StoreError without fio."""
+    from infinity.cli.sweep.fio import find_fio
+
     for path in options.paths:
-        if (reason := _why_not_on(path, options)) is not None:
-            return reason
-    return _why_not_backends(options.backend) or _why_not_fio(options.fio) or why_not_written(options)
+        _check_path(path, options)
+    _check_backends(options.backend or [])
+    if options.fio:
+        find_fio()
+    check_plot(options.plot)
+    check_file(options.json)
 
 
-def _why_not_on(path: Path, options: argparse.Namespace) -> str | None:
+def _check_path(path: Path, options: argparse.Namespace) -> None:
     from infinity.store.run_folder import free_bytes
 
     if not path.is_dir():
-        return f"{path} is {'no folder' if path.exists() else 'not there'}: name an existing folder on the drive to measure"
+        missing = "no folder" if path.exists() else "not there"
+        raise ConfigError(f"{path} is {missing}: name an existing folder on the drive to measure")
     if not os.access(path, os.W_OK | os.X_OK):
-        return f"{path} is not writable: change its owner or name another folder"
+        raise ConfigError(f"{path} is not writable: change its owner or name another folder")
     nbytes, free = _file_bytes(path, options.size, quick=options.quick), free_bytes(path)
     if nbytes > free:
-        return f"{path}: a file of {format_bytes(nbytes)} does not fit into the {format_bytes(free)} that are free"
+        raise ConfigError(
+            f"{path}: a file of {format_bytes(nbytes)} does not fit into the {format_bytes(free)} that are free"
+        )
     if nbytes < _SIZE_MIN:
-        return f"{path}: {format_bytes(free)} are free, too little for an honest measurement: free some, or set --size"
-    return None
+        raise ConfigError(
+            f"{path}: {format_bytes(free)} are free, too little for an honest measurement: free some, or set --size"
+        )
 
 
-def _why_not_backends(names: list[str] | None) -> str | None:
+def _check_backends(names: list[str]) -> None:
     from infinity.aio import probe
 
     backends = {name: (available, reason) for name, available, reason in probe()}
-    for name in names or ():
+    for name in names:
         if name not in backends:
-            return f"--backend {name}: there is no such backend, but {', '.join(backends)}"
+            raise ConfigError(f"--backend {name}: there is no such backend, but {', '.join(backends)}")
         if not backends[name][0]:
-            return f"--backend {name}: {backends[name][1]}"
-    return None if any(available for available, _ in backends.values()) else "no I/O backend is available here"
-
-
-def _why_not_fio(wanted: bool) -> str | None:
-    from infinity.cli.sweep.fio import find_fio
-
-    try:
-        if wanted:
-            find_fio()
-    except InfinityError as error:
-        return str(error)
-    return None
+            raise ConfigError(f"--backend {name}: {backends[name][1]}")
+    if not any(available for available, _ in backends.values()):
+        raise ConfigError("no I/O backend is available here")

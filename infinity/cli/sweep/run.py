@@ -6,7 +6,6 @@ Owns the order. The policy is in search.py, measuring in drive/measure.py, texts
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from infinity.aio import IoSettings, probe
+from infinity.cli.arguments import write_json
 from infinity.cli.sweep import fio
 from infinity.cli.sweep.progress import Progress
 from infinity.cli.sweep.report import (
@@ -188,11 +188,7 @@ class Sweep:
 
     def _write_files(self) -> None:
         if self._options.json is not None:
-            text = json.dumps(as_json(self._swept, self._all_at_once, self._options), indent=2)
-            if self._options.json == "-":
-                print(text)
-            else:
-                Path(self._options.json).write_text(text + "\n")
+            write_json(as_json(self._swept, self._all_at_once, self._options), self._options.json)
         if self._options.plot is not None:
             from infinity.cli.sweep.plot import draw
 
