@@ -159,30 +159,32 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
+    """The figures have the names of attributes of Machine, and their units."""
     machine = parser.add_argument_group("machine")
     machine.add_argument("--preset", metavar="NAME", help='a machine that is known here; "list" names them')
     machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
     machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
-    machine.add_argument("--gpus", type=count, metavar="N", help="GPUs of a node, or processes")
-    for name, meaning in (
-        ("gpu-memory", "memory of a GPU"),
-        ("host-memory", "memory of a node"),
-        ("drive-size", "capacity of a node's drives together"),
+    machine.add_argument("--gpus", type=count, dest="ranks_per_node", metavar="N", help="GPUs of a node, or processes")
+    for name, attribute, meaning in (
+        ("gpu-memory", "device_bytes", "memory of a GPU"),
+        ("host-memory", "host_bytes", "memory of a node"),
+        ("drive-size", "drive_bytes", "capacity of a node's drives together"),
     ):
-        machine.add_argument(f"--{name}", type=size, metavar="BYTES", help=meaning)
-    for name, meaning in (
-        ("tflops", "TFLOP/s that a GPU reaches while training"),
-        ("gpu-bandwidth", "GB/s of a GPU's memory"),
-        ("link", "GB/s between host and GPU, each way"),
-        ("host-bandwidth", "GB/s of a node's memory"),
-        ("read", "GB/s that a node's drives read"),
-        ("write", "GB/s that they write"),
-        ("mixed", "GB/s that they read and write together while doing as much of each; without it they take turns"),
-        ("node-link", "GB/s between the GPUs of a node"),
-        ("network", "GB/s from a node to the others"),
+        machine.add_argument(f"--{name}", type=size, dest=attribute, metavar="BYTES", help=meaning)
+    mixed = "GB/s that they read and write together while doing as much of each; without it they take turns"
+    for name, attribute, meaning in (
+        ("tflops", "flops_per_s", "TFLOP/s that a GPU reaches while training"),
+        ("gpu-bandwidth", "device_bytes_per_s", "GB/s of a GPU's memory"),
+        ("link", "link_bytes_per_s", "GB/s between host and GPU, each way"),
+        ("host-bandwidth", "host_bytes_per_s", "GB/s of a node's memory"),
+        ("read", "read", "GB/s that a node's drives read"),
+        ("write", "write", "GB/s that they write"),
+        ("mixed", "mixed", mixed),
+        ("node-link", "node_link_bytes_per_s", "GB/s between the GPUs of a node"),
+        ("network", "network_bytes_per_s", "GB/s from a node to the others"),
     ):
-        unit = meaning.split()[0]
-        machine.add_argument(f"--{name}", type=partial(_rate, unit), metavar="RATE", help=meaning)
+        rate = partial(_rate, meaning.split()[0])
+        machine.add_argument(f"--{name}", type=rate, dest=attribute, metavar="RATE", help=meaning)
     machine.add_argument("--cpu", action="store_true", help="compute on the CPU: there is no GPU")
 
 
@@ -311,10 +313,14 @@ def _base(asked: argparse.Namespace) -> Machine:
         if asked.preset not in PRESETS:
             raise ConfigError(f"--preset {asked.preset}: there is no such preset, but {', '.join(PRESETS)}")
         return PRESETS[asked.preset]
-    needed = ["tflops", "host_memory", "host_bandwidth"] + (
-        [] if asked.cpu else ["gpu_memory", "gpu_bandwidth", "link"]
-    )
-    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(asked, name) is None]
+    needed = {"--tflops": "flops_per_s", "--host-memory": "host_bytes", "--host-bandwidth": "host_bytes_per_s"}
+    if not asked.cpu:
+        needed |= {
+            "--gpu-memory": "device_bytes",
+            "--gpu-bandwidth": "device_bytes_per_s",
+            "--link": "link_bytes_per_s",
+        }
+    missing = [name for name, attribute in needed.items() if getattr(asked, attribute) is None]
     if missing:
         raise ConfigError(
             f"say which machine: --preset NAME, --here PATH, or its figures, of which {', '.join(missing)} lack"
@@ -322,26 +328,24 @@ def _base(asked: argparse.Namespace) -> Machine:
     return Machine(
         name="the machine given",
         device_is_host=asked.cpu,
-        flops_per_s=asked.tflops * 1e12,
-        host_bytes=asked.host_memory,
-        host_bytes_per_s=asked.host_bandwidth * 1e9,
+        flops_per_s=asked.flops_per_s,
+        host_bytes=asked.host_bytes,
+        host_bytes_per_s=asked.host_bytes_per_s,
     )
 
 
 def _with_figures(machine: Machine, asked: argparse.Namespace) -> Machine:
     """`machine` with the figures that were given. Raises ConfigError where one is missing that now counts."""
-    given: dict[str, object] = {}
-    for name, attribute, factor in _FIGURES:
-        value = getattr(asked, name)
-        if value is not None:
-            given[attribute] = value * factor if factor != 1 else value
-    if asked.drive_size is not None:
+    names = vars(asked).keys() & {field.name for field in dataclasses.fields(machine)}
+    given = {name: value for name in names if (value := getattr(asked, name)) is not None}
+    if asked.drive_bytes is not None:
         given["drive_free_bytes"] = None
     if asked.read is not None or asked.mixed is not None:
         given["drive"] = _drive(machine, asked)
-    if machine.device_is_host and asked.gpus is not None and asked.tflops is None:
-        given["flops_per_s"] = machine.flops_per_s / asked.gpus * machine.ranks_per_node  # they share its cores
-    changed: Machine = dataclasses.replace(machine, **given)  # type: ignore[arg-type]
+    if machine.device_is_host and asked.ranks_per_node is not None and asked.flops_per_s is None:
+        # They share its cores.
+        given["flops_per_s"] = machine.flops_per_s / asked.ranks_per_node * machine.ranks_per_node
+    changed = dataclasses.replace(machine, **given)
     if changed.ranks_per_node > 1 and changed.node_link_bytes_per_s == float("inf") and not changed.device_is_host:
         raise ConfigError("several GPUs: say --node-link, the GB/s between those of a node")
     if changed.nodes > 1 and changed.network_bytes_per_s == float("inf"):
@@ -353,29 +357,12 @@ def _drive(machine: Machine, asked: argparse.Namespace) -> DriveSpeed:
     """The drives with the rates that were given. Raises ConfigError for a mixed rate alone."""
     from infinity.plan.lower_bound import DriveSpeed
 
-    drive = machine.drive if asked.read is None else DriveSpeed(asked.read * 1e9, asked.write * 1e9)
+    drive = machine.drive if asked.read is None else DriveSpeed(asked.read, asked.write)
     if drive is None:
         raise ConfigError("--mixed goes with --read and --write: give all three")
     if asked.mixed is None:
         return drive
-    each_way = asked.mixed * 1e9 / 2
-    return dataclasses.replace(drive, mixed=(each_way, each_way))
-
-
-_FIGURES = (
-    ("nodes", "nodes", 1),
-    ("gpus", "ranks_per_node", 1),
-    ("gpu_memory", "device_bytes", 1),
-    ("host_memory", "host_bytes", 1),
-    ("drive_size", "drive_bytes", 1),
-    ("tflops", "flops_per_s", 1e12),
-    ("gpu_bandwidth", "device_bytes_per_s", 1e9),
-    ("link", "link_bytes_per_s", 1e9),
-    ("host_bandwidth", "host_bytes_per_s", 1e9),
-    ("node_link", "node_link_bytes_per_s", 1e9),
-    ("network", "network_bytes_per_s", 1e9),
-)
-"""Argument, attribute of Machine, and what one is in the other's unit."""
+    return dataclasses.replace(drive, mixed=(asked.mixed / 2, asked.mixed / 2))
 
 
 def _list_presets() -> int:
@@ -387,6 +374,7 @@ def _list_presets() -> int:
 
 
 def _rate(unit: str, text: str) -> float:
+    """The number in `text`, which is of GB or TFLOP per second, without the prefix."""
     try:
         value = float(text)
     except ValueError:
@@ -395,4 +383,4 @@ def _rate(unit: str, text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"expected a number of {unit} above 0, without the unit, such as 12.5, got {text}"
         )
-    return value
+    return value * {"G": 1e9, "T": 1e12}[unit[0]]
