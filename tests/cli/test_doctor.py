@@ -20,7 +20,8 @@ import torch
 
 import infinity.aio
 from infinity.cli import bench
-from infinity.cli.doctor import checks, machine_checks, path_checks
+from infinity.cli.doctor import command as doctor_command
+from infinity.cli.doctor import machine_checks, path_checks
 from infinity.cli.doctor.findings import Finding, Mark, Section
 from infinity.cli.environment import Container, HugePages, Limits, Machine
 from infinity.drive import describe as drive_module
@@ -304,13 +305,13 @@ def test_a_check_that_stumbles_does_not_hide_the_others(run_main: RunMain, monke
     def stumble(*_: object) -> None:
         raise ValueError("what is this")
 
-    monkeypatch.setattr(checks, "check_machine", stumble)
+    monkeypatch.setattr(doctor_command, "check_machine", stumble)
     code, report = run_main()
     assert code == 0
     (finding,) = [each for each in report["findings"] if each["section"] == "machine"]
     assert finding["mark"] == "warn"
     assert "ValueError: what is this" in finding["text"]
-    monkeypatch.setattr(checks, "check_path", stumble)
+    monkeypatch.setattr(doctor_command, "check_path", stumble)
     assert run_main()[0] == 1, "where the path could not be looked at, nobody knows that training works"
 
 

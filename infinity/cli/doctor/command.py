@@ -11,18 +11,37 @@ import io
 import json
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from infinity.cli.doctor.findings import Finding, Mark, Section
+from infinity.cli.doctor.machine_checks import (
+    check_backends,
+    check_container,
+    check_gpu,
+    check_huge_pages,
+    check_limits,
+    check_machine,
+    check_software,
+)
+from infinity.cli.doctor.path_checks import check_drive, check_path, check_trial
+from infinity.cli.environment import read_container, read_huge_pages, read_limits, read_machine
 from infinity.errors import StoreError
-
-if TYPE_CHECKING:
-    from infinity.cli.doctor.findings import Finding, Section
 
 JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away, not when one is added."""
 
-_MARKS = {"ok": ("ok", "green"), "info": ("-", "dim"), "warn": ("WARN", "yellow"), "fail": ("FAIL", "bold red")}
+_DECISIVE = ("software", "backends", "path", "trial")
+"""Sections that must have run before the verdict can be that training works."""
+
+_MARKS = {
+    Mark.OK: ("ok", "green"),
+    Mark.INFO: ("-", "dim"),
+    Mark.WARN: ("WARN", "yellow"),
+    Mark.FAIL: ("FAIL", "bold red"),
+}
 _WIDTH_MAX = 120
 _WIDTH_MIN = 30
 
@@ -59,15 +78,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Report on the path; 0 where training with NVMe works, else 1."""
-    from infinity.cli.doctor.checks import examine
-    from infinity.cli.doctor.findings import Mark
-
     try:
         path = (options.path or Path()).absolute()
         Path.cwd()
     except FileNotFoundError:  # libraries of torch end the process there
         raise StoreError(errno.ENOENT, "the current directory does not exist any more: cd to one that does") from None
-    sections = list(examine(path))
+    sections = list(_examine(path))
     failures = [finding for section in sections for finding in section.findings if finding.mark is Mark.FAIL]
     if options.json:
         print(json.dumps(_as_json(path, sections, failures), indent=2))
@@ -82,26 +98,45 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _examine(path: Path) -> Iterator[Section]:
+    """Run every check, one section after the other; the last one writes and reads under `path`.
+
+    A check that raises an exception becomes a finding in its section; the others still run.
+    """
+    path_section = Section("path", "Path")
+    checks: list[tuple[Section, Callable[[Section], None]]] = [
+        (Section("software", "Software"), check_software),
+        (Section("machine", "Machine"), lambda section: check_machine(section, read_machine())),
+        (Section("gpu", "GPU"), check_gpu),
+        (Section("container", "Container and rights"), lambda section: check_container(section, read_container())),
+        (Section("limits", "Limits"), lambda section: check_limits(section, read_limits(), read_container())),
+        (Section("huge_pages", "Huge pages"), lambda section: check_huge_pages(section, read_huge_pages())),
+        (Section("backends", "I/O backends"), lambda section: check_backends(section, read_container())),
+        (path_section, partial(check_path, path=path)),
+        (Section("drive", "Drive"), partial(check_drive, path=path)),
+        (Section("trial", "Trial"), partial(check_trial, path=path, path_section=path_section)),
+    ]
+    for section, check in checks:
+        try:
+            check(section)
+        except Exception as error:
+            text = f"could not be looked at: {type(error).__name__}: {error}"
+            mark = Mark.FAIL if section.name in _DECISIVE else Mark.WARN
+            section.add("check", mark, text, "if nothing above explains it, report it with this line")
+        yield section
+
+
 def _as_json(path: Path, sections: list[Section], failures: list[Finding]) -> dict[str, object]:
-    report: dict[str, object] = {
+    return {
         "format": JSON_FORMAT,
         "works": not failures,
         "reasons": [finding.text for finding in failures],
         "path": str(path),
+        "sections": {section.name: section.facts for section in sections},
+        "findings": [
+            {"section": section.name, **asdict(finding)} for section in sections for finding in section.findings
+        ],
     }
-    report["sections"] = {section.name: section.facts for section in sections}
-    report["findings"] = [
-        {
-            "section": section.name,
-            "name": finding.name,
-            "mark": finding.mark.value,
-            "text": finding.text,
-            "next_move": finding.next_move,
-        }
-        for section in sections
-        for finding in section.findings
-    ]
-    return report
 
 
 def _print(path: Path, by_default: bool, sections: list[Section], failures: list[Finding]) -> None:
@@ -127,7 +162,7 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
         console.print()
         show(section.title, "bold")
         for finding in section.findings:
-            show(finding.text, "", *_MARKS[finding.mark.value], finding.name)
+            show(finding.text, "", *_MARKS[finding.mark], finding.name)
             if finding.next_move:
                 show(f"next: {finding.next_move}", "bold", name=" ")
     console.print()
@@ -137,7 +172,7 @@ def _print(path: Path, by_default: bool, sections: list[Section], failures: list
 def _verdict(path: Path, sections: list[Section], failures: list[Finding]) -> str:
     if failures:
         return f"FAIL: training with NVMe does not work here: {'; '.join(finding.text for finding in failures)}"
-    warnings = sum(finding.mark.value == "warn" for section in sections for finding in section.findings)
+    warnings = sum(finding.mark is Mark.WARN for section in sections for finding in section.findings)
     more = f" ({warnings} warning{'s' * (warnings > 1)} above)" if warnings else ""
     return f"ok: training with NVMe works in {path}{more}"
 
