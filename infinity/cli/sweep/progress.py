@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 _LINE_SECONDS = 5.0
@@ -18,41 +17,34 @@ class Progress:
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        self._bar: Bar | None = None
-        self._task = TaskID(0)
         self._next_line = time.monotonic()
-        if console.is_terminal:
-            self._bar = Bar(
-                TextColumn("{task.description}", table_column=None),
-                BarColumn(bar_width=None),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
-                console=console,
-                transient=True,
-                expand=True,
-            )
-            self._task = self._bar.add_task("", total=None, left="")
+        self._bar = Bar(
+            TextColumn("{task.description}", table_column=None),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            transient=True,
+            expand=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, left="")
 
     def show(self, activity: str, *, done_seconds: float, left_seconds: float) -> None:
         """Show what is being done now. May be called often."""
         left = f"about {_in_words(left_seconds)} left"
-        if self._bar is not None:
-            total = done_seconds + left_seconds
-            self._bar.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
-        elif time.monotonic() >= self._next_line:
+        total = done_seconds + left_seconds
+        self._bar.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
+        if self._bar.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             print(f"{activity}; {left}", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
 
 def _in_words(seconds: float) -> str:
