@@ -33,7 +33,7 @@ from infinity.cli.sweep.report import (
 )
 from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
 from infinity.drive.describe import drive_of
-from infinity.drive.measure import FILE_BYTES_MIN, MIX_MODES, POOL_BYTES, DriveTest, Trial, Workload
+from infinity.drive.measure import FILE_BYTES_MIN, POOL_BYTES, DriveTest, Trial, Workload
 from infinity.drive.profile import save_profile
 from infinity.host_memory import available_bytes
 from infinity.units import GIB, MIB
@@ -108,7 +108,6 @@ class Sweep:
             search = Search(
                 measure,
                 backends=self._backends(),
-                mixes=MIX_MODES,
                 fits=fits,
                 effort=self._effort,
                 rivals=[fio.NAME] if rival is not None else [],

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.aio import IoSettings
-from infinity.drive.measure import Trial, Workload
+from infinity.drive.measure import MIX_MODES, Trial, Workload
 from infinity.units import KIB, MIB
 
 Measure = Callable[[Workload, IoSettings, float], Trial]
+_Trials = dict[tuple[Workload, IoSettings], list[Trial]]
 
 BLOCKS = tuple(64 * KIB << power for power in range(9))  # 64 KiB to 16 MiB
 DEPTHS = tuple(1 << power for power in range(9))  # 1 to 256
@@ -115,7 +116,6 @@ class Search:
     Args:
         measure: runs one trial.
         backends: to try, and to recommend one of.
-        mixes: ways to put reads and writes together; the first one is the usual.
         fits: whether settings can be measured at all.
         effort: how much to try.
         rivals: more "backends" that `measure` knows, such as another program: measured alike, never recommended.
@@ -126,7 +126,6 @@ class Search:
         measure: Measure,
         *,
         backends: Sequence[str],
-        mixes: Sequence[str],
         fits: Callable[[IoSettings], bool],
         effort: Effort,
         rivals: Sequence[str] = (),
@@ -134,12 +133,11 @@ class Search:
         self._measure = measure
         self._backends = tuple(backends)
         self._rivals = tuple(rivals)
-        self._mixes = tuple(mixes)
         self._fits = fits
         self._effort = effort
         self.trials: list[Trial] = []
-        self._short: dict[tuple[Workload, IoSettings], list[Trial]] = defaultdict(list)
-        self._final: dict[tuple[Workload, IoSettings], list[Trial]] = defaultdict(list)
+        self._short: _Trials = {}
+        self._final: _Trials = defaultdict(list)
         self._plan = _Plan(effort, len(backends), len(rivals))
 
     @property
@@ -160,16 +158,12 @@ class Search:
         for settings in self._candidates():
             for workload in Workload:
                 self._try(workload, settings)
+        self._plan.end_phase()
         self._run_finals()
 
     def best(self, name: str, workload: Workload) -> Standing | None:
         """The fastest settings of one backend or rival under one workload; None before any was tried."""
-        standings = self._standings(workload)
-        return max(
-            (standing for standing in standings if standing.settings.backend == name),
-            key=lambda standing: standing.bytes_per_s,
-            default=None,
-        )
+        return next(iter(self._ranked(name, workload)), None)
 
     def fastest(self, workload: Workload) -> Standing | None:
         """The fastest of all backends that may be recommended."""
@@ -191,12 +185,12 @@ class Search:
         """The grid, then single steps from its best point until none helps."""
         for block in self._effort.grid_blocks:
             for depth in self._effort.grid_depths:
-                self._try(workload, IoSettings(name, block, depth, mix=self._mixes[0]))
+                self._try(workload, IoSettings(name, block, depth))
         tried_until = len(self.trials) + self._effort.steps
         move: str | None = ""
         while move is not None:
             move = self._step(name, workload, tried_until, first=move)
-        self._plan.end_exploring()
+        self._plan.end_phase()
 
     def _step(self, name: str, workload: Workload, tried_until: int, *, first: str) -> str | None:
         """Move from the best point to a clearly better one; returns the move, or None where none helps. `first` is tried
@@ -215,31 +209,35 @@ class Search:
 
     def _moves(self, settings: IoSettings, workload: Workload) -> dict[str, IoSettings]:
         """All changes of one setting, likely gains first; and block against depth at the same bytes in flight."""
-        block, depth, rings = settings.block_bytes, settings.queue_depth, settings.rings
-        moves = {}
-        if workload is Workload.MIXED and settings.backend not in self._rivals:
-            moves = {f"mix {mix}": replace(settings, mix=mix) for mix in self._mixes if mix != settings.mix}
-        moves["deeper"] = replace(settings, queue_depth=_next(DEPTHS, depth, 1))
-        moves["larger blocks"] = replace(settings, block_bytes=_next(BLOCKS, block, 1))
-        moves["more rings"] = replace(settings, rings=_next(RINGS, rings, 1))
-        moves["fewer, larger blocks"] = replace(
-            settings, block_bytes=_next(BLOCKS, block, 1), queue_depth=_next(DEPTHS, depth, -1)
-        )
-        moves["more, smaller blocks"] = replace(
-            settings, block_bytes=_next(BLOCKS, block, -1), queue_depth=_next(DEPTHS, depth, 1)
-        )
-        moves["shallower"] = replace(settings, queue_depth=_next(DEPTHS, depth, -1))
-        moves["smaller blocks"] = replace(settings, block_bytes=_next(BLOCKS, block, -1))
-        moves["fewer rings"] = replace(settings, rings=_next(RINGS, rings, -1))
+
+        def moved(*, block: int = 0, depth: int = 0, rings: int = 0) -> IoSettings:
+            return replace(
+                settings,
+                block_bytes=_next(BLOCKS, settings.block_bytes, block),
+                queue_depth=_next(DEPTHS, settings.queue_depth, depth),
+                rings=_next(RINGS, settings.rings, rings),
+            )
+
+        mixes = MIX_MODES if workload is Workload.MIXED and settings.backend not in self._rivals else ()
+        moves = {f"mix {mix}": replace(settings, mix=mix) for mix in mixes} | {
+            "deeper": moved(depth=1),
+            "larger blocks": moved(block=1),
+            "more rings": moved(rings=1),
+            "fewer, larger blocks": moved(block=1, depth=-1),
+            "more, smaller blocks": moved(block=-1, depth=1),
+            "shallower": moved(depth=-1),
+            "smaller blocks": moved(block=-1),
+            "fewer rings": moved(rings=-1),
+        }
         return {move: changed for move, changed in moves.items() if changed != settings}
 
     def _try(self, workload: Workload, settings: IoSettings) -> float | None:
         """A short trial, unless it was done before; bytes per second, or None for what can't be measured."""
-        settings = self._as_tried(workload, settings)
+        settings = _as_tried(workload, settings)
         if not self._fits(settings):
             return None
-        if not self._short[workload, settings]:
-            self._short[workload, settings].append(self._record(workload, settings, self._effort.trial_seconds))
+        if (workload, settings) not in self._short:
+            self._short[workload, settings] = [self._record(workload, settings, self._effort.trial_seconds)]
         return self._short[workload, settings][0].bytes_per_s
 
     def _record(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
@@ -248,17 +246,11 @@ class Search:
         self._plan.take(seconds)
         return trial
 
-    def _as_tried(self, workload: Workload, settings: IoSettings) -> IoSettings:
-        """The settings with the usual mix, where the workload only reads or only writes and the mix has no effect."""
-        return settings if workload is Workload.MIXED else replace(settings, mix=self._mixes[0])
-
     # --- Choosing ---
 
     def _candidates(self) -> list[IoSettings]:
         """Settings that may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
-        candidates = [
-            replace(default_settings(name), mix=mix) for name in self._backends[:1] for mix in self._mixes[:1]
-        ]
+        candidates = [default_settings(self._backends[0])]
         for name in self._backends:
             mixed = self.best(name, Workload.MIXED)
             for workload in Workload:
@@ -274,7 +266,7 @@ class Search:
     def _run_finals(self) -> None:
         """Rounds over the finalists, forwards and backwards in turn, so that a drive that slows down affects all alike."""
         entries = self._final_entries()
-        self._plan.begin_finals(len(entries))
+        self._plan.know_finals(len(entries))
         for number in range(self._effort.rounds):
             for workload, settings in entries if number % 2 == 0 else reversed(entries):
                 trial = self._record(workload, settings, self._effort.round_seconds)
@@ -287,35 +279,29 @@ class Search:
         chosen += [choice.settings for choice in choices if choice.settings == default_settings(self._backends[0])]
         entries = []
         for workload in Workload:
-            entries += [(workload, self._as_tried(workload, settings)) for settings in chosen]
+            entries += [(workload, _as_tried(workload, settings)) for settings in chosen]
             for name in self.names:
                 ranked = self._ranked(name, workload)[: 2 if name in self._rivals else 1]
                 entries += [(workload, standing.settings) for standing in ranked]
         return list(dict.fromkeys(entries))
 
     def _ranked(self, name: str, workload: Workload) -> list[Standing]:
-        return _ranked(standing for standing in self._standings(workload) if standing.settings.backend == name)
+        """Standings of a backend or rival, fastest first: final ones, or those of short trials before there are any."""
 
-    def _standings(self, workload: Workload) -> list[Standing]:
-        """Final standings of this workload; those of short trials for a backend without final ones (yet)."""
-        final = _standings(self._final, workload)
-        done = {standing.settings.backend for standing in final}
-        return final + [
-            standing for standing in _standings(self._short, workload) if standing.settings.backend not in done
-        ]
+        def standings(trials: _Trials) -> list[Standing]:
+            keys = [(of, settings) for of, settings in trials if of is workload and settings.backend == name]
+            return [_standing(settings, trials[of, settings]) for of, settings in keys]
 
-    def _choices(self, trials: dict[tuple[Workload, IoSettings], list[Trial]]) -> list[Choice]:
+        return sorted(standings(self._final) or standings(self._short), key=lambda standing: -standing.bytes_per_s)
+
+    def _choices(self, trials: _Trials) -> list[Choice]:
         """All settings that were tried on every workload."""
-        standings = {
-            (workload, standing.settings): standing
-            for workload in Workload
-            for standing in _standings(trials, workload)
-        }
+        standings = {(workload, settings): _standing(settings, done) for (workload, settings), done in trials.items()}
         choices = []
         for (workload, settings), mixed in standings.items():
             if workload is not Workload.MIXED or settings.backend in self._rivals:
                 continue
-            one_way = self._as_tried(Workload.READ, settings)
+            one_way = _as_tried(Workload.READ, settings)
             read, write = standings.get((Workload.READ, one_way)), standings.get((Workload.WRITE, one_way))
             if read is not None and write is not None:
                 rate = step_bytes_per_s(read.bytes_per_s, mixed.bytes_per_s)
@@ -344,45 +330,35 @@ class _Plan:
     def __init__(self, effort: Effort, backends: int, rivals: int) -> None:
         self._effort = effort
         trials = len(effort.grid_blocks) * len(effort.grid_depths) + effort.steps
-        self._exploring = [trials * effort.trial_seconds] * (len(Workload) * (backends + rivals))
+        exploring = [trials * effort.trial_seconds] * (len(Workload) * (backends + rivals))
         joining = len(Workload) * (backends * (effort.candidates + 1) * 2 + 1)
-        self._joining = joining * effort.trial_seconds
-        entries = len(Workload) * (effort.finalists + backends + 2 * rivals)
-        self._finals = entries * effort.rounds * effort.round_seconds
+        self._phases = [*exploring, joining * effort.trial_seconds, 0.0]
+        self.know_finals(len(Workload) * (effort.finalists + backends + 2 * rivals))
 
     @property
     def total(self) -> float:
-        return sum(self._exploring) + self._joining + self._finals
+        return sum(self._phases)
 
     def take(self, seconds: float) -> None:
-        if self._exploring:
-            self._exploring[0] = max(0.0, self._exploring[0] - seconds)
-        elif self._joining:
-            self._joining = max(0.0, self._joining - seconds)
-        else:
-            self._finals = max(0.0, self._finals - seconds)
+        self._phases[0] = max(0.0, self._phases[0] - seconds)
 
-    def end_exploring(self) -> None:
-        """One backend and workload is done, whatever it did not need."""
-        del self._exploring[0]
+    def end_phase(self) -> None:
+        """A backend and workload is explored, or the candidates have joined, whatever that did not need."""
+        del self._phases[0]
 
-    def begin_finals(self, entries: int) -> None:
-        self._joining = 0.0
-        self._finals = entries * self._effort.rounds * self._effort.round_seconds
+    def know_finals(self, entries: int) -> None:
+        self._phases[-1] = entries * self._effort.rounds * self._effort.round_seconds
 
 
-def _standings(trials: dict[tuple[Workload, IoSettings], list[Trial]], workload: Workload) -> list[Standing]:
-    standings = []
-    for (of, settings), done in trials.items():
-        if of is workload and done:
-            rates = [trial.bytes_per_s for trial in done]
-            cpu = statistics.median(trial.cpu_seconds_per_gib for trial in done)
-            standings.append(Standing(settings, statistics.median(rates), min(rates), max(rates), cpu, len(done)))
-    return standings
+def _as_tried(workload: Workload, settings: IoSettings) -> IoSettings:
+    """The settings with the usual mix, where the workload only reads or only writes and the mix has no effect."""
+    return settings if workload is Workload.MIXED else replace(settings, mix=MIX_MODES[0])
 
 
-def _ranked(standings: Iterable[Standing]) -> list[Standing]:
-    return sorted(standings, key=lambda standing: -standing.bytes_per_s)
+def _standing(settings: IoSettings, trials: list[Trial]) -> Standing:
+    rates = [trial.bytes_per_s for trial in trials]
+    cpu = statistics.median(trial.cpu_seconds_per_gib for trial in trials)
+    return Standing(settings, statistics.median(rates), min(rates), max(rates), cpu, len(trials))
 
 
 def _cost(settings: IoSettings) -> tuple[int, int, int]:
