@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import time
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -53,11 +52,8 @@ class Swept:
         self.seconds = 0.0
 
 
-@dataclass(frozen=True)
-class AllAtOnce:
-    """Bytes per second of all drives at the same time, each at its recommended settings."""
-
-    bytes_per_s: dict[Workload, float]
+AllAtOnce = dict[Workload, float]
+"""Bytes per second of all drives at the same time, each at its recommended settings."""
 
 
 def name_of(drive: Drive) -> str:
@@ -86,6 +82,11 @@ def share_a_disk(one: Drive, other: Drive) -> bool:
     """Whether two drives compete for the same bandwidth."""
     disks = {disk.name for disk in one.disks} & {disk.name for disk in other.disks}
     return bool(disks) or one.source == other.source
+
+
+def on_one_device(swept: list[Swept]) -> list[tuple[Swept, Swept]]:
+    """The pairs of paths whose drives share a disk."""
+    return [(one, other) for one, other in combinations(swept, 2) if share_a_disk(one.drive, other.drive)]
 
 
 def config_block(choice: Choice) -> dict[str, Any]:
@@ -265,7 +266,7 @@ def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
 
 def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Console) -> None:
     """All paths at once, or why there is no such measurement."""
-    for one, other in _on_one_device(swept):
+    for one, other in on_one_device(swept):
         console.print(
             f"{one.path} and {other.path} are on one device ({name_of(one.drive)}): they share its bandwidth, and a second "
             "path there gains nothing.",
@@ -276,7 +277,7 @@ def print_all_at_once(swept: list[Swept], result: AllAtOnce | None, console: Con
     table = Table(title="All at once", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("load", "GiB/s", "sum of each alone", "ratio"):
         table.add_column(name, justify="right")
-    for workload, rate in result.bytes_per_s.items():
+    for workload, rate in result.items():
         alone = _alone(swept, workload)
         table.add_row(workload.value, f"{rate / GIB:.2f}", f"{alone / GIB:.2f}", f"{rate / alone:.2f}")
     console.print(table)
@@ -301,12 +302,12 @@ def as_json(swept: list[Swept], all_at_once: AllAtOnce | None, options: argparse
         return about | results[0]
     more: dict[str, Any] = {
         "paths": results,
-        "one_device": [[str(a.path), str(b.path)] for a, b in _on_one_device(swept)],
+        "one_device": [[str(a.path), str(b.path)] for a, b in on_one_device(swept)],
     }
     if all_at_once is not None:
         more["together"] = {
             workload.value: {"gib_per_s": rate / GIB, "of_sum": rate / _alone(swept, workload)}
-            for workload, rate in all_at_once.bytes_per_s.items()
+            for workload, rate in all_at_once.items()
         }
     return about | more
 
@@ -406,10 +407,6 @@ def _fastest(swept: Swept, workload: Workload) -> float:
 def _alone(swept: list[Swept], workload: Workload) -> float:
     choices = [one.search.recommended() for one in swept]
     return sum(choice.of[workload].bytes_per_s for choice in choices if choice is not None)
-
-
-def _on_one_device(swept: list[Swept]) -> list[tuple[Swept, Swept]]:
-    return [(one, two) for one, two in combinations(swept, 2) if share_a_disk(one.drive, two.drive)]
 
 
 def _gib(bytes_per_s: float) -> str:

@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
@@ -25,11 +24,11 @@ from infinity.cli.sweep.report import (
     Swept,
     as_json,
     block_in_words,
+    on_one_device,
     print_all_at_once,
     print_found,
     print_report,
     profile_of,
-    share_a_disk,
 )
 from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
 from infinity.drive.describe import drive_of
@@ -150,7 +149,7 @@ class Sweep:
     def _run_all_at_once(self, progress: Progress) -> AllAtOnce | None:
         """All drives at their recommended settings at the same time; None where that makes no sense."""
         chosen = [(swept, choice.settings) for swept in self._swept if (choice := swept.search.recommended())]
-        if len(chosen) < 2 or any(share_a_disk(a.drive, b.drive) for a, b in combinations(self._swept, 2)):
+        if len(chosen) < 2 or on_one_device(self._swept):
             return None
         with ExitStack() as stack:
             tests = []
@@ -160,7 +159,7 @@ class Sweep:
                 test = DriveTest(swept.path, nbytes=self._sizes[swept.path], pool_bytes=_pool_bytes())
                 tests.append((stack.enter_context(test), settings))
                 test.fill()
-            return AllAtOnce({workload: self._rounds_all_at_once(tests, workload) for workload in Workload})
+            return {workload: self._rounds_all_at_once(tests, workload) for workload in Workload}
 
     def _rounds_all_at_once(self, tests: list[tuple[DriveTest, IoSettings]], workload: Workload) -> float:
         """Sum of the bytes per second of all drives, median of the rounds."""
