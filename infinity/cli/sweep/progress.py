@@ -12,14 +12,14 @@ from rich.progress import Progress as Bar
 _LINE_SECONDS = 5.0
 
 
-class Progress:
+class Progress(Bar):
     """Shows progress, from the seconds done and an estimate of the seconds left."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
         self._next_line = time.monotonic()
-        self._bar = Bar(
-            TextColumn("{task.description}", table_column=None),
+        super().__init__(
+            TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
@@ -28,23 +28,16 @@ class Progress:
             expand=True,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=None, left="")
+        self._task = self.add_task("", total=None, left="")
 
     def show(self, activity: str, *, done_seconds: float, left_seconds: float) -> None:
         """Show what is being done now. May be called often."""
         left = f"about {_in_words(left_seconds)} left"
         total = done_seconds + left_seconds
-        self._bar.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
-        if self._bar.disable and time.monotonic() >= self._next_line:
+        self.update(self._task, description=activity, completed=done_seconds, total=total, left=left)
+        if self.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             print(f"{activity}; {left}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 def _in_words(seconds: float) -> str:
