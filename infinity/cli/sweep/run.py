@@ -114,9 +114,8 @@ class Sweep:
             swept = Swept(path.resolve(), drive_of(path), test, search, rival, self._effort.rounds)
             self._swept.append(swept)
             began = time.monotonic()
-            test.fill(
-                lambda done: self._show(progress, swept, f"{path}: writing the test file, {_share(done, nbytes)}")
-            )
+            activity, size = f"{path}: writing the test file", f"{nbytes / GIB:.1f} GiB"
+            test.fill(lambda done: self._show(progress, swept, f"{activity}, {done / GIB:.1f} of {size}"))
             usual = default_settings(self._backends()[0])
             rate = max(measure(workload, usual, self._effort.trial_seconds).bytes_per_s for workload in Workload)
             in_flight_bytes_max = max(_QUEUE_BYTES_MIN, int(rate * _QUEUE_SECONDS_MAX))
@@ -137,12 +136,9 @@ class Sweep:
         """Show progress. Trials take longer than they measure; the factor is estimated from those done."""
         stretch = self._wall_seconds / self._trial_seconds
         waiting = len(self._sizes) - len(self._swept)
-        left = swept.search.remaining_seconds * stretch + waiting * self._effort_seconds(stretch)
+        of_each = self._effort.seconds(backends=len(self._backends()), rivals=int(self._options.fio))
+        left = stretch * (swept.search.remaining_seconds + waiting * of_each)
         progress.show(activity, done_seconds=time.monotonic() - self._began, left_seconds=left)
-
-    def _effort_seconds(self, stretch: float) -> float:
-        """Seconds that a drive will take that has not been started."""
-        return stretch * self._effort.seconds(backends=len(self._backends()), rivals=int(self._options.fio))
 
     # --- All at once ---
 
@@ -204,7 +200,3 @@ def _in_words(workload: Workload, settings: IoSettings) -> str:
     return (
         f"{workload.value}, {settings.backend}, {block_in_words(settings.block_bytes)} x {settings.queue_depth}{rings}"
     )
-
-
-def _share(done: int, nbytes: int) -> str:
-    return f"{done / GIB:.1f} of {nbytes / GIB:.1f} GiB"
