@@ -42,7 +42,7 @@ def make(path: Path, numel: int, pinned_bytes: int) -> tuple[infinity.Engine, to
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "infinity": {"pinned_bytes_max": pinned_bytes, "checkpoint_keep": 1},
     }
-    engine, *_ = infinity.initialize(model=Transformer(shape_for(numel)), config=config)
+    engine, *_ = infinity.initialize(model=Transformer(shape_for(numel, seq=127)), config=config)
     return engine, torch.randint(0, VOCABULARY, (1, 128))
 
 

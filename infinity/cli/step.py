@@ -34,7 +34,6 @@ from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_c
 
 if TYPE_CHECKING:
     import infinity
-    from infinity.cli import synthetic
     from infinity.plan.estimate import Work
     from infinity.plan.machine import Machine
     from infinity.plan.transformer import Transformer as Shape
@@ -113,20 +112,23 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
     """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken)."""
+    from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import shape_for
     from infinity.drive.probe import measure_drive
     from infinity.plan.estimate import Work
     from infinity.store.run_folder import make_writable
 
-    shape = shape_for(options.params)
+    shape = shape_for(options.params, seq=options.seq)
     make_writable(options.nvme_path)
-    machine, model = _machine(options, shape)
-    scheme, clipping = scheme_from(options), not options.no_clipping
+    # Before the steps, so that it is a prediction.
+    report = functools.partial(_show, options)
+    machine = measure_machine(options.nvme_path, shape, samples=options.batch_size, report=report)
+    scheme = scheme_from(options)
     work = Work(
-        model,
+        shape,
         samples=options.batch_size,
         checkpointing=False,
-        clipping=clipping,
+        clipping=not options.no_clipping,
         scheme=scheme,
         gradient_bytes_max=options.gradient_memory,
     )
@@ -137,7 +139,11 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
             steps.append(_step(engine, _tokens(options)))
             _show(options, f"step {number + 1} of {options.warmup + options.steps}: {steps[-1]['seconds']:.2f} s")
         steps = steps[options.warmup :]
-        traced = _trace(engine, options) if options.trace is not None else None
+        traced = None
+        if options.trace is not None:
+            engine.start_trace()
+            _step(engine, _tokens(options))
+            traced = engine.stop_trace(options.trace)
         rates = measure_drive(options.nvme_path, nbytes=128 * MIB, rounds=3)
         compute = statistics.median(step["seconds"] - step["stall_seconds"] for step in steps)
         lower_bound = engine.step_lower_bound_seconds(
@@ -161,8 +167,8 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         "compute_seconds": compute,
         "lower_bound_seconds": lower_bound,
         "floor_seconds": lower_bound,  # deprecated
-        "predicted_seconds": predict(
-            machine, work, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
+        "predicted_seconds": _predicted_seconds(
+            work, machine, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
         ),
         "read_bytes_per_param": statistics.median(step["read_bytes"] for step in steps) / numel,
         "written_bytes_per_param": statistics.median(step["written_bytes"] for step in steps) / numel,
@@ -179,7 +185,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     }, traced
 
 
-def predict(machine: Machine, work: Work, *, pinned_bytes: int, cache_bytes: int) -> float | None:
+def _predicted_seconds(work: Work, machine: Machine, *, pinned_bytes: int, cache_bytes: int) -> float | None:
     """Seconds of a step on `machine` with everything on NVMe, by the planner; None where it says that it can't run."""
     from infinity.plan.estimate import STRATEGIES
     from infinity.plan.planner import plan_step
@@ -189,28 +195,8 @@ def predict(machine: Machine, work: Work, *, pinned_bytes: int, cache_bytes: int
     return plan.simulated.seconds if plan.simulated is not None else None
 
 
-def _machine(options: argparse.Namespace, shape: synthetic.Shape) -> tuple[Machine, Shape]:
-    """This machine and the model, as the planner describes them. Measured before the steps, so that it is a prediction."""
-    from infinity.cli.plan.here import measure_machine
-    from infinity.cli.synthetic import HEAD, VOCABULARY
-    from infinity.plan.transformer import Transformer
-
-    block = 12 * shape.hidden**2
-    model = Transformer(
-        layers=shape.layers,
-        hidden=shape.hidden,
-        heads=shape.hidden // HEAD,
-        seq=options.seq,
-        vocab=VOCABULARY,
-        block_numel=block,
-        root_numel=shape.numel - shape.layers * block,
-    )
-    report = functools.partial(_show, options)
-    return measure_machine(options.nvme_path, model, samples=options.batch_size, report=report), model
-
-
 @contextmanager
-def _engine(options: argparse.Namespace, shape: synthetic.Shape) -> Iterator[infinity.Engine]:
+def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engine]:
     import torch
 
     import infinity
@@ -258,13 +244,6 @@ def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
         "written_bytes": after.written_bytes - before.written_bytes,
         "stall_seconds": after.stall_seconds - before.stall_seconds,
     }
-
-
-def _trace(engine: infinity.Engine, options: argparse.Namespace) -> TraceSummary:
-    """One more step, written to the file of --trace."""
-    engine.start_trace()
-    _step(engine, _tokens(options))
-    return engine.stop_trace(options.trace)
 
 
 def _tokens(options: argparse.Namespace) -> Any:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from infinity.plan.transformer import BLOCK_FACTOR
+from infinity.plan.transformer import Transformer as Shape
 
 VOCABULARY = 256
 HEAD = 64
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Layers and hidden size; the hidden size is a multiple of 64, the width of a head."""
-
-    layers: int
-    hidden: int
-
-    @property
-    def numel(self) -> int:
-        """Parameters: 12 h² a layer (attention 4 h², MLP 8 h²), and the embedding."""
-        return 12 * self.layers * self.hidden**2 + VOCABULARY * self.hidden
+def shape_of(layers: int, hidden: int, *, seq: int) -> Shape:
+    """For a hidden size that is a multiple of 64, the width of a head. Without biases and norms that learn; the head is the
+    embedding."""
+    block, embedding = BLOCK_FACTOR * hidden**2, VOCABULARY * hidden
+    return Shape(layers, hidden, hidden // HEAD, seq, VOCABULARY, block, embedding)
 
 
-def shape_for(numel: int) -> Shape:
+def shape_for(numel: int, *, seq: int) -> Shape:
     """The shape nearest to `numel` parameters among those about 64 times as wide as deep, as GPTs are."""
-    shapes = [Shape(layers, HEAD * width) for layers in range(2, 129) for width in range(1, 257)]
+    shapes = [shape_of(layers, HEAD * width, seq=seq) for layers in range(2, 129) for width in range(1, 257)]
     return min(shapes, key=lambda s: 20 * abs(s.numel / numel - 1) + abs(s.hidden / (64 * s.layers) - 1))
 
 

@@ -13,7 +13,7 @@ import launch
 import pytest
 import torch
 
-from infinity.cli.synthetic import Block, Shape, Transformer, shape_for
+from infinity.cli.synthetic import Block, Transformer, shape_for, shape_of
 
 KEYS = {
     "params", "layers", "hidden", "batch_size", "seq", "steps", "seconds", "compute_seconds", "lower_bound_seconds",
@@ -101,15 +101,15 @@ def test_a_file_is_no_path(nvme_path: Path) -> None:
 
 @pytest.mark.parametrize("numel", [10_000, 1_000_000, 40_000_000, 1_000_000_000, 70_000_000_000])
 def test_shapes_are_near_what_was_asked(numel: int) -> None:
-    shape = shape_for(numel)
+    shape = shape_for(numel, seq=32)
     assert shape.hidden % 64 == 0
     if numel >= 1_000_000:
         assert 0.9 < shape.numel / numel < 1.1
 
 
 def test_a_shape_has_as_many_parameters_as_it_says() -> None:
-    model = Transformer(Shape(2, 128))
-    assert sum(parameter.numel() for parameter in model.parameters()) == Shape(2, 128).numel
+    shape = shape_of(2, 128, seq=32)
+    assert sum(parameter.numel() for parameter in Transformer(shape).parameters()) == shape.numel
 
 
 def test_attention_looks_back_only() -> None:
