@@ -99,6 +99,12 @@ class Drive:
         return " + ".join(counted) or self.file_system
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all its disks; 0 where one doesn't tell."""
+        sizes = [disk.nbytes or 0 for disk in self.disks]
+        return sum(sizes) if all(sizes) else 0
+
+    @property
     def identity(self) -> str:
         """A text that is the same for the same disks and file system, and differs for others, as far as the kernel can tell
         them apart."""

@@ -62,13 +62,12 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
         f"training steps: {training.flops_per_s / 1e12:.3g} TFLOP/s on {training.model}; "
         f"AdamW at {training.update_bytes_per_s / 1e9:.1f} GB/s of memory traffic"
     )
-    sizes = [disk.nbytes for disk in drive_of(path).disks]
     shared: dict[str, Any] = {
         "name": f"this machine, {path}",
         "flops_per_s": training.flops_per_s,
         "host_bytes": available_bytes() or 0,
         "drive": drive,
-        "drive_bytes": sum(size for size in sizes if size) if all(sizes) else 0,
+        "drive_bytes": drive_of(path).nbytes,
         "drive_free_bytes": free_bytes(path),
     }
     if kind == "cpu":

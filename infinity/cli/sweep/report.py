@@ -61,15 +61,9 @@ def name_of(drive: Drive) -> str:
     return "+".join(disk.name for disk in drive.disks) or drive.source
 
 
-def size_of(drive: Drive) -> int:
-    """Bytes of all its disks; 0 where one doesn't tell."""
-    sizes = [disk.nbytes for disk in drive.disks]
-    return sum(size for size in sizes if size) if all(sizes) else 0
-
-
 def label_of(drive: Drive) -> str:
     """For people: "nvme0n1 (Samsung SSD 990 PRO 2TB, 1.82 TiB, ext4)"."""
-    size = format_bytes(size_of(drive)) if size_of(drive) else "size unknown"
+    size = format_bytes(drive.nbytes) if drive.nbytes else "size unknown"
     return f"{name_of(drive)} ({', '.join(dict.fromkeys([drive.model, size, drive.file_system]))})"
 
 
@@ -244,7 +238,7 @@ def endurance(drive: Drive, choice: Choice) -> list[str]:
     if "drive_writes_per_day" in wear:
         lines[0] += (
             f" That is {wear['drive_writes_per_day']:.3g} drive writes per day for this drive of "
-            f"{format_bytes(size_of(drive))}; rated for 1 a day over 5 years, it would last "
+            f"{format_bytes(drive.nbytes)}; rated for 1 a day over 5 years, it would last "
             f"{_days(wear['days_at_1_dwpd_for_5_years'])}."
         )
     lines[0] += " Where compute takes longer than that, the drive lasts longer in proportion."
@@ -255,12 +249,12 @@ def wear_of(drive: Drive, choice: Choice) -> dict[str, float]:
     """Bytes written per day at the measured pace, and what that means for a drive of this size where that is known."""
     read, written = _step_bytes(1)
     per_day = written / ((read + written) / choice.step_bytes_per_s) * _DAY_SECONDS
-    if not size_of(drive):
+    if not drive.nbytes:
         return {"written_bytes_per_day": per_day}
     return {
         "written_bytes_per_day": per_day,
-        "drive_writes_per_day": per_day / size_of(drive),
-        "days_at_1_dwpd_for_5_years": _RATED_DAYS * size_of(drive) / per_day,
+        "drive_writes_per_day": per_day / drive.nbytes,
+        "days_at_1_dwpd_for_5_years": _RATED_DAYS * drive.nbytes / per_day,
     }
 
 
@@ -319,7 +313,7 @@ def _path_as_json(swept: Swept, options: argparse.Namespace) -> dict[str, Any]:
         "drive": {
             "name": name_of(drive),
             "model": drive.model,
-            "size_bytes": size_of(drive),
+            "size_bytes": drive.nbytes,
             "file_system": drive.file_system,
             "layers": drive.layers,
         },
