@@ -10,7 +10,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +56,20 @@ def measure_machine(path: Path, model: Transformer, *, samples: int, report: Cal
     report(
         f"drive ({source}): {drive.read_bytes_per_s / 1e9:.2f} GB/s read, {drive.write_bytes_per_s / 1e9:.2f} GB/s write"
     )
-    training = measure_training(model, samples=samples, kind=kind)
-    report(
-        f"training steps: {training.flops_per_s / 1e12:.3g} TFLOP/s on {training.model}; "
-        f"AdamW at {training.update_bytes_per_s / 1e9:.1f} GB/s of memory traffic"
-    )
+    flops_per_s, update_bytes_per_s = _measure_training(model, samples=samples, kind=kind, report=report)
     shared: dict[str, Any] = {
         "name": f"this machine, {path}",
-        "flops_per_s": training.flops_per_s,
+        "flops_per_s": flops_per_s,
         "host_bytes": available_bytes() or 0,
         "drive": drive,
         "drive_bytes": drive_of(path).nbytes,
         "drive_free_bytes": free_bytes(path),
     }
     if kind == "cpu":
-        return Machine(device_is_host=True, host_bytes_per_s=training.update_bytes_per_s, **shared)
+        return Machine(device_is_host=True, host_bytes_per_s=update_bytes_per_s, **shared)
     return Machine(
         device_bytes=torch.cuda.mem_get_info()[0],
-        device_bytes_per_s=training.update_bytes_per_s,
+        device_bytes_per_s=update_bytes_per_s,
         link_bytes_per_s=_copy_rate(torch.device("cuda")),
         host_bytes_per_s=2 * _copy_rate(torch.device("cpu")),
         **shared,
@@ -97,23 +92,14 @@ def _drive_speed(path: Path) -> tuple[DriveSpeed, str]:
     return DriveSpeed(rates[Workload.READ], rates[Workload.WRITE], (each_way, each_way)), "a short measurement"
 
 
-@dataclass(frozen=True)
-class Training:
-    """The rates that training steps reach on one device.
+def _measure_training(
+    model: Transformer, *, samples: int, kind: str, report: Callable[[str], None]
+) -> tuple[float, float]:
+    """Time a few steps of a small model whose blocks are as wide as those of `model`, or as wide as is quick.
 
-    Attributes:
-        model: the one that was measured, for people.
-        flops_per_s: of forward and backward, counting 6 per token and parameter.
-        update_bytes_per_s: of the norm, clipping and AdamW, counting the memory traffic of the planner.
+    Returns the operations per second of forward and backward, counting 6 per token and parameter, and the bytes per second of
+    the norm, clipping and AdamW, counting the memory traffic of the planner.
     """
-
-    model: str
-    flops_per_s: float
-    update_bytes_per_s: float
-
-
-def measure_training(model: Transformer, *, samples: int, kind: str) -> Training:
-    """Time a few steps of a small model whose blocks are as wide as those of `model`, or as wide as is quick."""
     width = math.isqrt(_BLOCK_NUMEL_MAX[kind] // BLOCK_FACTOR) // 64 * 64
     hidden, heads = (model.hidden, model.heads) if model.hidden <= width else (width, heads_for(width))
     layers = max(2, min(model.layers, -(-_NUMEL_MIN // (BLOCK_FACTOR * hidden * hidden))))
@@ -129,17 +115,20 @@ def measure_training(model: Transformer, *, samples: int, kind: str) -> Training
         "zero_optimization": {"stage": 3},
     }
     with infinity.init_empty():
-        blocks = _Blocks(layers, hidden, heads)
+        # Within another module, as FSDP2 groups what stands in a list within the model.
+        blocks = nn.Sequential(nn.Sequential(*(_Block(hidden, heads) for _ in range(layers))))
     engine = infinity.initialize(model=blocks, config=config)[0]
     with engine:
         passes = [_timed_step(engine, batch.to(kind)) for _ in range(_STEPS + 1)][1:]
     gradient_seconds, step_seconds = (statistics.median(times) for times in zip(*passes, strict=True))
     exact = sum(parameter.numel() for parameter in blocks.parameters())
-    return Training(
-        f"{layers} blocks of width {hidden}, {batch.shape[0]} x {seq} tokens",
-        6 * batch.shape[0] * seq * exact / gradient_seconds,
-        (ADAM_BYTES + NORM_BYTES + CLIP_BYTES) * exact / step_seconds,
+    flops_per_s = 6 * batch.shape[0] * seq * exact / gradient_seconds
+    update_bytes_per_s = (ADAM_BYTES + NORM_BYTES + CLIP_BYTES) * exact / step_seconds
+    report(
+        f"training steps: {flops_per_s / 1e12:.3g} TFLOP/s on {layers} blocks of width {hidden}, "
+        f"{batch.shape[0]} x {seq} tokens; AdamW at {update_bytes_per_s / 1e9:.1f} GB/s of memory traffic"
     )
+    return flops_per_s, update_bytes_per_s
 
 
 def _timed_step(engine: infinity.Engine, batch: torch.Tensor) -> tuple[float, float]:
@@ -170,20 +159,9 @@ def _copy_rate(device: torch.device) -> float:
     return _COPY_BYTES / statistics.median(times[1:])
 
 
-class _Blocks(nn.Module):
-    """Blocks of a GPT, without embeddings. Input and output: (batch, length, hidden)."""
-
-    def __init__(self, layers: int, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block(hidden, heads) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class _Block(nn.Module):
+    """A block of a GPT. Input and output: (batch, length, hidden)."""
+
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
