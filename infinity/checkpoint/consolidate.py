@@ -6,6 +6,7 @@ are written piece by piece. (A tensor that another program cut in another way is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -97,46 +98,35 @@ class StoredModel(ABC):
             at += piece.numel()
         return whole
 
-    def close(self) -> None:
-        """Close its files. Nothing to do where none stay open."""
-        return
 
-    def __enter__(self) -> StoredModel:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> StoredModel:
+@contextlib.contextmanager
+def open_model(directory: str | os.PathLike[str], tag: str | None = None) -> Iterator[StoredModel]:
     """The model in a checkpoint, for the time of a `with` block.
 
     Raises CheckpointError where there is no checkpoint, it is damaged, or it holds no model.
     """
     path = find_checkpoint(directory, tag)
-    return _ArenaModel(path) if is_arena_checkpoint(path) else _DcpModel(path)
+    if is_arena_checkpoint(path):
+        with StoredArena(path) as stored:
+            yield _ArenaModel(stored)
+    else:
+        yield _DcpModel(path)
 
 
 class _ArenaModel(StoredModel):
     """The model of an arena checkpoint. A file is verified when the first of its bytes are needed."""
 
-    def __init__(self, path: Path) -> None:
-        self._stored = StoredArena(path)
-        try:
-            unpaged_state = self._stored.unpaged_state(0)
-            self._buffers: dict[str, torch.Tensor] = unpaged_state["buffers"]
-            sizes = {param.name: (param.shape, torch.float32) for param in self._stored.parameters}
-            sizes |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self._buffers.items()}
-            aliases = self._stored.manifest.aliases
-            sizes |= {alias: sizes[name] for alias, name in aliases.items() if name in sizes}
-            tensors = {
-                name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-                for name, (shape, dtype) in sizes.items()
-            }
-        except BaseException:
-            self._stored.close()
-            raise
-        super().__init__(path, self._stored.manifest, tensors)
+    def __init__(self, stored: StoredArena) -> None:
+        self._stored = stored
+        self._buffers: dict[str, torch.Tensor] = stored.unpaged_state(0)["buffers"]
+        sizes = {param.name: (param.shape, torch.float32) for param in stored.parameters}
+        sizes |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in self._buffers.items()}
+        sizes |= {alias: sizes[name] for alias, name in stored.manifest.aliases.items() if name in sizes}
+        tensors = {
+            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+            for name, (shape, dtype) in sizes.items()
+        }
+        super().__init__(stored.path, stored.manifest, tensors)
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         if name in self._buffers:
@@ -146,9 +136,6 @@ class _ArenaModel(StoredModel):
         for start in range(0, numel, _PIECE_NUMEL):
             count = min(_PIECE_NUMEL, numel - start)
             yield self._stored.read_verified(name, Field.MASTER, start, count)
-
-    def close(self) -> None:
-        self._stored.close()
 
 
 class _DcpModel(StoredModel):
