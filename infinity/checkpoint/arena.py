@@ -107,17 +107,8 @@ class Saving:
         try:
             with raise_on_all_ranks(), failing_as(self.task):
                 files = self._files()
-            everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(everything, files)
-            with raise_on_all_ranks():
-                if dist.get_rank() == 0:
-                    all_files = {name: file for of_rank in everything for name, file in of_rank.items()}
-                    self._draft.write_manifest(replace(self._manifest, files=all_files))
-            with raise_on_all_ranks(), self._draft.proving():
-                prove(self._draft.folder, [self._rank])
-            with raise_on_all_ranks():
-                if dist.get_rank() == 0:
-                    self._draft.complete(self._keep)
+            prove_this_rank = partial(prove, self._draft.folder, [self._rank])
+            self._draft.complete_on_all_ranks(self._manifest, files, prove_this_rank, self._keep)
         except BaseException:
             self._stop()
             self._draft.discard()
@@ -242,7 +233,7 @@ def start(
                 copying = swap.paged.start_copying(draft.folder / arena_name(rank), write_training_state)
             else:  # a replica: another rank stores the same arena
                 write_training_state(None)
-        manifest = manifest_of(model, unpaged_state["global_steps"], {}, tag, "arena")
+        manifest = manifest_of(model, unpaged_state["global_steps"], tag, "arena")
         return Saving(draft, manifest, record, copying, keep)
     except BaseException:
         if copying is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -76,19 +77,8 @@ def save(
             with failing_as(draft.task):
                 write_durably(draft.folder / state_file, blob)
         written = {**files.written, state_file: StoredFile(len(blob), sha256(blob).hexdigest())}
-        everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everything, written)
-        with raise_on_all_ranks():
-            if writer:
-                all_files = {name: file for of_rank in everything for name, file in of_rank.items()}
-                draft.write_manifest(manifest_of(model, training_state["global_steps"], all_files, tag))
-        with raise_on_all_ranks(), draft.proving():
-            verify(draft.folder, {".metadata", state_file}, everything=False)
-            _training_state_of(draft.folder)
-            _check_fits(draft.folder, state)
-        with raise_on_all_ranks():
-            if writer:
-                draft.complete(keep)
+        manifest = manifest_of(model, training_state["global_steps"], tag, "dcp")
+        draft.complete_on_all_ranks(manifest, written, partial(_prove, draft.folder, state_file, state), keep)
     finally:
         draft.discard()
 
@@ -197,6 +187,13 @@ def _check_resumable(state: dict[str, Any], optimizer: torch.optim.Optimizer) ->
     lacking = sum(bool(values) for values in optimizer.state.values()) - len(keys_of)
     if lacking:
         raise CheckpointError(f"{lacking} parameters of the optimizer aren't seen in the model: go on from another")
+
+
+def _prove(folder: Path, state_file: str, state: dict[str, Any]) -> None:
+    """Read back what this rank parses of the checkpoint of `state`. Raises CheckpointError."""
+    verify(folder, {".metadata", state_file}, everything=False)
+    _training_state_of(folder)
+    _check_fits(folder, state)
 
 
 def _check_fits(path: Path, state: dict[str, Any]) -> None:

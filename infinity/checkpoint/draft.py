@@ -13,7 +13,8 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -100,6 +101,29 @@ class Draft:
             self._publish(self._work)
         _clear(self.root, self._work)
         _rotate(self.root, self.tag, keep)
+
+    def complete_on_all_ranks(
+        self, manifest: Manifest, files: dict[str, StoredFile], prove: Callable[[], None], keep: int
+    ) -> None:
+        """As `write_manifest` and `complete`, once every rank has written its `files`. A collective.
+
+        Args:
+            manifest: without files.
+            prove: reads back what this rank needs for loading; raises CheckpointError.
+
+        Raises CheckpointError on all ranks where it failed on one.
+        """
+        everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everything, files)
+        with raise_on_all_ranks():
+            if dist.get_rank() == 0:
+                all_files = {name: file for of_rank in everything for name, file in of_rank.items()}
+                self.write_manifest(replace(manifest, files=all_files))
+        with raise_on_all_ranks(), self.proving():
+            prove()
+        with raise_on_all_ranks():
+            if dist.get_rank() == 0:
+                self.complete(keep)
 
     def discard(self) -> None:
         """Remove it, if it has no name yet. Idempotent; does nothing on ranks that did not create it."""
@@ -233,16 +257,14 @@ def _rotate(root: Path, tag: str, keep: int) -> None:
             log.warning("checkpoint %s should go, as %d are kept, and can't be removed: %s", folder, keep, error)
 
 
-def manifest_of(
-    model: nn.Module, global_steps: int, files: dict[str, StoredFile], tag: str, state_format: StateFormat = "dcp"
-) -> Manifest:
-    """The manifest of a checkpoint of `model`."""
+def manifest_of(model: nn.Module, global_steps: int, tag: str, state_format: StateFormat) -> Manifest:
+    """The manifest of a checkpoint of `model`, without its files."""
     return Manifest(
         saved=datetime.now(timezone.utc).isoformat(),
         global_steps=global_steps,
         state_format=state_format,
         ranks=dist.get_world_size(),
-        files=files,
+        files={},
         aliases={alias: names[0] for names in parameter_names(model).values() for alias in names[1:]},
         buffers=[name for names in buffer_names(model, persistent=True).values() for name in names],
         tag=tag,
