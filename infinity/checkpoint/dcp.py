@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from infinity.checkpoint.checks import check_resumable, check_same_model, damaged, refusing, verify
@@ -205,19 +206,9 @@ def _check_fits(path: Path, state: dict[str, Any]) -> None:
     check_same_model(path, ours, stored)
 
 
-def _flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in state.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, name))
-        else:
-            flat[name] = value
-    return flat
-
-
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in _flatten(state).items() if isinstance(value, torch.Tensor)}
+def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """All tensors in `state`, under the names that DCP gives them."""
+    return {key: value for key, value in flatten_state_dict(state)[0].items() if isinstance(value, torch.Tensor)}
 
 
 def _saved_groups(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
