@@ -49,7 +49,7 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import Commit, Record, bits
 from infinity.store.files import StoredFile, read_small, write_durably
-from infinity.store.layout import MOMENTS, Field, SubGroup
+from infinity.store.layout import MOMENTS, Field
 from infinity.swap import SwapManager
 from infinity.units import MIB
 
@@ -361,7 +361,7 @@ def _check_fits(
 def _copy_back(state: RankState, swap: SwapManager) -> None:
     paged = swap.paged
     for sub, there, ties in zip(paged.sub_groups, state.snapshot.sub_groups, state.ties, strict=True):
-        paged.set_state(sub, ties.clone(), partial(_fill, state, there))
+        paged.set_state(sub, ties.clone(), partial(state.read_field, there))
     commit = state.record.commit
     for number, (shard, filled, stepped) in enumerate(zip(paged.shards, commit.filled, commit.stepped, strict=True)):
         shard.filled, shard.stepped = filled == "1", stepped == "1"
@@ -369,10 +369,6 @@ def _copy_back(state: RankState, swap: SwapManager) -> None:
             for start, numel in _cut(shard.shape.numel()):
                 shard.resident[start : start + numel].copy_(state.read(number, Field.MASTER, start, numel))
     swap.stager.settle_all()
-
-
-def _fill(state: RankState, sub: SubGroup, field: Field, into: torch.Tensor) -> None:
-    state.read_field(sub, field, into)
 
 
 @torch.no_grad()
