@@ -27,13 +27,11 @@ def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
         return
     names = set(parsed)
     if unknown := names - manifest.files.keys():
-        raise CheckpointError(
-            f"{path} is damaged (its manifest doesn't know {', '.join(sorted(unknown))}): {others(path.parent, but=path.name)}"
-        )
+        raise damaged(path, f"its manifest doesn't know {', '.join(sorted(unknown))}")
     if everything:
         names.update(sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
     for name, why in damage(path, manifest, sorted(names)):
-        raise CheckpointError(f"{path / name} is damaged ({why}): {others(path.parent, but=path.name)}")
+        raise damaged(path / name, why)
 
 
 def damaged(path: Path, why: object) -> CheckpointError:

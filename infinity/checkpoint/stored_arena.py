@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from infinity.checkpoint.checks import check_resumable
+from infinity.checkpoint.checks import check_resumable, damaged
 from infinity.checkpoint.commits import ties_of, unpaged_state_of
 from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, Manifest, damage, load_manifest, others
 from infinity.checkpoint.snapshot import Snapshot, rows_of
@@ -69,12 +69,8 @@ class RankState:
 
     def damaged(self, why: object, name: str = "") -> CheckpointError:
         """The error for a damaged record, or for the damaged file `name` in its folder."""
-        checkpoint = self._path.parent
         reason = "missing" if isinstance(why, FileNotFoundError) else getattr(why, "strerror", None) or why
-        return CheckpointError(
-            f"{checkpoint / (name or self._path.name)} is damaged ({reason}): "
-            f"{others(checkpoint.parent, but=checkpoint.name)}"
-        )
+        return damaged(self._path.with_name(name or self._path.name), reason)
 
     def read_field(self, sub: SubGroup, field: Field, into: torch.Tensor, start: int = 0) -> None:
         """Fill `into` (1-D, contiguous) with a field of a sub-group, from element `start` on."""
@@ -214,9 +210,7 @@ class StoredArena:
             return
         listed = name in self.manifest.files
         for _, why in damage(self.path, self.manifest, [name]) if listed else [(name, "its manifest doesn't know it")]:
-            raise CheckpointError(
-                f"{self.path / name} is damaged ({why}): {others(self.path.parent, but=self.path.name)}"
-            )
+            raise damaged(self.path / name, why)
         self._verified.add(name)
 
     def _rows(self, number: int, start: int, numel: int) -> Iterator[tuple[RankState, int, int]]:
