@@ -10,9 +10,7 @@ import errno
 import logging
 import os
 import secrets
-import shutil
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -39,6 +37,7 @@ from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.files import StoredFile, is_own_folder, sync, write_durably
+from infinity.store.run_folder import free_bytes
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -173,19 +172,16 @@ def draft_of(directory: str | os.PathLike[str], tag: str) -> Draft:
 
 
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:
-    """The folder of the checkpoint `tag` in a folder, the latest where None. A collective. Raises CheckpointError."""
+    """The folder of the checkpoint `tag` in a folder, the latest where None. A collective. Raises CheckpointError.
+
+    First renames back what a save set aside, if it was killed before the new checkpoint had the name.
+    """
     root = Path(directory)
     with raise_on_all_ranks():
-        if dist.get_rank() == 0:
-            _recover(root)
+        for work in abandoned(root) if dist.get_rank() == 0 else ():
+            _put_back(root, work)
     with raise_on_all_ranks():
         return find_checkpoint(root, tag or read_latest(root))
-
-
-def _recover(root: Path) -> None:
-    """Rename checkpoints back that a save set aside, if it was killed before the new one had the name."""
-    for work in abandoned(root):
-        _put_back(root, work)
 
 
 def _put_back(root: Path, work: WorkFolder) -> None:
@@ -291,8 +287,3 @@ def failing_as(task: str) -> Iterator[None]:
         raise CheckpointError(f"{task} failed ({error})") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{task} failed ({error}): free space there, or choose another folder") from None
-
-
-def free_bytes(root: Path) -> int:
-    usage = shutil.disk_usage(root)
-    return usage.free if usage.total else sys.maxsize  # some file systems don't count
