@@ -28,33 +28,32 @@ from torch.distributed.checkpoint.planner import ReadItem
 from infinity.errors import CheckpointError
 from infinity.store.files import StoredFile, create_private, open_regular
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_PATHS = {"Path", "PosixPath", "PurePosixPath"}
 _ALLOWED = {
-    *(
-        (_METADATA, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
-    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
 }
+"""The names that may be unpickled, by module; also the dtypes of torch."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
@@ -121,12 +120,9 @@ class Writer(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=False, thread_count=1, overwrite=True)
-        self.files = self.fs = CarefulFiles()
-
-    @property
-    def written(self) -> dict[str, StoredFile]:
+        self.fs = files = CarefulFiles()
+        self.written = files.written
         """The files of this rank, by name."""
-        return dict(self.files.written)
 
 
 class Reader(dcp.FileSystemReader):
