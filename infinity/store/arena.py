@@ -157,10 +157,6 @@ class Arena:
         """Wait until the data of finished writes is on the drives. Raises IoError."""
         self.file.sync()
 
-    def reopen(self) -> ArenaReader:
-        """A reader with descriptors of its own, for one other thread, while this is open. Raises IoError."""
-        return ArenaReader(self._files, self._pattern, self.stripe_bytes)
-
     def checksums(self, offset: int, nbytes: int) -> bytes:
         """The checksums of the pages of these bytes, as `File.checksums`; empty where none are kept."""
         return self.file.checksums(offset, nbytes) if self.file.checked else b""
@@ -175,18 +171,17 @@ class Arena:
 
 
 class ArenaReader:
-    """Reads an arena without its engine. Any thread, one at a time. Raises IoError where the files can't be reopened.
+    """Reads an open arena without its engine. Any thread, one at a time. Raises IoError where the files can't be reopened.
 
     The files may have no name: their descriptors are opened once more through /proc.
     """
 
-    def __init__(self, files: Sequence[File], pattern: Sequence[int], stripe_bytes: int) -> None:
-        self._pattern = tuple(pattern)
-        self._stripe_bytes = stripe_bytes
+    def __init__(self, arena: Arena) -> None:
+        self._pieces = arena.pieces
         self._files: list[File] = []
         try:
-            for file in files:
-                self._files.append(File(f"/proc/self/fd/{file.fileno()}", read_only=True))
+            for descriptor in arena.descriptors:
+                self._files.append(File(f"/proc/self/fd/{descriptor}", read_only=True))
         except BaseException:
             self.close()
             raise
@@ -198,13 +193,9 @@ class ArenaReader:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` (aligned to 4 KiB, as `offset` and its length are) from byte `offset` on. Raises OSError."""
-        only = self.only_file
-        if only is not None:
-            read_into(only, buffer, offset)
-            return
         done = 0
-        for drive, at, nbytes in pieces_on_drives(self._pattern, self._stripe_bytes, offset, buffer.nbytes):
-            read_into(self._files[drive], buffer[done : done + nbytes], at)
+        for number, at, nbytes in self._pieces(offset, buffer.nbytes):
+            read_into(self._files[number], buffer[done : done + nbytes], at)
             done += nbytes
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class Copying:
             for index, section in enumerate(sections)
         ]
         with contextlib.ExitStack() as undo:
-            self._arena: ArenaReader = arena.reopen()
+            self._arena = ArenaReader(arena)
             self._arena_path = arena.file.path
             undo.callback(self._arena.close)
             create_private(path).close()
