@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -57,10 +58,11 @@ class Source:
 
 
 @dataclass(frozen=True)
-class _Expected:
-    """Checksums of the pages of a source, as `Arena.checksums`; empty where unknown, or where the source is memory. `name`,
+class _Part:
+    """A source, with the checksums of its pages as `Arena.checksums`; empty where unknown, or where it is memory. `name`,
     `extent` and `generation` tell in errors whose bytes they are."""
 
+    source: Source
     name: str
     sums: bytes = b""
     extent: Extent | None = None
@@ -70,7 +72,8 @@ class _Expected:
 class Copying:
     """Copies `sections`, one per sub-group, into the new file `path`; then calls `finish` with it on the same thread.
 
-    cloned: whether the file shares the arena's blocks. seconds: duration, once it has ended.
+    cloned: whether the file shares the arena's blocks. ended: whether the thread is done, so that `join` returns or raises at
+    once. seconds: duration, once it has ended. error: why copying failed; None where it has not.
     Raises OSError where it can't be started.
     """
 
@@ -81,22 +84,20 @@ class Copying:
         path: Path,
         finish: Callable[[StoredFile], None] = lambda written: None,
     ) -> None:
-        self._sections = sections
+        self._sections = [
+            [_part_of(arena, source, f"sub-group {index}") for source in section]
+            for index, section in enumerate(sections)
+        ]
         self._path = path
         self._finish = finish
         self._changed = threading.Condition()
         self._copied: set[int] = set()
         self._urgent: int | None = None
-        self._ended = self._cancelled = False
+        self.ended = self._cancelled = False
         self._began = time.monotonic()
         self.seconds = 0.0
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._digest = hashlib.sha256()
-        self._nbytes = 0
-        self._expected = [
-            [_expected_of(arena, source, f"sub-group {index}") for source in section]
-            for index, section in enumerate(sections)
-        ]
         with contextlib.ExitStack() as undo:
             self._arena = ArenaReader(arena)
             self._arena_path = arena.file.path
@@ -110,19 +111,9 @@ class Copying:
         self._thread = threading.Thread(target=self._run, name=f"copying {path.name}", daemon=True)
         self._thread.start()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the thread is done, so that `join` returns or raises at once."""
-        return self._ended
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why copying failed; None where it has not."""
-        return self._error
-
     def is_copied(self, section: int) -> bool:
         """Whether the bytes of a section may be changed."""
-        return self._ended or section in self._copied
+        return self.ended or section in self._copied
 
     def wait_for(self, section: int) -> None:
         """Wait until the bytes of a section may be changed: see [Note: A copy of what goes on changing]."""
@@ -134,8 +125,8 @@ class Copying:
     def join(self) -> StoredFile:
         """Wait for the end; returns the file, which is on the drive. Raises the error of the thread, mostly OSError."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._written
 
     def cancel(self) -> None:
@@ -143,65 +134,63 @@ class Copying:
         self._cancelled = True
         self._thread.join()
 
-    @property
-    def _written(self) -> StoredFile:
-        return StoredFile(self._nbytes, self._digest.hexdigest())
-
     # The thread.
 
     def _run(self) -> None:
         try:
             with self._closing:
-                self._copy_all(self._pump)
+                nbytes = self._copy_all()
                 self._file.sync()
+                self._written = StoredFile(nbytes, self._digest.hexdigest())
                 self._finish(self._written)
         except BaseException as error:  # raised again in `join`
-            self._error = error
+            self.error = error
         finally:
             self.seconds = time.monotonic() - self._began
             with self._changed:
-                self._ended = True
-                self._sections, self._expected = (), []
+                self.ended = True
+                self._sections = []
                 self._changed.notify_all()
 
-    def _copy_all(self, pump: _Pump) -> None:
-        begins = [0]
-        for section in self._sections:
-            begins.append(begins[-1] + sum(source.nbytes for source in section))
-        if begins[-1]:
-            self._file.reserve(begins[-1])
-        for index in range(len(self._sections)):
+    def _copy_all(self) -> int:
+        """Copy and hash all sections; returns the bytes of the file."""
+        sizes = (sum(part.source.nbytes for part in section) for section in self._sections)
+        *begins, nbytes = accumulate(sizes, initial=0)
+        if nbytes:
+            self._file.reserve(nbytes)
+        for index, begin in enumerate(begins):
             while (urgent := self._urgent) is not None:
                 self._urgent = None
                 if not self.is_copied(urgent):
-                    self._copy(pump, urgent, begins[urgent], lambda piece: None)
+                    self._copy(urgent, begins[urgent], hashed=False)
             if not self.is_copied(index) and not self.cloned:
-                self._copy(pump, index, begins[index], self._digest.update)
+                self._copy(index, begin, hashed=True)
                 continue
             if not self.is_copied(index):
-                self._copy(pump, index, begins[index], lambda piece: None)
-            self._hash_copied(pump, index, begins[index])
-        self._nbytes = begins[-1]
+                self._copy(index, begin, hashed=False)
+            self._hash_copied(index, begin)
+        return nbytes
 
-    def _copy(self, pump: _Pump, index: int, begin: int, update_hash: Callable[[memoryview], None]) -> None:
+    def _copy(self, index: int, begin: int, *, hashed: bool) -> None:
         """Copy the sources of a section that were not cloned to `begin` of the file and on, and open its gate."""
-        for source, expected in zip(self._sections[index], self._expected[index], strict=True):
-            if not (self.cloned and source.memory is None):
-                self._copy_source(pump, source, expected, begin, update_hash)
-            begin += source.nbytes
+        for part in self._sections[index]:
+            if not (self.cloned and part.source.memory is None):
+                self._copy_source(part, begin, self._digest.update if hashed else lambda piece: None)
+            begin += part.source.nbytes
         with self._changed:
             self._copied.add(index)
             self._changed.notify_all()
 
-    def _hash_copied(self, pump: _Pump, index: int, begin: int) -> None:
+    def _hash_copied(self, index: int, begin: int) -> None:
         """Hash a section whose bytes are in the file; verify the checksums of cloned bytes, which nobody has read yet."""
-        for source, expected in zip(self._sections[index], self._expected[index], strict=True):
-            pump.run(begin, begin + source.nbytes, partial(self._read_back, begin, expected), self._digest.update)
-            begin += source.nbytes
+        for part in self._sections[index]:
+            end = begin + part.source.nbytes
+            self._pump.run(begin, end, partial(self._read_back, part, begin), self._digest.update)
+            begin = end
 
-    def _copy_source(
-        self, pump: _Pump, source: Source, expected: _Expected, begin: int, update_hash: Callable[[memoryview], None]
-    ) -> None:
+    def _copy_source(self, part: _Part, begin: int, update_hash: Callable[[memoryview], None]) -> None:
+        source = part.source
+
         def fetch(buffer: memoryview, at: int) -> None:
             self._check_cancelled()
             first = at - begin
@@ -209,14 +198,14 @@ class Copying:
                 buffer[:] = source.memory[first : first + buffer.nbytes]
             else:
                 self._arena.read_into(buffer, source.offset + first)
-                _verify(buffer, expected, first, self._arena_path, source.offset)
+                _verify(buffer, part, first, self._arena_path, source.offset)
 
-        pump.run(begin, begin + source.nbytes, fetch, update_hash, into=self._file)
+        self._pump.run(begin, begin + source.nbytes, fetch, update_hash, into=self._file)
 
-    def _read_back(self, begin: int, expected: _Expected, buffer: memoryview, at: int) -> None:
+    def _read_back(self, part: _Part, begin: int, buffer: memoryview, at: int) -> None:
         self._check_cancelled()
         read_into(self._file, buffer, at)
-        _verify(buffer, expected, at - begin, str(self._path), begin)
+        _verify(buffer, part, at - begin, str(self._path), begin)
 
     def _check_cancelled(self) -> None:
         if self._cancelled:
@@ -224,16 +213,17 @@ class Copying:
 
     def _clone(self) -> bool:
         """Clone the arena's ranges into the file; whether the file system could. Opens the gates of sections that are done."""
-        source = self._arena.only_file
-        if source is None:
+        arena = self._arena.only_file
+        if arena is None:
             return False
         begin, done = 0, set()
         for index, section in enumerate(self._sections):
-            for part in section:
-                if part.memory is None and part.nbytes and not _clone_range(source, part, self._file, begin):
+            sources = [part.source for part in section]
+            for source in sources:
+                if source.memory is None and source.nbytes and not _clone_range(arena, source, self._file, begin):
                     return False
-                begin += part.nbytes
-            if all(part.memory is None for part in section):
+                begin += source.nbytes
+            if all(source.memory is None for source in sources):
                 done.add(index)
         self._copied = done
         return True
@@ -248,16 +238,16 @@ def _clone_range(arena: File, source: Source, file: File, begin: int) -> bool:
     return True
 
 
-def _expected_of(arena: Arena, source: Source, name: str) -> _Expected:
+def _part_of(arena: Arena, source: Source, name: str) -> _Part:
     if source.memory is not None or not source.nbytes:
-        return _Expected(name)
-    return _Expected(name, arena.checksums(source.offset, source.nbytes), *arena.generation_at(source.offset))
+        return _Part(source, name)
+    return _Part(source, name, arena.checksums(source.offset, source.nbytes), *arena.generation_at(source.offset))
 
 
-def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offset: int) -> None:
+def _verify(buffer: memoryview, part: _Part, first: int, path: str, offset: int) -> None:
     """Raise IntegrityError unless the pages in `buffer` match the checksums of a source, from its byte `first` on. They were
     read from `path`, where the source begins at `offset`."""
-    sums = expected.sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
+    sums = part.sums[first // PAGE_BYTES * SUM_BYTES :][: buffer.nbytes // PAGE_BYTES * SUM_BYTES]
     if not sums or page_checksums(buffer) == sums:
         return
     for page in range(0, len(sums), SUM_BYTES):
@@ -274,8 +264,8 @@ def _verify(buffer: memoryview, expected: _Expected, first: int, path: str, offs
                 place,
                 PAGE_BYTES,
             )
-            assert expected.extent is not None
-            error.in_extent(expected.name, expected.extent.offset, expected.extent.nbytes, expected.generation)
+            assert part.extent is not None
+            error.in_extent(part.name, part.extent.offset, part.extent.nbytes, part.generation)
             raise error
 
 
