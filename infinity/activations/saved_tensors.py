@@ -135,49 +135,48 @@ class Activations:
         self._known.clear()
         self._store.close()
 
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Around what moves something: an exception in it, an asynchronous one included, leaves the note for `recover`."""
+        moving, self._moving = self._moving, True
+        yield
+        self._moving = moving
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
         if not self._is_worth_it(tensor):
             return tensor
-        self._moving = True
-        packed = self._put_away(tensor)
-        self._moving = False
-        return packed
-
-    def _put_away(self, tensor: torch.Tensor) -> torch.Tensor | _Handle:
-        self._forget()
-        entry = self._find(tensor) or self._put(tensor)
-        if entry is None:
-            self._left += 1
-            return tensor
-        entry.handles += 1
-        handle = _Handle(entry)
-        weakref.finalize(handle, self._ended.append, entry).atexit = False
-        return handle
+        with self._noting():
+            self._forget()
+            entry = self._find(tensor) or self._put(tensor)
+            if entry is None:
+                self._left += 1
+                return tensor
+            entry.handles += 1
+            handle = _Handle(entry)
+            weakref.finalize(handle, self._ended.append, entry).atexit = False
+            return handle
 
     def _unpack(self, packed: torch.Tensor | _Handle) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        self._moving = True
-        tensor = self._brought_back(packed.entry)
-        self._moving = False
-        return tensor
-
-    def _brought_back(self, entry: _Entry) -> torch.Tensor:
-        if entry.is_lost:
-            raise InfinityError(
-                "what this forward saved for its backward is lost, since an exception ended another pass while saved "
-                "activations moved: do the forward again"
-            )
-        self._forget()
-        if entry.back is None:
-            flat = self._store.fetch(entry.item)
-            entry.back = flat.as_strided(entry.shape, entry.stride)
-            self._store.start_fetch(self._entries[number].item for number in self._before(entry.number))
-        tensor = entry.back
-        entry.asked += 1
-        if entry.asked >= entry.handles:
-            entry.back, entry.asked = None, 0
-        return tensor
+        entry = packed.entry
+        with self._noting():
+            if entry.is_lost:
+                raise InfinityError(
+                    "what this forward saved for its backward is lost, since an exception ended another pass while saved "
+                    "activations moved: do the forward again"
+                )
+            self._forget()
+            if entry.back is None:
+                flat = self._store.fetch(entry.item)
+                entry.back = flat.as_strided(entry.shape, entry.stride)
+                earlier = (number for number in reversed(self._entries) if number < entry.number)
+                self._store.start_fetch(self._entries[number].item for number in earlier)
+            tensor = entry.back
+            entry.asked += 1
+            if entry.asked >= entry.handles:
+                entry.back, entry.asked = None, 0
+            return tensor
 
     def _is_worth_it(self, tensor: torch.Tensor) -> bool:
         nbytes = tensor.numel() * tensor.itemsize
@@ -208,26 +207,18 @@ class Activations:
         self._known[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), entry
         return entry
 
-    def _before(self, number: int) -> Iterator[int]:
-        """Numbers of what was saved before `number` and is still kept, the last one first."""
-        return (earlier for earlier in reversed(self._entries) if earlier < number)
-
     def _forget(self) -> None:
-        moving, self._moving = self._moving, True
-        self._forget_ended()
-        self._moving = moving
-
-    def _forget_ended(self) -> None:
-        while self._ended:
-            entry = self._ended.popleft()
-            entry.handles -= 1
-            if entry.handles == 0 and self._entries.pop(entry.number, None) is not None:
-                entry.back = None
-                self._store.drop(entry.item)
-        if len(self._known) > 2 * len(self._entries) + 64:
-            self._known = {
-                key: (storage, entry) for key, (storage, entry) in self._known.items() if not storage.expired()
-            }
+        with self._noting():
+            while self._ended:
+                entry = self._ended.popleft()
+                entry.handles -= 1
+                if entry.handles == 0 and self._entries.pop(entry.number, None) is not None:
+                    entry.back = None
+                    self._store.drop(entry.item)
+            if len(self._known) > 2 * len(self._entries) + 64:
+                self._known = {
+                    key: (storage, entry) for key, (storage, entry) in self._known.items() if not storage.expired()
+                }
 
     def __repr__(self) -> str:
         return f"Activations({len(self._entries)} kept, of at least {format_bytes(self._bytes_min)})"
