@@ -1,6 +1,6 @@
 """Floor 9. Activations that autograd saves, kept elsewhere from their forward to their backward: which ones, and for how long.
 
-stores.py says where. Runs on the thread that runs forward and backward.
+`make_activations` chooses the store (stores.py). Runs on the thread that runs forward and backward.
 
 [Note: What moves, and when it is forgotten]
 Autograd's saved-tensor hooks show every tensor that a forward saves, and ask for it again in the backward, last saved first. A
@@ -33,11 +33,47 @@ from torch import nn
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.stores import ActivationStore, Item
+from infinity.activations.stores import ActivationStore, ArenaActivationStore, HostActivationStore, Item
+from infinity.device import HostBuffers, device_for
 from infinity.errors import InfinityError
+from infinity.swap import SwapManager
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationOptions:
+    """Where what a forward saves is kept until its backward."""
+
+    device: str
+    """"none" leaves it where it is; "cpu" is host memory, "nvme" the drives on which the model rests."""
+    bytes_min: int
+    """Tensors of fewer bytes stay where they are."""
+    host_bytes_max: int | None
+    """At most so many bytes of host memory, with "cpu". None is no bound."""
+    pin_memory: bool
+    """Whether that memory is registered with the GPU."""
+
+
+def make_activations(
+    options: ActivationOptions, swap: SwapManager | None, torch_device: torch.device
+) -> tuple[Activations | None, list[str]]:
+    """What moves saved activations, or None where nothing does; and notes. "nvme" takes a model that `swap` pages."""
+    if options.device == "none":
+        return None, []
+    device = swap.paging.device if swap is not None else device_for(torch_device)
+    if options.device == "cpu" and not device.is_discrete:
+        return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
+    store: ActivationStore
+    if options.device == "nvme":
+        assert swap is not None
+        store = ArenaActivationStore(*swap.paging.activation_buffers())
+    else:
+        store = HostActivationStore(
+            device, HostBuffers(device, pin=options.pin_memory, bytes_max=options.host_bytes_max)
+        )
+    return Activations(store, bytes_min=options.bytes_min), []
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from infinity.activations.choice import make_activations
-from infinity.activations.saved_tensors import Activations
+from infinity.activations.saved_tensors import Activations, make_activations
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
 from infinity.config import load_config
 from infinity.errors import ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from infinity.activations.choice import ActivationOptions
+from infinity.activations.saved_tensors import ActivationOptions
 from infinity.config import Batch, Config, FlopsProfilerConfig, Fp16Config, ZeroConfig
 from infinity.config.rules import Whose
 from infinity.drive.choice import StorageChoice, choose_storage
