@@ -74,7 +74,7 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
     from results import machine
 
     import infinity
-    from infinity.drive.probe import measure_drive
+    from infinity.drive.measure import measure_drive
     from infinity.units import MIB, parse_count
 
     on_gpu = torch.cuda.is_available()

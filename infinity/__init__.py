@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
-    from infinity.drive.probe import DriveRates, measure_drive
+    from infinity.drive.measure import DriveRates, measure_drive
     from infinity.errors import (
         BudgetError,
         CheckpointError,
@@ -96,7 +96,7 @@ _NAMES_OF = {
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",
     ),
-    "infinity.drive.probe": ("DriveRates", "measure_drive"),
+    "infinity.drive.measure": ("DriveRates", "measure_drive"),
     "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "PagingOptions", "SwapManager", "TensorStore"),
 }
 _ALIASES = {"DeepSpeedEngine": "Engine"}

@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken)."""
     from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import shape_for
-    from infinity.drive.probe import measure_drive
+    from infinity.drive.measure import measure_drive
     from infinity.plan.estimate import Work
     from infinity.store.run_folder import make_writable
 

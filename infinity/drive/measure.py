@@ -1,5 +1,7 @@
 """Floor 5. What a drive gives: timed transfers through the I/O engine, between a file of random data and a pinned pool.
 
+`measure_drive` is a short measurement of its present rates, for the lower bound of a measured step.
+
 Mechanism only: it measures the settings it is told to. What to try, and what to make of it, is decided above.
 Used by one thread; the ring threads of the engine under test move the bytes.
 """
@@ -10,12 +12,13 @@ import contextlib
 import itertools
 import os
 import resource
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -34,6 +37,7 @@ MIX_MODES = ("interleaved", "bursts")
 """How the engine may put reads and writes together."""
 
 _TRANSFER_BYTES_MIN = 4 * MIB
+_RATES_POOL_BYTES_MIN = 64 * MIB
 
 _WARM_UP = 0.2
 """Part of a trial that runs before its clock does: the queue of the drive is then full."""
@@ -70,6 +74,43 @@ class Trial:
     @property
     def cpu_seconds_per_gib(self) -> float:
         return self.cpu_seconds / (self.nbytes / GIB)
+
+
+@dataclass(frozen=True)
+class DriveRates:
+    """Bytes per second of long sequential transfers through the I/O engine: medians of a few rounds."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    backend: str
+
+
+def measure_drive(
+    path: str | os.PathLike[str],
+    *,
+    nbytes: int = 256 * MIB,
+    rounds: int = 5,
+    seconds: float = 0.15,
+    io: IoSettings | None = None,
+    limits: Sequence[DriveLimit] = (),
+    **io_options: Any,
+) -> DriveRates:
+    """Read and write random data on the drive of `path` in turn.
+
+    Args:
+        nbytes: size of the file (bytes).
+        rounds: trials of each, at least `seconds` long.
+        io, limits, io_options: as for `infinity.aio.IoEngine`.
+
+    Leaves nothing behind. Raises StoreError or IoError.
+    """
+    settings = replace(io or IoSettings(), **io_options)
+    pool_bytes = max(_RATES_POOL_BYTES_MIN, 2 * settings.in_flight_bytes)
+    with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes, limits=limits) as test:
+        test.fill()
+        trials = [test.run(way, settings, seconds) for way in (Workload.READ, Workload.WRITE) * rounds]
+    reads, writes = ([trial.bytes_per_s for trial in trials[way::2]] for way in (0, 1))
+    return DriveRates(statistics.median(reads), statistics.median(writes), trials[0].settings.backend)
 
 
 class DriveTest:
@@ -179,9 +220,7 @@ class DriveTest:
     def __enter__(self) -> DriveTest:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _make_engine(self, settings: IoSettings) -> IoEngine:

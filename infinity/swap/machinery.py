@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool, near
 from infinity.device import Device, DirectReader, HostBuffers, direct_reader_for
 from infinity.drive.describe import drive_of
-from infinity.drive.probe import measure_drive
+from infinity.drive.measure import measure_drive
 from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
 from infinity.store.placement import step_bandwidth
 from infinity.swap.direct import DirectReads
