@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from infinity.store.commit import ArenaLayout, StoredSubGroup
-from infinity.store.layout import SPACE_ALIGN, Field, Part, Piece, Shard, SubGroup, pieces_of, place_shards
+from infinity.store.commit import ArenaLayout
+from infinity.store.layout import SPACE_ALIGN, Field, Piece, Shard, SubGroup, pieces_of, place_shards
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -80,37 +80,26 @@ def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
     stored = iter(enumerate(layout.sub_groups))
     sub_groups: list[SubGroup] = []
     for space, of_space in enumerate(parts):
+        itemsizes = (0, _ITEMSIZES[layout.compute_dtype]) if space < groups else (0,)
         for trained, part in zip((True, False), of_space, strict=True):
-            sub_groups += _cut_as_stored(stored, layout, part, space, trained, space < groups, shards, where)
+            at = part.start
+            while at < part.end:
+                index, cut = next(stored, (0, None))
+                if cut is None or (cut.space, cut.start, cut.trained) != (space, at, trained):
+                    raise ValueError(f"its sub-groups don't make up space {space}")
+                if not 0 < cut.numel <= part.end - at or cut.numel % SPACE_ALIGN:
+                    raise ValueError(f"sub-group {index} can't have {cut.numel} elements")
+                itemsize = cut.compute_itemsize
+                if itemsize not in itemsizes:
+                    raise ValueError(f"sub-group {index} can't have compute parameters of {itemsize} bytes")
+                if cut.split and not (trained and itemsize and layout.compute_dtype == "bfloat16"):
+                    raise ValueError(f"sub-group {index} can't have split masters")
+                pieces = pieces_of(part, shards, where, at, cut.numel)
+                moments = len(layout.moments)
+                sub_groups.append(
+                    SubGroup(index, space, at, cut.numel, trained, itemsize, pieces, cut.split, moments=moments)
+                )
+                at += cut.numel
     if next(stored, None) is not None:
         raise ValueError("it has more sub-groups than its parameters need")
     return sub_groups
-
-
-def _cut_as_stored(
-    stored: Iterator[tuple[int, StoredSubGroup]],
-    layout: ArenaLayout,
-    part: Part,
-    space: int,
-    trained: bool,
-    gathered: bool,
-    shards: Sequence[Shard],
-    where: Sequence[tuple[int, int]],
-) -> Iterator[SubGroup]:
-    at = part.start
-    while at < part.end:
-        index, cut = next(stored, (0, None))
-        if cut is None or (cut.space, cut.start, cut.trained) != (space, at, trained):
-            raise ValueError(f"its sub-groups don't make up space {space}")
-        if not 0 < cut.numel <= part.end - at or cut.numel % SPACE_ALIGN:
-            raise ValueError(f"sub-group {index} can't have {cut.numel} elements")
-        itemsize = _ITEMSIZES[layout.compute_dtype]
-        if cut.compute_itemsize not in ((0, itemsize) if gathered else (0,)):
-            raise ValueError(f"sub-group {index} can't have compute parameters of {cut.compute_itemsize} bytes")
-        if cut.split and not (trained and cut.compute_itemsize and layout.compute_dtype == "bfloat16"):
-            raise ValueError(f"sub-group {index} can't have split masters")
-        pieces = pieces_of(part, shards, where, at, cut.numel)
-        yield SubGroup(
-            index, space, at, cut.numel, trained, cut.compute_itemsize, pieces, cut.split, moments=len(layout.moments)
-        )
-        at += cut.numel
