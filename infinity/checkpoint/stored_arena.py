@@ -11,18 +11,18 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from infinity.checkpoint.checks import check_resumable, damaged
 from infinity.checkpoint.commits import ties_of, unpaged_state_of
-from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, Manifest, damage, load_manifest, others
+from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, damage, load_manifest, others
 from infinity.checkpoint.snapshot import Snapshot, rows_of
 from infinity.checkpoint.training_state import RANDOM_STATES
 from infinity.errors import CheckpointError
 from infinity.optim.kernel import join
-from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, StoredParameter, differences, parse_record
+from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, differences, parse_record
 from infinity.store.files import open_regular, read_small
 from infinity.store.layout import Field, SubGroup
 
@@ -50,22 +50,18 @@ class RankState:
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path / record_name(rank)
         try:
-            self.record: Record = parse_record(read_small(self._path, RECORD_BYTES_MAX))
-            self.snapshot = Snapshot(self.record.layout)
+            self.record = parse_record(read_small(self._path, RECORD_BYTES_MAX))
+            self.layout = self.record.layout
+            self.snapshot = Snapshot(self.layout)
             self.ties = ties_of(self.record, [sub.numel for sub in self.snapshot.sub_groups])
         except (OSError, ValueError) as error:
             raise self.damaged(error) from None
         try:
-            self._file: BinaryIO = open_regular(path / arena_name(rank))
+            self._file = open_regular(path / arena_name(rank))
         except OSError as error:
             raise self.damaged(error, arena_name(rank)) from None
-        if self.record.layout.rank != rank:
-            raise self.damaged(f"it is rank {self.record.layout.rank}'s")
-
-    @property
-    def layout(self) -> ArenaLayout:
-        """How the state lay in the arena."""
-        return self.record.layout
+        if self.layout.rank != rank:
+            raise self.damaged(f"it is rank {self.layout.rank}'s")
 
     def damaged(self, why: object, name: str = "") -> CheckpointError:
         """The error for a damaged record, or for the damaged file `name` in its folder."""
@@ -132,23 +128,17 @@ class StoredArena:
             raise CheckpointError(
                 f"{path} has no {FILE_NAME}, without which arenas can't be verified: {others(path.parent, but=path.name)}"
             )
-        self.manifest: Manifest = manifest
+        self.manifest = manifest
         self._ranks: dict[int, RankState] = {}
         self._verified: set[str] = set()
         first = self.rank(0)
         self.shards = first.layout.shards
         """Number of ranks that each parameter is sharded over. Further ranks are replicas and have stored no arena."""
-        self._numbers = {parameter.name: number for number, parameter in enumerate(first.layout.parameters)}
-
-    @property
-    def parameters(self) -> tuple[StoredParameter, ...]:
+        self.parameters = first.layout.parameters
         """The parameters of the model, as rank 0 had them."""
-        return self.rank(0).layout.parameters
-
-    @property
-    def moments(self) -> tuple[str, ...]:
+        self.moments = first.layout.moments
         """The optimizer's names for its numbers per element."""
-        return self.rank(0).layout.moments
+        self._numbers = {parameter.name: number for number, parameter in enumerate(self.parameters)}
 
     def rank(self, rank: int) -> RankState:
         """The files of a rank. Raises CheckpointError."""
