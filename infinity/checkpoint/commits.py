@@ -29,7 +29,7 @@ from infinity.checkpoint.training_state import decode, encode
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store import DurableRun
-from infinity.store.commit import SUM_BYTES, Record, bits
+from infinity.store.commit import SUM_BYTES, Commit, Record, bits
 from infinity.swap import SwapManager
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.timeline import measured
@@ -176,12 +176,15 @@ class Commits:
             paged.health.seal(f"the flush of step {pending.step} ({error})")
             raise
         counts, ties = packed_ties(self._swap)
-        commit = self._run.next_commit(
+        commit = Commit(
+            sequence=self._run.sequence + 1,
+            launch=self._run.launch,
+            arena=self._run.arena,
             step=pending.step,
             slots=bits([sub.current_slot for sub in paged.sub_groups]),
             filled=bits([shard.filled for shard in paged.shards]),
             stepped=bits([shard.stepped for shard in paged.shards]),
-            ties=counts,
+            ties=tuple(counts),
         )
         record = Record(commit, self._swap.paging.arena_layout, ties, pending.stored, paged.page_sums())
         try:

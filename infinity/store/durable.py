@@ -51,7 +51,7 @@ from typing import Any
 
 from infinity.aio import File, IoEngine
 from infinity.errors import CheckpointError, IoError, StoreError
-from infinity.store.commit import RECORD_BYTES_MAX, Commit, Record, parse_record
+from infinity.store.commit import RECORD_BYTES_MAX, Record, parse_record
 from infinity.store.files import is_own_folder, read_small, remove_file, sync, write_durably
 from infinity.store.placement import file_bytes
 from infinity.store.run_folder import Folder, keep_from_children, make_writable
@@ -172,7 +172,8 @@ class DurableRun:
         self.sequence = 0
         """Number of the record that exists; 0 before the first."""
         self._shares_noted = False
-        self._arena = secrets.token_hex(8)
+        self.arena = secrets.token_hex(8)
+        """Identity of the arena files."""
         try:
             for path in paths:
                 self.folders.append(DurableFolder(path, name, rank))
@@ -200,7 +201,7 @@ class DurableRun:
         for number, folder in enumerate(self.folders):
             folder.remove_own()
             folder.fresh = True
-            about = {"arena": self._arena, _LAUNCH: launch, "drive": number, "drives": len(self.folders)}
+            about = {"arena": self.arena, _LAUNCH: launch, "drive": number, "drives": len(self.folders)}
             about |= {"host": socket.gethostname(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             folder.note(about)
 
@@ -212,7 +213,7 @@ class DurableRun:
         record = self.records[sequence]
         self._check_arena(record)
         self.resumed, self.launch = record, launch
-        self._arena = record.commit.arena
+        self.arena = record.commit.arena
         self.leave_one(sequence)
         for folder in self.folders:
             folder.fresh = False
@@ -248,19 +249,6 @@ class DurableRun:
                 "health of the drive (smartctl -a, dmesg)"
             ) from None
 
-    def next_commit(self, *, step: int, slots: str, filled: str, stepped: str, ties: Sequence[int]) -> Commit:
-        """The head of the next record."""
-        return Commit(
-            sequence=self.sequence + 1,
-            launch=self.launch,
-            arena=self._arena,
-            step=step,
-            slots=slots,
-            filled=filled,
-            stepped=stepped,
-            ties=tuple(ties),
-        )
-
     def leave_one(self, sequence: int) -> None:
         """Keep the record with this number (0 for none) and remove the other, whose slots may be overwritten then. Raises
         OSError."""
@@ -280,7 +268,7 @@ class DurableRun:
         committed = any(self._slot(slot).exists() for slot in range(_SLOTS)) if self.folders else False
         anew = self.resumed is None and self.launch != "" and not committed
         for folder in self.folders:
-            folder.give_up(self._arena if anew else None)
+            folder.give_up(self.arena if anew else None)
 
     def _slot(self, sequence: int) -> Path:
         return self.folders[0].file(f"commit-{sequence % _SLOTS}")

@@ -17,7 +17,7 @@ from test_commit import place
 from infinity.aio import IoEngine, PinnedPool
 from infinity.errors import CheckpointError, IoError, StoreError
 from infinity.store import DurableRun, durable
-from infinity.store.commit import Record
+from infinity.store.commit import Commit, Record
 
 LAUNCH = "00000000000000aa"
 
@@ -74,7 +74,16 @@ def run(tmp_path: Path) -> Iterator[DurableRun]:
 def commit(run: DurableRun, step: int) -> int:
     where = place()
     count = len(where.sub_groups)
-    head = run.next_commit(step=step, slots="0" * count, filled="111", stepped="111", ties=[0] * count)
+    head = Commit(
+        sequence=run.sequence + 1,
+        launch=run.launch,
+        arena=run.arena,
+        step=step,
+        slots="0" * count,
+        filled="111",
+        stepped="111",
+        ties=(0,) * count,
+    )
     run.write(Record(head, where, b"", b"unpaged_state"))
     return head.sequence
 
