@@ -153,17 +153,9 @@ class Arena:
             return iter([(0, offset, nbytes)])
         return pieces_on_drives(self._pattern, self.stripe_bytes, offset, nbytes)
 
-    def sync(self) -> None:
-        """Wait until the data of finished writes is on the drives. Raises IoError."""
-        self.file.sync()
-
     def checksums(self, offset: int, nbytes: int) -> bytes:
         """The checksums of the pages of these bytes, as `File.checksums`; empty where none are kept."""
         return self.file.checksums(offset, nbytes) if self.file.checked else b""
-
-    def set_checksums(self, offset: int, sums: bytes) -> None:
-        """Set the checksums of the pages from `offset` on, to be written there; zeros are unknown. See `File.set_checksums`."""
-        self.file.set_checksums(offset, sums)
 
     def close(self) -> None:
         """Close the files; the kernel frees their space once the last transfer has ended."""

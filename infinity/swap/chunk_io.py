@@ -32,7 +32,7 @@ class ChunkIo:
         assert chunk.lease is not None
         if chunk.sums is not None:
             (span,) = chunk.writes
-            self._arena.set_checksums(span.offset, chunk.sums)
+            self._arena.file.set_checksums(span.offset, chunk.sums)
         requests = [self._request("write", chunk.lease, span, Priority.WRITE_BACK) for span in chunk.writes]
         return self._engine.start(requests, sums_by_caller=chunk.sums is not None)
 
@@ -60,7 +60,7 @@ class ChunkIo:
         """A write failed: drop the checksums that its user had made for it."""
         if chunk.sums is not None:
             (span,) = chunk.writes
-            self._arena.set_checksums(span.offset, bytes(len(chunk.sums)))
+            self._arena.file.set_checksums(span.offset, bytes(len(chunk.sums)))
 
     def verify(self, chunk: Chunk, only: Span | None = None) -> None:
         """Compare what was read of a chunk in use with its checksums, unless somebody already has.

@@ -185,7 +185,7 @@ class SwapManager:
             if self._paging is not None:
                 self._paging.finish_updates()
             machinery.stager.settle_all()
-            machinery.arena.sync()
+            machinery.arena.file.sync()
 
     # A model.
 

@@ -107,7 +107,7 @@ class TensorStore:
     def flush(self) -> None:
         """Wait until everything updated is on the drive (fdatasync). Raises IoError when a write failed."""
         self._machinery.stager.settle_all()
-        self._machinery.arena.sync()
+        self._machinery.arena.file.sync()
 
     def close(self) -> None:
         """No tensor can be used any more."""

@@ -193,7 +193,7 @@ def test_several_drives_are_one_arena(nvme_path: Path, backend: str) -> None:
         bench.move("write", second, written)
         bench.move("read", second, read)
         assert torch.equal(read.view(torch.int64), written.view(torch.int64))
-    arena.sync()
+    arena.file.sync()
     moved = [drive.written_bytes for drive in engine.drives]
     assert moved[2] == 0 and 1.8 < moved[0] / moved[1] < 2.2
     assert sum(moved) == first.nbytes + second.nbytes
