@@ -171,11 +171,7 @@ def _mount_of(path: Path, mountinfo: Path) -> _Mount:
     """The mount of `path`: the deepest; of several on one point the last, which hides the others."""
     unknown = _Mount("", "/", (), "unknown", "unknown")
     holding = [mount for mount in _mounts(mountinfo) if path.is_relative_to(mount.point)]
-    return max(
-        enumerate(holding),
-        key=lambda numbered: (len(Path(numbered[1].point).parts), numbered[0]),
-        default=(0, unknown),
-    )[1]
+    return max(reversed(holding), key=lambda mount: len(Path(mount.point).parts), default=unknown)
 
 
 def _mounts(mountinfo: Path) -> Iterator[_Mount]:
