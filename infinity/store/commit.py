@@ -217,20 +217,18 @@ def describe(
     ranks: int,
     shards: int,
     compute_dtype: str,
-    pattern: Sequence[int] = (0,),
-    stripe_bytes: int = 1,
-    arena_bytes: int = 0,
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
 ) -> ArenaLayout:
-    """The arena layout of a model with `layout`. `shapes`: of the whole parameters, in the order of the layout's shards."""
+    """The arena layout of a model with `layout`, without its drives. `shapes`: of the whole parameters, in the order of the
+    layout's shards."""
     return ArenaLayout(
         rank=rank,
         ranks=ranks,
         shards=shards,
         compute_dtype=compute_dtype,
-        pattern=tuple(pattern),
-        stripe_bytes=stripe_bytes,
-        arena_bytes=arena_bytes,
+        pattern=(0,),
+        stripe_bytes=1,
+        arena_bytes=0,
         parameters=tuple(
             StoredParameter(shard.name, tuple(shape), shard.group, shard.numel, shard.trained, shard.resident)
             for shard, shape in zip(layout.shards, shapes, strict=True)

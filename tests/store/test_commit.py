@@ -23,7 +23,8 @@ def place(*, ranks: int = 1, sub_group_numel_max: int = 2048, names: str = "abc"
         for name, shape, group in zip(names, SHAPES, (0, 0, 1), strict=True)
     ]
     layout = plan_layout(shards, groups=2, compute_itemsize=2, sub_group_numel_max=sub_group_numel_max)
-    return describe(layout, SHAPES, rank=0, ranks=ranks, shards=ranks, compute_dtype="bfloat16", arena_bytes=1 << 20)
+    described = describe(layout, SHAPES, rank=0, ranks=ranks, shards=ranks, compute_dtype="bfloat16")
+    return dataclasses.replace(described, arena_bytes=1 << 20)
 
 
 def record(**changed: object) -> Record:
