@@ -27,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ def make_activations(
     device = swap.paging.device if swap is not None else device_for(torch_device)
     if options.device == "cpu" and not device.is_discrete:
         return None, ["activations in host memory are where they are anyway: the CPU is the device that computes"]
-    store: ActivationStore
+    store: ActivationStore[Any]
     if options.device == "nvme":
         assert swap is not None
         store = ArenaActivationStore(*swap.paging.activation_buffers())
@@ -115,7 +116,7 @@ class Activations:
     store: where they are kept. bytes_min: smaller tensors stay where they are.
     """
 
-    def __init__(self, store: ActivationStore, *, bytes_min: int) -> None:
+    def __init__(self, store: ActivationStore[Any], *, bytes_min: int) -> None:
         self._store = store
         self._bytes_min = bytes_min
         self._entries: dict[int, _Entry] = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
-from typing import Protocol, cast
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -33,28 +33,31 @@ class Item(Protocol):
     nbytes: int
 
 
-class ActivationStore(Protocol):
+_ItemT = TypeVar("_ItemT", bound=Item)
+
+
+class ActivationStore(Protocol[_ItemT]):
     """Where tensors are put away. All are 1-D, on the device that computes."""
 
     drive_bytes: tuple[int, int]
     """Bytes (read, written) that this took of drives since the start."""
 
-    def try_put(self, tensor: torch.Tensor) -> Item | None:
+    def try_put(self, tensor: torch.Tensor) -> _ItemT | None:
         """Put a tensor away as the current stream leaves it; the caller may forget it. None where there is no room for it.
 
         Raises StoreError without space on the drives, IoError where a transfer failed.
         """
 
-    def start_fetch(self, items: Iterable[Item]) -> None:
+    def start_fetch(self, items: Iterable[_ItemT]) -> None:
         """These are asked for next, soonest first: start what the store has room for."""
 
-    def fetch(self, item: Item) -> torch.Tensor:
+    def fetch(self, item: _ItemT) -> torch.Tensor:
         """The tensor on the device. May be asked for again. Raises IoError, or InfinityError where it was lost."""
 
-    def drop(self, item: Item) -> None:
+    def drop(self, item: _ItemT) -> None:
         """Forget it."""
 
-    def reset(self, items: Iterable[Item]) -> None:
+    def reset(self, items: Iterable[_ItemT]) -> None:
         """Everything is forgotten, `items` and whatever an exception left otherwise."""
 
     def close(self) -> None:
@@ -82,43 +85,41 @@ class HostActivationStore:
         self.drive_bytes = 0, 0
         self._told = False
 
-    def try_put(self, tensor: torch.Tensor) -> Item | None:
+    def try_put(self, tensor: torch.Tensor) -> _InHost | None:
         buffer = self._host_memory.try_lend(tensor.numel(), tensor.dtype)
         if buffer is None:
             self._tell_full()
             return None
         return _InHost(buffer, self._device.start_d2h(tensor, buffer.tensor), buffer.nbytes)
 
-    def start_fetch(self, items: Iterable[Item]) -> None:
+    def start_fetch(self, items: Iterable[_InHost]) -> None:
         for item in islice(items, 1):  # on the device it takes what it saves there
-            self._start(cast(_InHost, item))
+            self._start(item)
 
-    def fetch(self, item: Item) -> torch.Tensor:
-        stored = cast(_InHost, item)
-        self._start(stored)
-        assert stored.in_flight is not None
-        tensor = stored.in_flight.on_device()
-        stored.copy_event, stored.in_flight = stored.in_flight.copy_event, None
+    def fetch(self, item: _InHost) -> torch.Tensor:
+        self._start(item)
+        assert item.in_flight is not None
+        tensor = item.in_flight.on_device()
+        item.copy_event, item.in_flight = item.in_flight.copy_event, None
         return tensor if self._device.is_discrete else tensor.clone()
 
-    def drop(self, item: Item) -> None:
-        stored = cast(_InHost, item)
-        stored.last_event.wait()
-        stored.in_flight = None
-        stored.buffer.give_back()
+    def drop(self, item: _InHost) -> None:
+        item.last_event.wait()
+        item.in_flight = None
+        item.buffer.give_back()
 
-    def reset(self, items: Iterable[Item]) -> None:
+    def reset(self, items: Iterable[_InHost]) -> None:
         for item in items:
-            cast(_InHost, item).last_event.wait()
+            item.last_event.wait()
         self._host_memory.reset()
 
     def close(self) -> None:
         self._host_memory.close()
 
-    def _start(self, stored: _InHost) -> None:
-        if stored.in_flight is None:
-            stored.copy_event.wait()
-            stored.in_flight = self._device.start_h2d(stored.buffer.tensor)
+    def _start(self, item: _InHost) -> None:
+        if item.in_flight is None:
+            item.copy_event.wait()
+            item.in_flight = self._device.start_h2d(item.buffer.tensor)
 
     def _tell_full(self) -> None:
         bytes_max = self._host_memory.bytes_max
@@ -160,7 +161,7 @@ class ArenaActivationStore:
         self.drive_bytes = 0, 0
         self._told = False
 
-    def try_put(self, tensor: torch.Tensor) -> Item | None:
+    def try_put(self, tensor: torch.Tensor) -> _InArena | None:
         nbytes = align_up(tensor.nbytes)
         if nbytes > self._part.nbytes // BUFFER_SHARES:
             self._tell_too_large(nbytes)
@@ -177,7 +178,7 @@ class ArenaActivationStore:
             raise
         return item
 
-    def start_fetch(self, items: Iterable[Item]) -> None:
+    def start_fetch(self, items: Iterable[_InArena]) -> None:
         self._stager.reap()
         room = self._part.nbytes - self._part.nbytes // BUFFER_SHARES
         coming = []
@@ -186,39 +187,37 @@ class ArenaActivationStore:
             if room < 0:
                 break
             if item not in self._in_hand:
-                coming.append(cast(_InArena, item).chunk)
+                coming.append(item.chunk)
         self._stager.want(coming)
 
-    def fetch(self, item: Item) -> torch.Tensor:
-        stored = cast(_InArena, item)
-        if stored in self._in_hand:
-            self._in_hand[stored].wait()
-            assert stored.chunk.lease is not None
-            tensor, self._in_hand[stored] = self._copied(stored, stored.chunk.lease)
+    def fetch(self, item: _InArena) -> torch.Tensor:
+        if item in self._in_hand:
+            self._in_hand[item].wait()
+            assert item.chunk.lease is not None
+            tensor, self._in_hand[item] = self._copied(item, item.chunk.lease)
             return tensor
-        if stored.lost is None:
-            self._stager.settle(stored.chunk)
-        if stored.lost is not None:
+        if item.lost is None:
+            self._stager.settle(item.chunk)
+        if item.lost is not None:
             raise InfinityError(
-                f"{stored.chunk.name} is lost, since a write of it failed: {stored.lost}; do the step again"
+                f"{item.chunk.name} is lost, since a write of it failed: {item.lost}; do the step again"
             )
-        lease = self._with_room(partial(self._stager.acquire, stored.chunk))
-        tensor, copy_event = self._copied(stored, lease)
-        self.drive_bytes = self.drive_bytes[0] + stored.nbytes, self.drive_bytes[1]
-        self._stager.release(stored.chunk, keep=False, copy_event=copy_event)
+        lease = self._with_room(partial(self._stager.acquire, item.chunk))
+        tensor, copy_event = self._copied(item, lease)
+        self.drive_bytes = self.drive_bytes[0] + item.nbytes, self.drive_bytes[1]
+        self._stager.release(item.chunk, keep=False, copy_event=copy_event)
         return tensor
 
-    def drop(self, item: Item) -> None:
-        stored = cast(_InArena, item)
-        if stored in self._in_hand:
-            copy_event = self._in_hand.pop(stored)
+    def drop(self, item: _InArena) -> None:
+        if item in self._in_hand:
+            copy_event = self._in_hand.pop(item)
             copy_event.wait()
-            self._stager.release(stored.chunk, keep=False, copy_event=copy_event)
-        self._stager.drop(stored.chunk)
-        self._ending.append(stored)
+            self._stager.release(item.chunk, keep=False, copy_event=copy_event)
+        self._stager.drop(item.chunk)
+        self._ending.append(item)
         self._sweep()
 
-    def reset(self, items: Iterable[Item]) -> None:
+    def reset(self, items: Iterable[_InArena]) -> None:
         for copy_event in self._in_hand.values():
             copy_event.wait()
         self._in_hand.clear()
@@ -243,8 +242,8 @@ class ArenaActivationStore:
         chunk.on_lost = item.lose
         return item
 
-    def _copied(self, stored: _InArena, lease: Lease) -> tuple[torch.Tensor, CopyEvent]:
-        in_flight = self._stager.device.start_h2d(lease.view(stored.dtype, 0, stored.numel))
+    def _copied(self, item: _InArena, lease: Lease) -> tuple[torch.Tensor, CopyEvent]:
+        in_flight = self._stager.device.start_h2d(lease.view(item.dtype, 0, item.numel))
         tensor = in_flight.on_device()
         return tensor if self._stager.device.is_discrete else tensor.clone(), in_flight.copy_event
 
