@@ -148,7 +148,7 @@ class ArenaActivationStore:
     """The arena, by way of a part of the pinned pool: what comes is copied there and written, and read again in time.
 
     A share of the part holds what came last, which is asked for first and needs no drive. Extents are used again: see
-    [Note: The most that was taken] in store/scratch.py.
+    [Note: The most that was taken] in store/arena.py.
     """
 
     def __init__(self, stager: Stager, part: PoolPart, arena: Arena) -> None:

@@ -1,11 +1,10 @@
 """Floor 4. Where bytes rest: the run folder and its arena, and the layout of a model in it."""
 
-from infinity.store.arena import Arena, Extent, check_free
+from infinity.store.arena import Arena, Extent, Scratch, check_free
 from infinity.store.commit import ArenaLayout
 from infinity.store.durable import DurableRun
 from infinity.store.layout import Cached, Field, Layout, Piece, Shard, SubGroup, plan_layout
 from infinity.store.run_folder import Folder, RunFolder
-from infinity.store.scratch import Scratch
 
 __all__ = [
     "Arena",

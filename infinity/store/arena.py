@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from infinity.aio import File, IoEngine, StripedFile
+from infinity.aio import File, FreeRanges, IoEngine, StripedFile
 from infinity.errors import IntegrityError, IoError, StoreError
 from infinity.store.commit import ArenaLayout
 from infinity.store.placement import file_bytes, pieces_on_drives, stripe_pattern
@@ -160,6 +160,58 @@ class Arena:
     def close(self) -> None:
         """Close the files; the kernel frees their space once the last transfer has ended."""
         self.file.close()
+
+
+class Scratch:
+    """Extents of the arena that are taken and given back, in any sizes and any order. One thread at a time.
+
+    Owns the ranges that it reserved, for as long as the arena lives. `purpose` names its use in errors.
+
+    [Note: The most that was taken]
+    One request may get several pieces, so free bytes are of use wherever they lie. The arena grows only where all free bytes
+    are too few, and only by the bytes missing: it reserves the most that was ever taken at once, however sizes vary. Pieces
+    are rare: neighbours merge, and where everything is given back between two steps, it is one range again.
+    """
+
+    def __init__(self, arena: Arena, purpose: str) -> None:
+        self._arena, self._purpose = arena, purpose
+        self._ranges = FreeRanges(0)
+        self._reserved: list[Extent] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved so far."""
+        return self._ranges.nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Reserved bytes that are free."""
+        return self._ranges.free_bytes
+
+    def take(self, nbytes: int) -> list[Extent]:
+        """Extents that sum to `nbytes` (rounded up to 4 KiB); one extent wherever one range is large enough.
+
+        Raises StoreError as `Arena.reserve`, and takes nothing then.
+        """
+        size = align_up(nbytes, PAGE_BYTES)
+        if size > self._ranges.free_bytes:
+            (more,) = self._arena.reserve([size - self._ranges.free_bytes], self._purpose)
+            self._reserved.append(more)
+            self._ranges.grow(more.offset, more.nbytes)
+        pieces = self._ranges.take_pieces(size)
+        assert pieces is not None
+        return [Extent(offset, length) for offset, length in pieces]
+
+    def reset(self) -> None:
+        """Take back all extents, after an exception that may have lost some. Nobody may be reading or writing them."""
+        self._ranges = FreeRanges(0)
+        for extent in self._reserved:
+            self._ranges.grow(extent.offset, extent.nbytes)
+
+    def give_back(self, extents: Sequence[Extent]) -> None:
+        """Give back extents that nobody reads or writes any more."""
+        for extent in extents:
+            self._ranges.put(extent.offset, extent.nbytes)
 
 
 class ArenaReader:
