@@ -198,14 +198,9 @@ def start(
     *,
     keep: int = 0,
 ) -> Saving:
-    """Start to write a checkpoint of the model as it is now. A collective.
+    """Start to write a checkpoint of the model as it is now. A collective; `keep` and errors as of `dcp.save`.
 
-    Args:
-        unpaged_state: this rank's state outside of the arena, as a commit holds it.
-        keep: number of checkpoints that stay in `directory`, this one counted; 0 for all.
-
-    Raises CheckpointError on all ranks when `unpaged_state` of one can't be stored, training could not go on from the
-    state, or the folder can't be written to or lacks space. An earlier checkpoint stays until the new one was read back.
+    unpaged_state: this rank's state outside of the arena, as a commit holds it.
     """
     rank, draft = dist.get_rank(), draft_of(directory, tag)
     with raise_on_all_ranks(), failing_as(draft.task):
@@ -251,17 +246,11 @@ def load(
     *,
     verified: bool = True,
 ) -> dict[str, Any]:
-    """Read the checkpoint in the folder `path` into the model and the moments, which must exist. A collective.
+    """Read the checkpoint in the folder `path` into the model and the moments, which must exist. A collective; `begin`,
+    `verified` and errors as of `dcp.load`.
 
     Where the state lies in the arena as it did there, ranges are copied; else it is assembled from all ranks' files.
-
-    Args:
-        begin: called before the first value changes; failures before that change nothing.
-        verified: first read every file, each rank a part of them, and compare its hash with the manifest. Files that are
-            parsed are compared always.
-
     Returns the unpaged state that this rank stored; where there was no such rank, that of rank 0 without random states.
-    Raises CheckpointError on all ranks when the checkpoint is damaged (names the file) or of another model (names tensors).
     """
     with contextlib.ExitStack() as closing:
         with raise_on_all_ranks():
