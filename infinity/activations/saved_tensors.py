@@ -22,7 +22,6 @@ backward saves stays where it is, because it is used at once.
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -38,9 +37,6 @@ from infinity.activations.stores import ActivationStore, ArenaActivationStore, H
 from infinity.device import HostBuffers, device_for
 from infinity.errors import InfinityError
 from infinity.swap import SwapManager
-from infinity.units import format_bytes
-
-log = logging.getLogger("infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +71,6 @@ def make_activations(
             device, HostBuffers(device, pin=options.pin_memory, bytes_max=options.host_bytes_max)
         )
     return Activations(store, bytes_min=options.bytes_min), []
-
-
-@dataclass(frozen=True)
-class ActivationStats:
-    """Counters since the start. moved, left: tensors, and bytes of those that were moved; kept: bytes that are stored now."""
-
-    moved: int
-    moved_bytes: int
-    left: int
-    kept_bytes: int
 
 
 @dataclass(eq=False)
@@ -126,18 +112,12 @@ class Activations:
         """One for each handle that autograd let go of."""
         self._moving = False
         """Whether something is being put away, or brought back, or was when an exception came."""
-        self._next = self._moved = self._moved_bytes = self._left = 0
+        self.moved = 0
+        """Tensors that were moved since the start; each has its number of these."""
         self._drive_bytes = (0, 0)
         """As they were at the end of the last step."""
         self.step_bytes = (0, 0)
         """Bytes (read, written) that the last step's took of the drives."""
-
-    @property
-    def stats(self) -> ActivationStats:
-        """The counters."""
-        self._forget()
-        stored_bytes = sum(entry.item.nbytes for entry in self._entries.values())
-        return ActivationStats(self._moved, self._moved_bytes, self._left, stored_bytes)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -186,7 +166,6 @@ class Activations:
             self._forget()
             entry = self._find(tensor) or self._put(tensor)
             if entry is None:
-                self._left += 1
                 return tensor
             entry.handles += 1
             handle = _Handle(entry)
@@ -236,10 +215,8 @@ class Activations:
         item = self._store.try_put(flat)
         if item is None:
             return None
-        entry = _Entry(self._next, item, tensor.shape, tensor.stride())
-        self._next += 1
-        self._moved += 1
-        self._moved_bytes += item.nbytes
+        entry = _Entry(self.moved, item, tensor.shape, tensor.stride())
+        self.moved += 1
         self._entries[entry.number] = entry
         self._known[_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), entry
         return entry
@@ -256,9 +233,6 @@ class Activations:
                 self._known = {
                     key: (storage, entry) for key, (storage, entry) in self._known.items() if not storage.expired()
                 }
-
-    def __repr__(self) -> str:
-        return f"Activations({len(self._entries)} kept, of at least {format_bytes(self._bytes_min)})"
 
 
 def _key(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -7,7 +7,6 @@ when it is whole; then `DIR/latest` names it. DCP reshards on load, so another n
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -35,8 +34,6 @@ from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.files import StoredFile, open_regular, write_durably
-
-log = logging.getLogger("infinity")
 
 
 def save(
