@@ -181,10 +181,6 @@ class Cached:
     gathered_numel: int = 0
     state_numel: int = 0
 
-    def ends(self, start: int) -> tuple[int, int]:
-        """Where both end in the flat space, for a part that begins at `start`."""
-        return start + self.gathered_numel, start + self.state_numel
-
     def fields_of(self, sub: SubGroup, first: int) -> tuple[Field, ...]:
         """The fields that stay in memory of a sub-group that begins at element `first` of the part."""
         gathered = first < self.gathered_numel
@@ -268,7 +264,8 @@ def plan_layout(
         for trained, part in ((True, trained_part), (False, frozen_part)):
             held = _STATE if hold_state else ()
             keep = (cached or {}).get((space, trained), Cached())
-            for low, high in pairwise(sorted({part.start, *keep.ends(part.start), part.end})):
+            ends = {part.start, part.start + keep.gathered_numel, part.start + keep.state_numel, part.end}
+            for low, high in pairwise(sorted(ends)):
                 for start, numel in _cut(low, high, sub_group_numel_max):
                     pieces = pieces_of(part, shards, place, start, numel)
                     split = split_master and trained and itemsize > 0 and not hold_state
