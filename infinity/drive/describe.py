@@ -87,11 +87,6 @@ class Drive:
     queue: Queue
 
     @property
-    def read_only(self) -> bool:
-        """Whether it is mounted so that nobody can write."""
-        return "ro" in self.mount_options
-
-    @property
     def model(self) -> str:
         """The names of the disks, such as "2 x Samsung SSD 990 PRO 2TB"; the file system's type where there are none."""
         names = [disk.model or f"{disk.transport} disk" for disk in self.disks]
