@@ -3,7 +3,7 @@
 from infinity.store.arena import Arena, Extent, Scratch, check_free
 from infinity.store.commit import ArenaLayout
 from infinity.store.durable import DurableRun
-from infinity.store.layout import Cached, Field, Layout, Piece, Shard, SubGroup, plan_layout
+from infinity.store.layout import Cached, Field, Layout, Shard, SubGroup, plan_layout
 from infinity.store.run_folder import Folder, RunFolder
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Field",
     "Folder",
     "Layout",
-    "Piece",
     "RunFolder",
     "Scratch",
     "Shard",
