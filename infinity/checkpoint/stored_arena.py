@@ -26,8 +26,6 @@ from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, differe
 from infinity.store.files import open_regular, read_small
 from infinity.store.layout import Field, SubGroup
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 def is_arena_checkpoint(path: Path) -> bool:
     """Whether the checkpoint in this folder is one of arenas."""
@@ -81,12 +79,6 @@ class RankState:
                 raise self.damaged(error) from None
             done += count
 
-    def dtype(self, field: Field) -> torch.dtype:
-        """The dtype of a field."""
-        if field is Field.COMPUTE:
-            return _DTYPES[self.layout.compute_dtype]
-        return torch.int16 if field is Field.REMAINDER else torch.float32
-
     def read(self, parameter: int, field: Field, start: int, numel: int) -> torch.Tensor:
         """Elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
         values = torch.empty(numel, dtype=torch.float32)
@@ -102,16 +94,15 @@ class RankState:
         return values
 
     def _join(self, sub: SubGroup, first: int, out: torch.Tensor) -> None:
-        parts = {}
-        for field in (Field.COMPUTE, Field.REMAINDER):
-            parts[field] = torch.empty(out.numel(), dtype=self.dtype(field))
-            self.read_field(sub, field, parts[field], first)
+        compute = torch.empty(out.numel(), dtype=torch.bfloat16)  # others are not split
+        remainder = torch.empty(out.numel(), dtype=torch.int16)
+        self.read_field(sub, Field.COMPUTE, compute, first)
+        self.read_field(sub, Field.REMAINDER, remainder, first)
         all_ties = self.ties[sub.index]
         ties = all_ties[(all_ties >= first) & (all_ties < first + out.numel())] - first
-        join(parts[Field.COMPUTE], parts[Field.REMAINDER], ties, out=out)
+        join(compute, remainder, ties, out=out)
 
     def close(self) -> None:
-        """Close the arena file."""
         self._file.close()
 
 
@@ -232,7 +223,6 @@ class StoredArena:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
         for state in self._ranks.values():
             state.close()
 
