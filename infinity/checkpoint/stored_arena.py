@@ -7,7 +7,6 @@ by field (infinity/store/commit.py, snapshot.py).
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,15 +68,13 @@ class RankState:
     def read_field(self, sub: SubGroup, field: Field, into: torch.Tensor, start: int = 0) -> None:
         """Fill `into` (1-D, contiguous) with a field of a sub-group, from element `start` on."""
         offset = self.snapshot.field_offset(sub, field) + start * into.itemsize
-        buffer, done = into.view(torch.uint8).numpy().data, 0
-        while done < buffer.nbytes:
-            try:
-                count = os.preadv(self._file.fileno(), [buffer[done:]], offset + done)
-                if not count:
-                    raise OSError(errno.EIO, "its arena file ends too early")
-            except OSError as error:
-                raise self.damaged(error) from None
-            done += count
+        buffer = into.view(torch.uint8).numpy().data
+        try:
+            self._file.seek(offset)
+            if self._file.readinto(buffer) < buffer.nbytes:
+                raise OSError(errno.EIO, "its arena file ends too early")
+        except OSError as error:
+            raise self.damaged(error) from None
 
     def read(self, parameter: int, field: Field, start: int, numel: int) -> torch.Tensor:
         """Elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""

@@ -13,6 +13,7 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -36,7 +37,7 @@ def create_private(path: str | os.PathLike[str]) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o600), "wb")
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open an existing file for reading. Raises OSError, also where it is not a regular file (a link, a pipe)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
