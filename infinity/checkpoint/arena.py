@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint.checks import check_same_model, refusing, verify
-from infinity.checkpoint.commits import packed_ties
+from infinity.checkpoint.commits import record_of
 from infinity.checkpoint.draft import Draft, check_space, draft_of, failing_as, manifest_of
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.snapshot import Snapshot, rows_of
@@ -47,7 +47,7 @@ from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.arena_copy import Copying
-from infinity.store.commit import Commit, Record, bits
+from infinity.store.commit import Record
 from infinity.store.files import StoredFile, read_small, write_durably
 from infinity.store.layout import MOMENTS, Field
 from infinity.swap import SwapManager
@@ -305,20 +305,10 @@ def _all_agree(agrees: bool) -> bool:
 
 
 def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, unpaged_state: bytes) -> Record:
-    counts, ties = packed_ties(swap)
-    shards = swap.paged.shards
-    commit = Commit(
-        sequence=1,
-        launch=identity,
-        arena=identity,
-        step=step,
-        slots="0" * len(counts),
-        filled=bits([shard.filled for shard in shards]),
-        stepped=bits([shard.stepped for shard in shards]),
-        ties=tuple(counts),
-    )
-    layout = replace(swap.paging.arena_layout, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
-    return Record(commit, layout, ties, unpaged_state)
+    record = record_of(swap, step, unpaged_state, 1, launch=identity, arena=identity)
+    commit = replace(record.commit, slots="0" * len(snapshot.sub_groups))  # the file has one slot for each
+    layout = replace(record.layout, pattern=(0,), stripe_bytes=1, arena_bytes=snapshot.nbytes)
+    return replace(record, commit=commit, layout=layout)
 
 
 def _check_fits(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -175,24 +175,17 @@ class Commits:
         except OSError as error:  # a second flush may report success for bytes that the first has lost
             paged.health.seal(f"the flush of step {pending.step} ({error})")
             raise
-        counts, ties = packed_ties(self._swap)
-        commit = Commit(
-            sequence=self._run.sequence + 1,
-            launch=self._run.launch,
-            arena=self._run.arena,
-            step=pending.step,
-            slots=bits([sub.current_slot for sub in paged.sub_groups]),
-            filled=bits([shard.filled for shard in paged.shards]),
-            stepped=bits([shard.stepped for shard in paged.shards]),
-            ties=tuple(counts),
+        run = self._run
+        record = record_of(
+            self._swap, pending.step, pending.stored, run.sequence + 1, launch=run.launch, arena=run.arena
         )
-        record = Record(commit, self._swap.paging.arena_layout, ties, pending.stored, paged.page_sums())
+        record = replace(record, sums=paged.page_sums())
         try:
-            self._run.write(record)
+            run.write(record)
         except OSError as error:
             raise StoreError(
                 error.errno or 0,
-                f"the commit of step {pending.step} can't be written to {self._run.folders[0].path} ({error.strerror}): free "
+                f"the commit of step {pending.step} can't be written to {run.folders[0].path} ({error.strerror}): free "
                 "space there, and start again with resume=True",
             ) from None
         return record
@@ -374,11 +367,22 @@ def ties_of(record: Record, numels: Sequence[int]) -> list[torch.Tensor]:
     return all_ties
 
 
-def packed_ties(swap: SwapManager) -> tuple[list[int], bytes]:
-    """(number of ties per sub-group, all ties as the bytes of a record)."""
-    ties = [sub.ties for sub in swap.paged.sub_groups]
-    packed = torch.cat(ties).numpy().astype("<i4").tobytes() if ties else b""
-    return [part.numel() for part in ties], packed
+def record_of(swap: SwapManager, step: int, unpaged_state: bytes, sequence: int, *, launch: str, arena: str) -> Record:
+    """The record of the model as it is now, without the checksums of its pages."""
+    shards, sub_groups = swap.paged.shards, swap.paged.sub_groups
+    ties = [sub.ties for sub in sub_groups]
+    commit = Commit(
+        sequence=sequence,
+        launch=launch,
+        arena=arena,
+        step=step,
+        slots=bits([sub.current_slot for sub in sub_groups]),
+        filled=bits([shard.filled for shard in shards]),
+        stepped=bits([shard.stepped for shard in shards]),
+        ties=tuple(part.numel() for part in ties),
+    )
+    packed_ties = torch.cat(ties).numpy().astype("<i4").tobytes() if ties else b""
+    return Record(commit, swap.paging.arena_layout, packed_ties, unpaged_state)
 
 
 def unpaged_state_of(record: Record) -> dict[str, Any]:
