@@ -84,8 +84,8 @@ def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", metavar="FILE", help='write the results as JSON; "-" is standard output')
 
 
-def write_json(result: dict[str, Any], file: str) -> None:
-    """Write the results to the file of --json."""
+def write_json(result: dict[str, Any], file: str | Path) -> None:
+    """Write `result` to `file`; "-" is standard output."""
     text = json.dumps(result, indent=2) + "\n"
     if file == "-":
         sys.stdout.write(text)

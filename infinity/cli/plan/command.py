@@ -229,7 +229,7 @@ def _write(asked: argparse.Namespace, chosen: Plan) -> None:
     from infinity.schedule.timeline import trace_events
 
     if asked.write_config is not None:
-        asked.write_config.write_text(json.dumps(config_for(chosen, _nvme_path(asked)), indent=2) + "\n")
+        write_json(config_for(chosen, _nvme_path(asked)), asked.write_config)
     if asked.timeline is not None:
         asked.timeline.write_text(
             json.dumps({"traceEvents": trace_events(chosen.simulated.timeline if chosen.simulated else [])}) + "\n"
@@ -270,16 +270,12 @@ def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
         from infinity.cli.plan.here import measure_machine
 
         try:
-            machine = measure_machine(asked.here, model, samples=asked.batch, report=_progress)
+            machine = measure_machine(asked.here, model, samples=asked.batch, report=partial(print, file=sys.stderr))
         except InfinityError as error:
             raise ConfigError(f"--here: {error}") from error
     else:
         machine = _base(asked)
     return model, _with_figures(machine, asked)
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _check(asked: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.plan.estimate import Memory
 from infinity.plan.machine import Machine
 from infinity.plan.planner import Plan
 from infinity.units import format_bytes, format_count
@@ -19,7 +18,6 @@ JSON_FORMAT = 1
 """Raised when a key of the JSON report changes its meaning or goes away; new keys may come without."""
 
 _TIERS = (("device", "GPU"), ("host", "host"), ("nvme", "NVMe"))
-
 
 _WIDTH = 132
 """Characters of the tables at least, whatever the terminal: a column that is cut short says nothing."""
@@ -51,15 +49,10 @@ def print_report(plans: list[Plan], chosen: Plan | None, remedies: list[str]) ->
         )
     if chosen is None:
         console.print("[bold red]nothing that infinity can run fits this machine[/]")
-        console.print(_next_move(remedies))
+        next_move = "a smaller model, or another machine: no two changes of the arguments are enough"
+        console.print(f"next, tried and enough: {'; or '.join(remedies)}" if remedies else f"next: {next_move}")
     else:
         console.print(f"[bold green]choose: {chosen.strategy.name}[/], the fastest that fits")
-
-
-def _next_move(remedies: list[str]) -> str:
-    if not remedies:
-        return "next: a smaller model, or another machine: no two changes of the arguments are enough"
-    return f"next, tried and enough: {'; or '.join(remedies)}"
 
 
 def _about(plan: Plan) -> str:
@@ -83,11 +76,9 @@ def _table(plans: list[Plan], chosen: Plan | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("strategy", no_wrap=True)
     table.add_column("fits", no_wrap=True)
-    tiers = [tier for tier, _ in _TIERS if tier != "device" or not plans[0].machine.device_is_host]
-    for tier, title in _TIERS:
-        if tier in tiers:
-            table.add_column(f"{title} / rank", justify="right", no_wrap=True)
-    for name in ("read / step", "written", "lower bound", "step", "tokens/s", "DWPD"):
+    tiers = {tier: title for tier, title in _TIERS if tier != "device" or not plans[0].machine.device_is_host}
+    titles = [f"{title} / rank" for title in tiers.values()]
+    for name in (*titles, "read / step", "written", "lower bound", "step", "tokens/s", "DWPD"):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in plans:
         table.add_row(
@@ -233,7 +224,7 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "runs": plan.strategy.runs,
         "fits": plan.fits,
         "reasons": list(plan.reasons),
-        "memory_bytes_per_rank": _memory_as_json(plan.memory),
+        "memory_bytes_per_rank": {tier: getattr(plan.memory, tier) for tier, _ in _TIERS},
         "pinned_bytes": plan.pipeline.pinned_bytes,
         "cache_bytes": plan.cache.nbytes,
         "lower_bound_seconds": plan.lower_bound_seconds,
@@ -258,10 +249,6 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
             "limits": [{"part": part, "resource": resource, "share": share} for part, resource, share in plan.limits()],
         }
     return result
-
-
-def _memory_as_json(memory: Memory) -> dict[str, dict[str, int]]:
-    return {tier: dict(getattr(memory, tier)) for tier, _ in _TIERS}
 
 
 def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
