@@ -17,9 +17,7 @@ _AROUND = 30
 """Sizes up to so many times larger or smaller than the model are drawn."""
 
 
-def draw(
-    work: Work, machine: Machine, file: Path, *, pinned_bytes: int | None = None, cache_bytes: int | None = None
-) -> None:
+def draw(work: Work, machine: Machine, file: Path, *, pinned_bytes: int | None, cache_bytes: int | None) -> None:
     """Write the figure to `file`; its suffix says in which format."""
     asked = work.model.numel
     sizes = sorted({asked, *(size for size in _SIZES if asked / _AROUND <= size <= asked * _AROUND)})
