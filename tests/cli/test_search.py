@@ -84,7 +84,7 @@ def fits(settings: IoSettings) -> bool:
 
 def search_on(drive: ModelDrive, effort: Effort, **options: object) -> Search:
     arguments = {"backends": list(drive.backends), "fits": fits} | options
-    return Search(drive.measure, effort=effort, **arguments)  # type: ignore[arg-type]
+    return Search(measure=drive.measure, effort=effort, **arguments)  # type: ignore[arg-type]
 
 
 DRIVES: dict[str, Callable[[], ModelDrive]] = {
@@ -197,7 +197,7 @@ def test_ended_early_it_knows_what_it_has_seen() -> None:
             raise KeyboardInterrupt
         return drive.measure(workload, settings, seconds)
 
-    search = Search(measure, backends=["io_uring"], fits=fits, effort=THOROUGH)
+    search = Search(measure=measure, backends=["io_uring"], fits=fits, effort=THOROUGH)
     assert search.best("io_uring", Workload.READ) is None
     with pytest.raises(KeyboardInterrupt):
         search.run()
@@ -217,7 +217,7 @@ def test_time_left_falls_to_nothing_and_was_never_too_little(effort: Effort) -> 
         left.append((drive.seconds, search.remaining_seconds))
         return drive.measure(workload, settings, seconds)
 
-    search = Search(measure, backends=["io_uring", "threads"], fits=fits, effort=effort, rivals=[])
+    search = Search(measure=measure, backends=["io_uring", "threads"], fits=fits, effort=effort, rivals=[])
     assert search.remaining_seconds == effort.seconds(backends=2, rivals=0)
     search.run()
     assert search.remaining_seconds == pytest.approx(0, abs=1e-6)

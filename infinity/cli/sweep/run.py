@@ -105,7 +105,7 @@ class Sweep:
                 return trial
 
             search = Search(
-                measure,
+                measure=measure,
                 backends=self._backends(),
                 fits=fits,
                 effort=self._effort,

@@ -110,10 +110,11 @@ def step_bytes_per_s(read: float, mixed: float) -> float:
     return 26 / (2 / read + 24 / mixed)
 
 
+@dataclass(eq=False, kw_only=True)
 class Search:
     """The best settings of one drive.
 
-    Args:
+    Attributes:
         measure: runs one trial.
         backends: to try, and to recommend one of.
         fits: whether settings can be measured at all.
@@ -121,29 +122,18 @@ class Search:
         rivals: more "backends" that `measure` knows, such as another program: measured alike, never recommended.
     """
 
-    def __init__(
-        self,
-        measure: Measure,
-        *,
-        backends: Sequence[str],
-        fits: Callable[[IoSettings], bool],
-        effort: Effort,
-        rivals: Sequence[str] = (),
-    ) -> None:
-        self._measure = measure
-        self._backends = tuple(backends)
-        self._rivals = tuple(rivals)
-        self._fits = fits
-        self._effort = effort
+    measure: Measure
+    backends: Sequence[str]
+    fits: Callable[[IoSettings], bool]
+    effort: Effort
+    rivals: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.names = (*self.backends, *self.rivals)
         self.trials: list[Trial] = []
         self._short: _Trials = {}
         self._final: _Trials = defaultdict(list)
-        self._plan = _Plan(effort, len(backends), len(rivals))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Backends, then rivals."""
-        return self._backends + self._rivals
+        self._plan = _Plan(self.effort, len(self.backends), len(self.rivals))
 
     @property
     def remaining_seconds(self) -> float:
@@ -167,7 +157,7 @@ class Search:
 
     def fastest(self, workload: Workload) -> Standing | None:
         """The fastest of all backends that may be recommended."""
-        bests = [best for name in self._backends if (best := self.best(name, workload)) is not None]
+        bests = [best for name in self.backends if (best := self.best(name, workload)) is not None]
         return max(bests, key=lambda standing: standing.bytes_per_s, default=None)
 
     def recommended(self) -> Choice | None:
@@ -183,10 +173,10 @@ class Search:
 
     def _explore(self, name: str, workload: Workload) -> None:
         """The grid, then single steps from its best point until none helps."""
-        for block in self._effort.grid_blocks:
-            for depth in self._effort.grid_depths:
+        for block in self.effort.grid_blocks:
+            for depth in self.effort.grid_depths:
                 self._try(workload, IoSettings(name, block, depth))
-        tried_until = len(self.trials) + self._effort.steps
+        tried_until = len(self.trials) + self.effort.steps
         move: str | None = ""
         while move is not None:
             move = self._step(name, workload, tried_until, first=move)
@@ -218,7 +208,7 @@ class Search:
                 rings=_next(RINGS, settings.rings, rings),
             )
 
-        mixes = MIX_MODES if workload is Workload.MIXED and settings.backend not in self._rivals else ()
+        mixes = MIX_MODES if workload is Workload.MIXED and settings.backend not in self.rivals else ()
         moves = {f"mix {mix}": replace(settings, mix=mix) for mix in mixes} | {
             "deeper": moved(depth=1),
             "larger blocks": moved(block=1),
@@ -234,14 +224,14 @@ class Search:
     def _try(self, workload: Workload, settings: IoSettings) -> float | None:
         """A short trial, unless it was done before; bytes per second, or None for what can't be measured."""
         settings = _as_tried(workload, settings)
-        if not self._fits(settings):
+        if not self.fits(settings):
             return None
         if (workload, settings) not in self._short:
-            self._short[workload, settings] = [self._record(workload, settings, self._effort.trial_seconds)]
+            self._short[workload, settings] = [self._record(workload, settings, self.effort.trial_seconds)]
         return self._short[workload, settings][0].bytes_per_s
 
     def _record(self, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
-        trial = self._measure(workload, settings, seconds)
+        trial = self.measure(workload, settings, seconds)
         self.trials.append(trial)
         self._plan.take(seconds)
         return trial
@@ -250,38 +240,38 @@ class Search:
 
     def _candidates(self) -> list[IoSettings]:
         """Settings that may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
-        candidates = [default_settings(self._backends[0])]
-        for name in self._backends:
+        candidates = [default_settings(self.backends[0])]
+        for name in self.backends:
             mixed = self.best(name, Workload.MIXED)
             for workload in Workload:
                 ranked = self._ranked(name, workload)
-                chosen = [standing.settings for standing in ranked[: self._effort.candidates]]
+                chosen = [standing.settings for standing in ranked[: self.effort.candidates]]
                 good = [standing for standing in ranked if standing.bytes_per_s >= _AS_GOOD * ranked[0].bytes_per_s]
                 chosen += [min(good, key=lambda standing: _cost(standing.settings)).settings] if good else []
                 if workload is not Workload.MIXED and mixed is not None:
                     chosen = [replace(settings, mix=mixed.settings.mix) for settings in chosen]
                 candidates += chosen
-        return list(dict.fromkeys(settings for settings in candidates if self._fits(settings)))
+        return list(dict.fromkeys(settings for settings in candidates if self.fits(settings)))
 
     def _run_finals(self) -> None:
         """Rounds over the finalists, forwards and backwards in turn, so that a drive that slows down affects all alike."""
         entries = self._final_entries()
         self._plan.know_finals(len(entries))
-        for number in range(self._effort.rounds):
+        for number in range(self.effort.rounds):
             for workload, settings in entries if number % 2 == 0 else reversed(entries):
-                trial = self._record(workload, settings, self._effort.round_seconds)
+                trial = self._record(workload, settings, self.effort.round_seconds)
                 self._final[workload, settings].append(trial)
 
     def _final_entries(self) -> list[tuple[Workload, IoSettings]]:
         choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
-        chosen = [choice.settings for choice in choices[: self._effort.finalists - 1]]
+        chosen = [choice.settings for choice in choices[: self.effort.finalists - 1]]
         chosen += [prefer(choices).settings] if choices else []
-        chosen += [choice.settings for choice in choices if choice.settings == default_settings(self._backends[0])]
+        chosen += [choice.settings for choice in choices if choice.settings == default_settings(self.backends[0])]
         entries = []
         for workload in Workload:
             entries += [(workload, _as_tried(workload, settings)) for settings in chosen]
             for name in self.names:
-                ranked = self._ranked(name, workload)[: 2 if name in self._rivals else 1]
+                ranked = self._ranked(name, workload)[: 2 if name in self.rivals else 1]
                 entries += [(workload, standing.settings) for standing in ranked]
         return list(dict.fromkeys(entries))
 
@@ -299,7 +289,7 @@ class Search:
         standings = {(workload, settings): _standing(settings, done) for (workload, settings), done in trials.items()}
         choices = []
         for (workload, settings), mixed in standings.items():
-            if workload is not Workload.MIXED or settings.backend in self._rivals:
+            if workload is not Workload.MIXED or settings.backend in self.rivals:
                 continue
             one_way = _as_tried(Workload.READ, settings)
             read, write = standings.get((Workload.READ, one_way)), standings.get((Workload.WRITE, one_way))
