@@ -24,26 +24,26 @@ def run_program(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
         signal.signal(number, _end)
     try:
         code = run(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        _flush()
         return code
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except (InfinityError, OSError) as error:
-        _flush_or_drop_stdout()
+        try:
+            _flush()
+        except OSError:  # to /dev/null: the interpreter flushes it once more at exit, which must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # the reader of our output has closed it, as `| head` does
             return 128 + signal.SIGPIPE
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
 
 
-def _flush_or_drop_stdout() -> None:
-    """Flush stdout, or point it to /dev/null: the interpreter flushes it once more at exit, which must not fail again."""
-    try:
+def _flush() -> None:
+    """Write what stdout holds, unless the program was started without one."""
+    if sys.stdout is not None:
         sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(number: int, _frame: FrameType | None) -> None:
