@@ -13,7 +13,7 @@ from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.transformer import Transformer
 from infinity.schedule import pinned
 from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, bytes_on_drive
-from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill, spilled_bytes
+from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill
 from infinity.schedule.residency import choose_resident
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update, state_bytes
 from infinity.units import GIB, PAGE_BYTES, align_up
@@ -391,10 +391,9 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     if not strategy.uses_nvme:
         return 0, 0
     whole = Part(work.shard_numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")
-    moved = step_bytes(whole, work.scheme)
-    spilled = spilled_bytes(sum(work.gradients_that_spill(strategy)), work.micro_batches)
-    saved = work.micro_batches * sum(work.saved_on_drive)
-    return moved[0] + spilled[0] + saved, moved[1] + spilled[1] + saved
+    read, written = step_bytes(whole, work.scheme)
+    to_and_fro = work.micro_batches * (sum(work.gradients_that_spill(strategy)) + sum(work.saved_on_drive))
+    return read + to_and_fro, written + to_and_fro
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,3 @@ def groups_that_spill(gradient_bytes: Sequence[int], host_bytes_max: int | None)
         else:
             left -= nbytes
     return spilled
-
-
-def spilled_bytes(gradient_bytes: int, micro_batches: int) -> tuple[int, int]:
-    """Bytes (read, written) of a step for gradients of so many bytes that spill."""
-    return gradient_bytes * micro_batches, gradient_bytes * micro_batches

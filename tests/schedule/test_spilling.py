@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.gradients import gradient_itemsize, groups_that_spill, spilled_bytes
+from infinity.schedule.gradients import gradient_itemsize, groups_that_spill
 
 
 @given(st.lists(st.integers(0, 100), max_size=12), st.integers(0, 600))
@@ -31,7 +31,3 @@ def test_sixteen_bits_are_kept_only_where_they_hold_all_of_a_gradient() -> None:
     assert gradient_itemsize(**{**exact, "micro_batches": 2}) == 4  # and so has one over micro-batches
     assert gradient_itemsize(**{**exact, "micro_batches": 2, "reduced_in_16_bits": True}) == 4
     assert gradient_itemsize(**{**exact, "computed_in_16_bits": False}) == 4
-
-
-def test_a_sum_over_micro_batches_goes_to_and_fro_with_each() -> None:
-    assert spilled_bytes(100, 3) == (300, 300)
