@@ -20,9 +20,9 @@ from infinity.fsdp2.sharding import local_of
 from infinity.plan.lower_bound import step_lower_bound_seconds
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.gradient_norm import Scalar
+from infinity.runtime.in_memory import Storage
 from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.observe import StepMeter
-from infinity.runtime.offload import Offload
 from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
 from infinity.runtime.shard import compute_device
@@ -48,7 +48,7 @@ class DeepSpeedSurface:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     _resolved: Resolved
-    _offload: Offload
+    _storage: Storage
     _progress: Progress
     _loss_scale: LossScale
     _checkpoints: Checkpoints
@@ -183,7 +183,7 @@ class DeepSpeedSurface:
 
     def swap_stats(self) -> SwapStats | None:
         """Counters of the swap manager since the start; None where nothing rests on NVMe."""
-        return self._offload.stats()
+        return self._storage.stats()
 
     @property
     def gradient_bytes(self) -> int:
@@ -191,7 +191,7 @@ class DeepSpeedSurface:
         shown = (p.grad for group in self.optimizer.param_groups for p in group["params"])
         local = (local_of(grad) for grad in shown if grad is not None)
         in_grad = sum(grad.nbytes for grad in local if not isinstance(grad, TakenGradient))
-        return self._offload.waiting_gradient_bytes + in_grad
+        return self._storage.gradients.held_bytes + in_grad
 
     # What a step took.
 
@@ -212,14 +212,14 @@ class DeepSpeedSurface:
     @property
     def timeline(self) -> Timeline | None:
         """Where a trace is noted; None while none runs."""
-        return self._offload.timeline
+        return self._storage.timeline
 
     def start_trace(self) -> None:
         """Note from now on what this rank's training thread and drives do when, until `stop_trace`: see docs/timeline.md.
 
         Waits until the drives rest. Raises InfinityError when a trace runs already, or where nothing rests on NVMe.
         """
-        self._offload.start_trace()
+        self._storage.start_trace()
 
     def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
         """End the trace, once the drives rest, and return its figures.
@@ -227,7 +227,7 @@ class DeepSpeedSurface:
         `path`: gets the events of this rank as JSON, for ui.perfetto.dev or chrome://tracing. Raises InfinityError when no
         trace runs, OSError when the file can't be written.
         """
-        return self._offload.stop_trace(path)
+        return self._storage.stop_trace(path)
 
     def step_lower_bound_seconds(
         self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float
@@ -238,7 +238,7 @@ class DeepSpeedSurface:
         with what saved activations moved in the last one.
         """
         gathers = self.live.gathers if self.live is not None else None
-        read, written = self._offload.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
+        read, written = self._storage.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
         saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
         return step_lower_bound_seconds(
             read_bytes=read + saved_read,

@@ -31,14 +31,15 @@ from infinity.runtime.engine_state import EngineState
 from infinity.runtime.flops import make_flops_profile
 from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
+from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.observe import EngineStats, StepMeter
-from infinity.runtime.offload import Offload
 from infinity.runtime.pass_guard import Pass, PassGuard
 from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
 from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
+from infinity.swap import SwapManager
 from infinity.swap.timeline import measured
 
 log = logging.getLogger("infinity")
@@ -60,7 +61,10 @@ class Engine(DeepSpeedSurface):
         training_dataloader: Any,
         config: Config,
         resolved: Resolved,
-        offload: Offload,
+        swap: SwapManager | None,
+        storage: Storage,
+        updater: Updater,
+        commits: AnyCommits,
         live: LiveParameters | None,
         activations: Activations | None,
         routes: Routes | None,
@@ -72,10 +76,10 @@ class Engine(DeepSpeedSurface):
         self.training_dataloader = training_dataloader
         self.config = config
         self._resolved = resolved
-        self._offload = offload
-        self.swap = offload.swap
+        self.swap = swap
         """The swap manager that holds the model; None where nothing rests on NVMe."""
-        self.health = offload.health
+        self._storage, self._updater, self._commits = storage, updater, commits
+        self.health = storage.paged.health
         """Whether the values are those of one step, and may be used."""
         self.activations = activations
         """What keeps saved activations elsewhere until their backward; None where they stay."""
@@ -103,13 +107,15 @@ class Engine(DeepSpeedSurface):
         self._on_close = on_close
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
-        self._guard = PassGuard(module, optimizer, offload, activations, routes, self._progress)
+        self._guard = PassGuard(module, optimizer, storage, updater, commits, activations, routes, self._progress)
         hyperparameters = Hyperparameters(optimizer, lr_scheduler, resolved.resume_hyperparameters)
         self._state = EngineState(
-            module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, offload, self._progress
+            module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, storage, updater, self._progress
         )
-        self._checkpoints = Checkpoints(module, optimizer, offload, self._state, self._guard, peers, resolved)
-        self._meter = StepMeter(offload.stats)
+        self._checkpoints = Checkpoints(
+            module, optimizer, swap, updater, commits, self._state, self._guard, peers, resolved
+        )
+        self._meter = StepMeter(storage.stats)
         module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,12 +165,12 @@ class Engine(DeepSpeedSurface):
         divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
         with self._guard.around(Pass.BACKWARD):
-            if self._offload.updates_in_backward:
-                self._offload.commit()
-            self._offload.hide_taken()
+            if self._storage.update_at == "backward":
+                self._commits.make()
+            self._updater.hide_taken()
             scaled.backward(retain_graph=retain_graph)
             self._progress.micro_steps += 1
-            self._offload.show_taken()
+            self._updater.show_taken()
         return divided
 
     @as_pass
@@ -181,16 +187,16 @@ class Engine(DeepSpeedSurface):
         self._guard.settle()
         self.health.check_not_torn()
         self._guard.check_gradients_whole()
-        self._offload.hide_taken()
-        with self._guard.around(Pass.STEP), self._offload.alone():
-            self._offload.check_storable(self.client_state)
-            self._offload.commit()
+        self._updater.hide_taken()
+        with self._guard.around(Pass.STEP), self._storage.alone():
+            self._commits.check_storable(self.client_state)
+            self._commits.make()
             self._checkpoints.finish_if_copied()
             reshard(self.module)  # what an evaluation left would be stale after the step, and hides the gradients
             with measured(self.timeline, "gradients", "norm of the gradients"):
                 factor = self._gradient_factor()
             if factor is not None:
-                self._offload.prepare(factor)
+                self._updater.prepare(factor)
             with self.health.change("an optimizer step"):
                 self._change_values(factor)
         if self.activations is not None:
@@ -198,29 +204,29 @@ class Engine(DeepSpeedSurface):
         self._note_commit()
         self._report_step()
 
-    def _gradient_factor(self) -> Scalar | None:
-        """What gradients are multiplied by in this step; None where they overflowed. Notes their norm."""
+    def _gradient_factor(self) -> Any:
+        """`GradientFactor.factor` of this step. Notes the gradients' norm."""
         gradients = gradient_factor(
-            scaled_norm(self.module.parameters(), self._offload.take_gradients()),
+            scaled_norm(self.module.parameters(), self._updater.take_gradients()),
             loss_scale=self.cur_scale,
             clipping=self.gradient_clipping(),
             may_overflow=self._loss_scale.may_overflow,
-            known_on_host=self._offload.on_host,
+            known_on_host=self._resolved.swap is not None,
         )
         self._grad_norm = gradients.norm
         return gradients.factor
 
-    def _change_values(self, factor: Scalar | None) -> None:
+    def _change_values(self, factor: Any) -> None:
         """All that a step changes, with the gradients multiplied by `factor` (None: they overflowed, nothing is updated)."""
         self._applied = factor is not None
         if self._loss_scale.may_overflow:
             self._note_overflow(factor is None)
         if factor is not None:
-            self._offload.apply(factor)
+            self._updater.step(grad_scale=factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
         else:
-            self._offload.skip()
+            self._updater.skip()
         self._guard.drop_gradients()
         self._progress.end_step()
 
@@ -251,7 +257,7 @@ class Engine(DeepSpeedSurface):
 
         Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
         """
-        if not is_boundary and self._offload.updates_in_backward:
+        if not is_boundary and self._storage.update_at == "backward":
             raise ConfigError(
                 'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
                 "gradient_accumulation_steps"
@@ -268,7 +274,7 @@ class Engine(DeepSpeedSurface):
         between a `backward` and its `step`, where something of `client_state` can't be stored, and where what is to be
         committed couldn't be gone on from; and what a failing write raises. On all ranks when on one; the commit before stays.
         """
-        if not self._offload.is_durable:
+        if self._resolved.run_name is None:
             raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
         self.peers.check()
         with raise_on_all_ranks():
@@ -280,11 +286,11 @@ class Engine(DeepSpeedSurface):
         except BaseException:
             self.client_state = before
             raise
-        self._offload.commit()
+        self._commits.make()
 
     def _note_commit(self) -> None:
         unpaged_state = partial(self._state.capture_unpaged, self.client_state)
-        self._offload.note_commit(self.global_steps, self._state.training, unpaged_state)
+        self._commits.note(self.global_steps, self._state.training, unpaged_state)
 
     def resume(self, unpaged_state: dict[str, Any]) -> None:
         """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""
@@ -348,7 +354,7 @@ class Engine(DeepSpeedSurface):
                 "that initialize(weights=...) reads"
             )
         loaded = self._checkpoints.load(load_dir, tag, schedule=load_lr_scheduler_states, verify=verify)
-        if self._offload.is_durable:
+        if self._resolved.run_name is not None:
             self.commit(loaded[1])
         return loaded
 
@@ -366,7 +372,7 @@ class Engine(DeepSpeedSurface):
         self._closed = True
         with contextlib.ExitStack() as last:  # each of these runs, whatever those after it in this list raise
             last.callback(self._on_close)
-            last.callback(self._offload.close)
+            last.callback(self._storage.close)
             if self.activations is not None:
                 last.callback(self.activations.close)
             last.callback(self._checkpoints.finish_alone)
@@ -375,7 +381,7 @@ class Engine(DeepSpeedSurface):
                 self.peers.leave("a close after an error", self.standing)
             elif not self.peers.parted:
                 with self.peers.in_pass("a close", self.standing):
-                    self._offload.commit()
+                    self._commits.make()
                     self.finish_checkpoint()
                 if self.flops_profile is not None:
                     self.flops_profile.tell_unused(self.global_steps)

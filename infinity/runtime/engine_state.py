@@ -16,8 +16,8 @@ from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.runtime.hyperparameters import Hyperparameters
+from infinity.runtime.in_memory import Storage, Updater
 from infinity.runtime.loss_scale import LossScale
-from infinity.runtime.offload import Offload
 from infinity.runtime.progress import Progress
 
 
@@ -35,14 +35,15 @@ class EngineState:
         lr_scheduler: Any,
         loss_scale: LossScale,
         hyperparameters: Hyperparameters,
-        offload: Offload,
+        storage: Storage,
+        updater: Updater,
         progress: Progress,
     ) -> None:
         self._module, self._optimizer = module, optimizer
         self.lr_scheduler = lr_scheduler
         """The schedule that `step` steps, or None; a trainer may set its own after the engine was made."""
         self._loss_scale, self._hyperparameters = loss_scale, hyperparameters
-        self._offload, self._progress = offload, progress
+        self._storage, self._updater, self._progress = storage, updater, progress
 
     def capture_training(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """The training state, as it is now."""
@@ -98,12 +99,13 @@ class EngineState:
 
         Raises CheckpointError where they are of another training.
         """
-        check_unpaged_state(unpaged_state, self.training(), self._offload.names_with_moments)
+        with_moments = {shard.name for shard in self._storage.paged.shards if shard.stepped}
+        check_unpaged_state(unpaged_state, self.training(), with_moments)
         for group, saved in zip(self._optimizer.param_groups, unpaged_state["param_groups"], strict=True):
             group.update(saved)
         steps = unpaged_state["steps"]
         names = parameter_names(self._module)
-        self._offload.restore_steps({p: steps[all_names[0]] for p, all_names in names.items() if all_names[0] in steps})
+        self._updater.restore_steps({p: steps[all_names[0]] for p, all_names in names.items() if all_names[0] in steps})
         with torch.no_grad():
             for buffer, all_names in buffer_names(self._module, persistent=True).items():
                 buffer.copy_(unpaged_state["buffers"][all_names[0]])
@@ -111,4 +113,4 @@ class EngineState:
     def training(self) -> Training:
         """What a commit or an arena checkpoint must fit to be gone on from."""
         shapes = {names[0]: tuple(b.shape) for b, names in buffer_names(self._module, persistent=True).items()}
-        return Training(len(self._optimizer.param_groups), shapes, self._offload.counts_steps)
+        return Training(len(self._optimizer.param_groups), shapes, self._updater.counts_steps)

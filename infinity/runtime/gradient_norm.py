@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,12 @@ class GradientFactor:
     """What a step does to the gradients.
 
     norm: of the whole gradient over all ranks, with the loss scale undone, before clipping.
-    factor: what gradients are multiplied by; None where they overflowed, and the step must be skipped.
+    factor: what gradients are multiplied by, a `Scalar`, and a number where it was to be known on the host; None where they
+        overflowed, and the step must be skipped.
     """
 
     norm: Scalar
-    factor: Scalar | None
+    factor: Any
 
 
 def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
@@ -60,6 +62,7 @@ def gradient_factor(
     if clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
         factor = torch.clamp(clipping / (norm + 1e-6), max=1.0) * unscale
     if not may_overflow and not (known_on_host and isinstance(factor, torch.Tensor)):
+        assert isinstance(factor, float) or not known_on_host
         return GradientFactor(norm, factor)
     norm_value, factor_value = torch.stack([norm, torch.as_tensor(factor, device=norm.device)]).tolist()
     overflow = may_overflow and not math.isfinite(norm_value)

@@ -30,7 +30,7 @@ from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
-from infinity.runtime.offload import make_offload
+from infinity.runtime.in_memory import InMemory, NoCommits, Storage, Updater
 from infinity.runtime.optimizers import (
     OptimizerOptions,
     make_early,
@@ -43,7 +43,7 @@ from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import Resolved, SwapOptions, report_config, resolve
 from infinity.runtime.shard import compute_device, make_mesh, make_peers, shard_model
 from infinity.store import DurableRun
-from infinity.swap import SwapManager
+from infinity.swap import PagedOptimizer, SwapManager
 
 log = logging.getLogger("infinity")
 
@@ -146,7 +146,13 @@ def initialize(
             made = make_optimizer(model, optimizer_options, optimizer, groups, swap, stepper)
             schedule = make_schedule(optimizer_options, lr_scheduler, made, optimizer)
             loader = _make_loader(training_data, resolved, collate_fn)
-        commits = Commits(run, swap) if run is not None and swap is not None else None
+        updater: Updater
+        storage: Storage
+        if swap is not None:
+            assert isinstance(made, PagedOptimizer)
+            updater, storage = made, swap
+        else:
+            updater = storage = InMemory(model, made)
         engine = Engine(
             module=model,
             optimizer=made,
@@ -154,7 +160,10 @@ def initialize(
             training_dataloader=loader,
             config=settled,
             resolved=resolved,
-            offload=make_offload(model, made, swap, commits),
+            swap=swap,
+            storage=storage,
+            updater=updater,
+            commits=Commits(run, swap) if run is not None and swap is not None else NoCommits(),
             live=live,
             activations=activations,
             routes=routes,
