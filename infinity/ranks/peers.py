@@ -29,7 +29,6 @@ before its results are used, and by the watcher while one takes long. It costs t
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -38,7 +37,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -58,9 +56,6 @@ _NOBODY = -1
 """The rank of a cause that is not one rank's error."""
 _numbers = itertools.count()
 """Of the engines of this process: alike on all ranks, which make the same ones in the same order."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -308,24 +303,3 @@ class Peers:
 def _can_abort(group: dist.ProcessGroup) -> bool:
     """Whether operations of the group that wait are ended by `abort`; gloo's are not."""
     return "nccl" in str(dist.get_backend_config(group))
-
-
-class HasPeers(Protocol):
-    peers: Peers
-
-    def standing(self) -> list[str]: ...
-
-
-H = TypeVar("H", bound=HasPeers)
-
-
-def as_pass(does: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """A method that is a pass of its object's peers."""
-    pass_name = f"a {does.__name__}"
-
-    @functools.wraps(does)
-    def doing(self: H, /, *arguments: P.args, **named: P.kwargs) -> T:
-        with self.peers.in_pass(pass_name, self.standing):
-            return does(self, *arguments, **named)
-
-    return doing

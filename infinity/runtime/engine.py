@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import local_of, reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.ranks.peers import Peers, as_pass
+from infinity.ranks.peers import Peers
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.deepspeed_surface import DeepSpeedSurface
 from infinity.runtime.engine_state import EngineState
@@ -37,7 +37,6 @@ from infinity.runtime.observe import EngineStats, StepMeter
 from infinity.runtime.pass_guard import Pass, PassGuard
 from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
-from infinity.runtime.timing import timed, timing
 from infinity.runtime.wall_clock import WallClock
 from infinity.swap import SwapManager
 from infinity.swap.timeline import measured
@@ -121,10 +120,6 @@ class Engine(DeepSpeedSurface):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
-    def standing(self) -> list[str]:
-        """For its peers: where this rank stands after an error."""
-        return self._guard.standing()
-
     # A step.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,11 +137,12 @@ class Engine(DeepSpeedSurface):
         explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
         name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
         around = self._guard.around(Pass.FORWARD)
-        with self.peers.in_pass(name, self.standing), around, timing(self, "fwd"), saving, explained:
+        with self._in_pass(name), around, _timing(self, "fwd"), saving, explained:
             yield
 
-    @as_pass
-    @timed("bwd")
+    def _in_pass(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.peers.in_pass(name, self._guard.standing)
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
         unless `scale_wrt_gas` is False.
@@ -155,26 +151,25 @@ class Engine(DeepSpeedSurface):
         fp16 they are `cur_scale` times as large until `step`. Raises ConfigError when a parameter was unfrozen since
         `initialize`: nothing would train it.
         """
-        if loss.numel() != 1:
-            raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
-        _check_none_unfrozen(self.module, self._frozen)
-        self._guard.settle()
-        self._guard.check_gradients_whole()
-        if self.live is not None:
-            self.live.begin_backward(last=self._progress.ends_a_step(self._progress.micro_steps + 1))
-        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
-        with self._guard.around(Pass.BACKWARD):
-            if self._storage.update_at == "backward":
-                self._commits.make()
-            self._updater.hide_taken()
-            scaled.backward(retain_graph=retain_graph)
-            self._progress.micro_steps += 1
-            self._updater.show_taken()
-        return divided
+        with self._in_pass("a backward"), _timing(self, "bwd"):
+            if loss.numel() != 1:
+                raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+            _check_none_unfrozen(self.module, self._frozen)
+            self._guard.settle()
+            self._guard.check_gradients_whole()
+            if self.live is not None:
+                self.live.begin_backward(last=self._progress.ends_a_step(self._progress.micro_steps + 1))
+            divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+            scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
+            with self._guard.around(Pass.BACKWARD):
+                if self._storage.update_at == "backward":
+                    self._commits.make()
+                self._updater.hide_taken()
+                scaled.backward(retain_graph=retain_graph)
+                self._progress.micro_steps += 1
+                self._updater.show_taken()
+            return divided
 
-    @as_pass
-    @timed("step")
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
 
@@ -182,27 +177,28 @@ class Engine(DeepSpeedSurface):
         counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
         A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
         """
-        if not self.is_gradient_accumulation_boundary():
-            return
-        self._guard.settle()
-        self.health.check_not_torn()
-        self._guard.check_gradients_whole()
-        self._updater.hide_taken()
-        with self._guard.around(Pass.STEP), self._storage.alone():
-            self._commits.check_storable(self.client_state)
-            self._commits.make()
-            self._checkpoints.finish_if_copied()
-            reshard(self.module)  # what an evaluation left would be stale after the step, and hides the gradients
-            with measured(self.timeline, "gradients", "norm of the gradients"):
-                factor = self._gradient_factor()
-            if factor is not None:
-                self._updater.prepare(factor)
-            with self.health.change("an optimizer step"):
-                self._change_values(factor)
-        if self.activations is not None:
-            self.activations.end_step()
-        self._note_commit()
-        self._report_step()
+        with self._in_pass("a step"), _timing(self, "step"):
+            if not self.is_gradient_accumulation_boundary():
+                return
+            self._guard.settle()
+            self.health.check_not_torn()
+            self._guard.check_gradients_whole()
+            self._updater.hide_taken()
+            with self._guard.around(Pass.STEP), self._storage.alone():
+                self._commits.check_storable(self.client_state)
+                self._commits.make()
+                self._checkpoints.finish_if_copied()
+                reshard(self.module)  # what an evaluation left would be stale after the step, and hides the gradients
+                with measured(self.timeline, "gradients", "norm of the gradients"):
+                    factor = self._gradient_factor()
+                if factor is not None:
+                    self._updater.prepare(factor)
+                with self.health.change("an optimizer step"):
+                    self._change_values(factor)
+            if self.activations is not None:
+                self.activations.end_step()
+            self._note_commit()
+            self._report_step()
 
     def _gradient_factor(self) -> Any:
         """`GradientFactor.factor` of this step. Notes the gradients' norm."""
@@ -266,7 +262,6 @@ class Engine(DeepSpeedSurface):
 
     # Commits and checkpoints.
 
-    @as_pass
     def commit(self, client_state: dict[str, Any] | None = None) -> None:
         """Commit now, with all that was done since the last step, instead of when the next step begins. A collective.
 
@@ -274,19 +269,22 @@ class Engine(DeepSpeedSurface):
         between a `backward` and its `step`, where something of `client_state` can't be stored, and where what is to be
         committed couldn't be gone on from; and what a failing write raises. On all ranks when on one; the commit before stays.
         """
-        if self._resolved.run_name is None:
-            raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
-        self.peers.check()
-        with raise_on_all_ranks():
-            self._guard.check_between_steps()
-            self._guard.check_whole()
-        before, self.client_state = self.client_state, self.client_state if client_state is None else client_state
-        try:
-            self._note_commit()
-        except BaseException:
-            self.client_state = before
-            raise
-        self._commits.make()
+        with self._in_pass("a commit"):
+            if self._resolved.run_name is None:
+                raise ConfigError(
+                    'commit() needs infinity.durability "step" in the config: else nothing of a run stays'
+                )
+            self.peers.check()
+            with raise_on_all_ranks():
+                self._guard.check_between_steps()
+                self._guard.check_whole()
+            before, self.client_state = self.client_state, self.client_state if client_state is None else client_state
+            try:
+                self._note_commit()
+            except BaseException:
+                self.client_state = before
+                raise
+            self._commits.make()
 
     def _note_commit(self) -> None:
         unpaged_state = partial(self._state.capture_unpaged, self.client_state)
@@ -298,7 +296,6 @@ class Engine(DeepSpeedSurface):
         self._state.restore_training(unpaged_state)
         self.client_state = unpaged_state["client_state"]
 
-    @as_pass
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -319,8 +316,9 @@ class Engine(DeepSpeedSurface):
         stays. ConfigError for "arena" where nothing rests on NVMe. `save_latest` and `exclude_frozen_parameters` are accepted:
         the latest is always named, and frozen parameters are always stored.
         """
-        self._checkpoints.save(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, format)
-        return True
+        with self._in_pass("a save_checkpoint"):
+            self._checkpoints.save(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, format)
+            return True
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint that `save_checkpoint` began to write is there, if one is on its way. A collective.
@@ -329,7 +327,6 @@ class Engine(DeepSpeedSurface):
         """
         self._checkpoints.finish()
 
-    @as_pass
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -348,15 +345,16 @@ class Engine(DeepSpeedSurface):
         Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model. The model
         always fits strictly, and comes with the optimizer's state: what else is asked for is refused with ConfigError.
         """
-        if load_module_only or not load_optimizer_states:
-            raise ConfigError(
-                "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes files "
-                "that initialize(weights=...) reads"
-            )
-        loaded = self._checkpoints.load(load_dir, tag, schedule=load_lr_scheduler_states, verify=verify)
-        if self._resolved.run_name is not None:
-            self.commit(loaded[1])
-        return loaded
+        with self._in_pass("a load_checkpoint"):
+            if load_module_only or not load_optimizer_states:
+                raise ConfigError(
+                    "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes "
+                    "files that initialize(weights=...) reads"
+                )
+            loaded = self._checkpoints.load(load_dir, tag, schedule=load_lr_scheduler_states, verify=verify)
+            if self._resolved.run_name is not None:
+                self.commit(loaded[1])
+            return loaded
 
     # The end.
 
@@ -378,9 +376,9 @@ class Engine(DeepSpeedSurface):
             last.callback(self._checkpoints.finish_alone)
             last.callback(self.peers.close)
             if sys.exc_info()[0] is not None:
-                self.peers.leave("a close after an error", self.standing)
+                self.peers.leave("a close after an error", self._guard.standing)
             elif not self.peers.parted:
-                with self.peers.in_pass("a close", self.standing):
+                with self._in_pass("a close"):
                     self._commits.make()
                     self.finish_checkpoint()
                 if self.flops_profile is not None:
@@ -393,6 +391,23 @@ class Engine(DeepSpeedSurface):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _timing(engine: Engine, part: Literal["fwd", "bwd", "step"]) -> Iterator[None]:
+    """Count what happens in the block for `part`, wherever that is wanted; tell when a step ends."""
+    steps, clock, profile = engine.global_steps, engine.wall_clock, engine.flops_profile
+    with (
+        measured(engine.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
+        clock.measure(part) if clock is not None else contextlib.nullcontext(),
+        profile.measure(part, steps) if profile is not None else contextlib.nullcontext(),
+    ):
+        yield
+    stepped = engine.global_steps > steps
+    if clock is not None and part == "step":
+        clock.report(stepped=stepped)
+    if profile is not None and stepped and profile.report():
+        engine.flops_profile = None  # told once
 
 
 def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:
