@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -61,7 +60,8 @@ class DeepSpeedSurface:
     # The module.
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine doesn't have, the model may: `engine.generate(...)`."""
+        """What the engine doesn't have, the model may: `engine.parameters()` (the sharded fp32 masters), `engine.training`,
+        `engine.state_dict()` (the masters, read from NVMe when they are used), `engine.generate(...)`."""
         if "module" not in self.__dict__:  # not made yet
             raise AttributeError(name)
         return getattr(self.module, name)
@@ -74,23 +74,6 @@ class DeepSpeedSurface:
     def eval(self: E) -> E:
         """Evaluation mode."""
         return self.train(False)
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return self.module.training
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The sharded parameters (fp32 masters)."""
-        return self.module.parameters()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The sharded parameters with the module's names for them."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's: sharded masters, read from NVMe when they are used."""
-        return self.module.state_dict(*args, **kwargs)
 
     # The config.
 
@@ -172,10 +155,7 @@ class DeepSpeedSurface:
         """The factor on the loss in the coming backward passes; 1 without fp16."""
         return self._loss_scale.scale
 
-    @property
-    def loss_scale(self) -> float:
-        """Another name of `cur_scale`."""
-        return self.cur_scale
+    loss_scale = cur_scale
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
