@@ -53,7 +53,7 @@ class Checkpoints:
         """`Engine.save_checkpoint`."""
         if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
             raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
-        form = form or self._options.checkpoint_format
+        form = form or self._options.config.infinity.checkpoint_format
         swap = self._swap
         if form not in ("dcp", "arena"):
             raise ConfigError(f'a checkpoint\'s format is "dcp" or "arena", got {form!r}')
@@ -69,7 +69,7 @@ class Checkpoints:
             self._guard.check_whole()
         self._updater.init_state()
         self._commits.make()
-        keep = self._options.checkpoint_keep
+        keep = self._options.config.infinity.checkpoint_keep
         if form == "arena" and swap is not None:
             with raise_on_all_ranks():
                 unpaged_state = self._state.capture_unpaged(client_state)

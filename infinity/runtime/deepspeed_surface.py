@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.activations.saved_tensors import Activations
+from infinity.config import Config
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.sharding import local_of
 from infinity.plan.lower_bound import step_lower_bound_seconds
@@ -46,6 +47,7 @@ class DeepSpeedSurface:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    config: Config
     _resolved: Resolved
     _storage: Storage
     _progress: Progress
@@ -79,24 +81,24 @@ class DeepSpeedSurface:
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per step."""
-        return self._resolved.batch.accumulation
+        return self.config.batch.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per micro-batch and rank."""
-        return self._resolved.batch.micro
+        return self.config.batch.micro
 
     def train_batch_size(self) -> int:
         """Samples per step over all ranks."""
-        return self._resolved.batch.train
+        return self.config.batch.train
 
     def zero_optimization_stage(self) -> int:
         """The config's, 0 to 3."""
-        return self._resolved.stage
+        return self.config.zero_optimization.stage
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether a trainer that saves the model may gather it whole on rank 0: the config's
         `stage3_gather_16bit_weights_on_model_save`."""
-        return self._resolved.gather_16bit_weights_on_model_save
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def fp16_enabled(self) -> bool:
         """Whether compute is in fp16."""
@@ -108,7 +110,7 @@ class DeepSpeedSurface:
 
     def gradient_clipping(self) -> float:
         """Largest norm of the whole gradient; 0 does not clip."""
-        return self._resolved.gradient_clipping
+        return self.config.gradient_clipping
 
     # The ranks.
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.activations.saved_tensors import Activations
-from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
@@ -58,7 +57,6 @@ class Engine(DeepSpeedSurface):
         optimizer: torch.optim.Optimizer,
         lr_scheduler: Any,
         training_dataloader: Any,
-        config: Config,
         resolved: Resolved,
         swap: SwapManager | None,
         storage: Storage,
@@ -73,7 +71,7 @@ class Engine(DeepSpeedSurface):
         self.module = module
         self.optimizer = optimizer
         self.training_dataloader = training_dataloader
-        self.config = config
+        self.config = config = resolved.config
         self._resolved = resolved
         self.swap = swap
         """The swap manager that holds the model; None where nothing rests on NVMe."""
@@ -96,10 +94,10 @@ class Engine(DeepSpeedSurface):
         """Those of this rank's shards."""
         self.step_stats: EngineStats | None = None
         """What the last optimizer step took; None before the first."""
-        self.wall_clock = WallClock() if resolved.wall_clock_breakdown else None
-        self.flops_profile = make_flops_profile(module, resolved.flops_profiler, resolved.batch, self.shard_numel)
-        self._progress = Progress(resolved.batch.accumulation)
-        self._loss_scale = make_loss_scale(resolved.fp16)
+        self.wall_clock = WallClock() if config.wall_clock_breakdown else None
+        self.flops_profile = make_flops_profile(module, config.flops_profiler, config.batch, self.shard_numel)
+        self._progress = Progress(config.batch.accumulation)
+        self._loss_scale = make_loss_scale(config.fp16)
         self._loss_scale.show_on(optimizer)
         self._grad_norm: Scalar | None = None
         self._applied = False
@@ -107,7 +105,7 @@ class Engine(DeepSpeedSurface):
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
         self._guard = PassGuard(module, optimizer, storage, updater, commits, activations, routes, self._progress)
-        hyperparameters = Hyperparameters(optimizer, lr_scheduler, resolved.resume_hyperparameters)
+        hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
         self._state = EngineState(
             module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, storage, updater, self._progress
         )
@@ -236,7 +234,7 @@ class Engine(DeepSpeedSurface):
 
     def _report_step(self) -> None:
         self.step_stats = self._meter.end_step()
-        every = self._resolved.steps_per_print
+        every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
             log.info("step %d%s, lr %s, %.3f s", self.global_steps, skipped, self.get_lr(), self.step_stats.seconds)

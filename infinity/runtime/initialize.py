@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from infinity.activations.choice import make_activations
 from infinity.activations.saved_tensors import Activations
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
-from infinity.config import load_config
+from infinity.config import Config, load_config
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.gathered import remember_sharded
@@ -32,7 +32,6 @@ from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
 from infinity.runtime.in_memory import InMemory, NoCommits, Storage, Updater
 from infinity.runtime.optimizers import (
-    OptimizerOptions,
     make_early,
     make_optimizer,
     make_schedule,
@@ -114,13 +113,12 @@ def initialize(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
             )
             _check_supported(model, init_fn, weights)
-            optimizer_options = OptimizerOptions(settled.optimizer, settled.scheduler, settled.infinity.fused)
             stepper = None
             if settled.nvme_paths:
                 optimizer = early = make_early(model, optimizer, model_parameters)
             groups = trained_names(model, model_parameters, optimizer)
             if settled.nvme_paths:
-                stepper = stepper_for(optimizer_options, early, groups)
+                stepper = stepper_for(settled, early, groups)
             resolved = resolve(
                 settled,
                 ranks=dist.get_world_size(),
@@ -130,7 +128,7 @@ def initialize(
             )
         if dist.get_rank() == 0:
             report_config(settled)
-        run = open_run(resolved.nvme_paths, resolved.run_name, resume=resume)
+        run = open_run(settled.nvme_paths, resolved.run_name, resume=resume)
         if run is not None:
             undo.callback(run.give_up)
         resumed = run.resumed if run is not None else None
@@ -143,9 +141,9 @@ def initialize(
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
             _give_values(model, swap, weights, init_fn, unpaged_state)
-            made = make_optimizer(model, optimizer_options, optimizer, groups, swap, stepper)
-            schedule = make_schedule(optimizer_options, lr_scheduler, made, optimizer)
-            loader = _make_loader(training_data, resolved, collate_fn)
+            made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
+            schedule = make_schedule(settled, lr_scheduler, made, optimizer)
+            loader = _make_loader(training_data, settled, collate_fn)
         updater: Updater
         storage: Storage
         if swap is not None:
@@ -158,7 +156,6 @@ def initialize(
             optimizer=made,
             lr_scheduler=schedule,
             training_dataloader=loader,
-            config=settled,
             resolved=resolved,
             swap=swap,
             storage=storage,
@@ -203,7 +200,7 @@ def _shard_and_page(
     swap = None
     if resolved.swap is not None:
         with raise_on_all_ranks():
-            swap = _make_swap(resolved.nvme_paths, resolved.swap, run)
+            swap = _make_swap(resolved.config.nvme_paths, resolved.swap, run)
             undo.callback(swap.close)
             dtype, paging = resolved.compute_dtype, resolved.swap.paging
             swap.check_fits(model, wrap, ranks=resolved.shard_ranks, dtype=dtype, options=paging)
@@ -212,8 +209,8 @@ def _shard_and_page(
         swap.page(model, resolved.swap.paging)
         notes += [*resolved.swap.storage.notes, *swap.notes]
     live = None
-    if resolved.stage >= 3:
-        micro_batches = resolved.batch.accumulation
+    if resolved.config.zero_optimization.stage >= 3:
+        micro_batches = resolved.config.batch.accumulation
         live = LiveParameters(outline, resolved.live, micro_batches=micro_batches, ranks=resolved.shard_ranks)
         notes += live.notes
         if swap is not None and swap.device_ahead is not None:
@@ -275,16 +272,16 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         module._buffers.update(real)
 
 
-def _make_loader(data: Any, resolved: Resolved, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
     if data is None:
         return None
     shuffled: Any = DistributedSampler(data) if hasattr(data, "__getitem__") else None  # the order that DeepSpeed draws
     return DataLoader(
         data,
-        batch_size=resolved.batch.micro,
+        batch_size=config.batch.micro,
         sampler=shuffled,
         collate_fn=collate_fn,
-        drop_last=resolved.dataloader_drop_last,
+        drop_last=config.dataloader_drop_last,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,11 @@ def shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Se
     model.float()
     if mesh.device_type == "cuda" and not any(p.is_meta for p in model.parameters()):
         model.cuda()
-    policy, offload = resolved.mixed_precision, resolved.offload_policy
-    reshard = resolved.reshard_after_forward
+    shard = partial(fully_shard, mesh=mesh, mp_policy=resolved.mixed_precision, offload_policy=resolved.offload_policy)
     for module in wrap:
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    reshard_root = None if resolved.stage >= 3 else False  # None: FSDP2 keeps the root group from forward to backward
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_root)
+        shard(module, reshard_after_forward=resolved.reshard_after_forward)
+    # None: FSDP2 keeps the root group from forward to backward.
+    shard(model, reshard_after_forward=None if resolved.config.zero_optimization.stage >= 3 else False)
 
 
 def make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | None]:
