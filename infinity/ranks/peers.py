@@ -89,10 +89,6 @@ class _Pass:
     entered: float = 0.0
 
 
-def _no_pass() -> None:
-    return None
-
-
 class Peers:
     """This rank among those that train one model. Made by all ranks at once: a collective.
 
@@ -107,7 +103,7 @@ class Peers:
         self._alone = dist.get_world_size() == 1
         self._name = f"infinity/peers/{next(_numbers)}"
         self._passes = 0
-        self._pass: Callable[[], _Pass | None] = _no_pass
+        self._pass: Callable[[], _Pass | None] = lambda: None
         """Gives the pass that is going on, None where none is."""
         self._cause: _Report | None = None
         """What ended the work of the ranks together; None while they do."""
@@ -167,7 +163,7 @@ class Peers:
                 self._fail(error, standing(), running)
             raise
         finally:
-            self._pass = _no_pass
+            self._pass = lambda: None
         if self._cause is not None:  # operations that were aborted end as if they had been done
             raise self._cause.as_error()
 
