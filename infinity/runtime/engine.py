@@ -27,16 +27,15 @@ from infinity.ranks.peers import Peers
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.deepspeed_surface import DeepSpeedSurface
 from infinity.runtime.engine_state import EngineState
-from infinity.runtime.flops import make_flops_profile
+from infinity.runtime.flops import FlopsProfile
 from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
-from infinity.runtime.observe import EngineStats, StepMeter
+from infinity.runtime.observe import EngineStats, StepMeter, WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
 from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
-from infinity.runtime.wall_clock import WallClock
 from infinity.swap import SwapManager
 from infinity.swap.timeline import measured
 
@@ -95,7 +94,9 @@ class Engine(DeepSpeedSurface):
         self.step_stats: EngineStats | None = None
         """What the last optimizer step took; None before the first."""
         self.wall_clock = WallClock() if config.wall_clock_breakdown else None
-        self.flops_profile = make_flops_profile(module, config.flops_profiler, config.batch, self.shard_numel)
+        self.flops_profile: FlopsProfile | None = None
+        if config.flops_profiler.enabled and dist.get_rank() == 0:
+            self.flops_profile = FlopsProfile(module, config.flops_profiler, config.batch, self.shard_numel)
         self._progress = Progress(config.batch.accumulation)
         self._loss_scale = make_loss_scale(config.fp16)
         self._loss_scale.show_on(optimizer)

@@ -1,12 +1,18 @@
-"""Floor 11. What each step took: seconds, bytes and waiting. Training thread only."""
+"""Floor 11. What each step took: seconds, bytes and waiting; and where its seconds go. Training thread only."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+
 from infinity.swap import SwapStats
+
+PARTS = ("fwd", "bwd", "step")
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,42 @@ class StepMeter:
         if stats is None:
             return time.perf_counter(), 0, 0, 0.0
         return time.perf_counter(), stats.read_bytes, stats.written_bytes, stats.stall_seconds
+
+
+class WallClock:
+    """Seconds of each part, of a micro-batch and of a whole step, printed as DeepSpeed prints them.
+
+    Waits for the device around each part, so it costs time.
+    """
+
+    def __init__(self) -> None:
+        self._micro = dict.fromkeys(PARTS, 0.0)
+        self._whole = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Count what happens in the block for `part`."""
+        started = now()
+        yield
+        seconds = now() - started
+        self._micro[part] += seconds
+        self._whole[part] += seconds
+
+    def report(self, *, stepped: bool) -> None:
+        """Print what a micro-batch took, and where a step ended, what all of them took together; both start over."""
+        self._print(self._micro, "_microstep")
+        if stepped:
+            self._print(self._whole, "")
+
+    def _print(self, seconds: dict[str, float], suffix: str) -> None:
+        parts = [f"{part}{suffix}: {1e3 * seconds[part]:.2f}" for part in PARTS]
+        if dist.get_rank() == 0:
+            print(" | ".join(("time (ms)", *parts)), flush=True)
+        seconds.update(dict.fromkeys(PARTS, 0.0))
+
+
+def now() -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
