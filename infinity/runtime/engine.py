@@ -200,16 +200,15 @@ class Engine(DeepSpeedSurface):
             self._report_step()
 
     def _gradient_factor(self) -> Any:
-        """`GradientFactor.factor` of this step. Notes the gradients' norm."""
-        gradients = gradient_factor(
+        """See `gradient_factor`; notes the norm."""
+        self._grad_norm, factor = gradient_factor(
             scaled_norm(self.module.parameters(), self._updater.take_gradients()),
             loss_scale=self.cur_scale,
             clipping=self.gradient_clipping(),
             may_overflow=self._loss_scale.may_overflow,
             known_on_host=self._resolved.swap is not None,
         )
-        self._grad_norm = gradients.norm
-        return gradients.factor
+        return factor
 
     def _change_values(self, factor: Any) -> None:
         """All that a step changes, with the gradients multiplied by `factor` (None: they overflowed, nothing is updated)."""
