@@ -206,7 +206,7 @@ class Engine(DeepSpeedSurface):
             loss_scale=self.cur_scale,
             clipping=self.gradient_clipping(),
             may_overflow=self._loss_scale.may_overflow,
-            known_on_host=self._resolved.swap is not None,
+            known_on_host=self._resolved.paging is not None,
         )
         return factor
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from infinity.activations.choice import make_activations
 from infinity.activations.saved_tensors import Activations
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
 from infinity.config import Config, load_config
+from infinity.drive.choice import StorageChoice, choose_storage
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.gathered import remember_sharded
@@ -39,7 +40,7 @@ from infinity.runtime.optimizers import (
     trained_names,
 )
 from infinity.runtime.pretrained import save_as_pretrained
-from infinity.runtime.resolved import Resolved, SwapOptions, report_config, resolve
+from infinity.runtime.resolved import Resolved, report_config, resolve
 from infinity.runtime.shard import compute_device, make_mesh, make_peers, shard_model
 from infinity.store import DurableRun
 from infinity.swap import PagedOptimizer, SwapManager
@@ -198,16 +199,18 @@ def _shard_and_page(
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, resolved.wrap, resolved.live)
     swap = None
-    if resolved.swap is not None:
+    if resolved.paging is not None:
         with raise_on_all_ranks():
-            swap = _make_swap(resolved.config.nvme_paths, resolved.swap, run)
+            storage = choose_storage(resolved.config)
+            notes += storage.notes
+            swap = _make_swap(resolved.config, storage, run)
             undo.callback(swap.close)
-            dtype, paging = resolved.compute_dtype, resolved.swap.paging
+            dtype, paging = resolved.compute_dtype, resolved.paging
             swap.check_fits(model, wrap, ranks=resolved.shard_ranks, dtype=dtype, options=paging)
     shard_model(model, resolved, mesh, wrap)
-    if swap is not None and resolved.swap is not None:
-        swap.page(model, resolved.swap.paging)
-        notes += [*resolved.swap.storage.notes, *swap.notes]
+    if swap is not None:
+        swap.page(model, resolved.paging)
+        notes += swap.notes
     live = None
     if resolved.config.zero_optimization.stage >= 3:
         micro_batches = resolved.config.batch.accumulation
@@ -223,16 +226,18 @@ def _shard_and_page(
     return swap, live, activations
 
 
-def _make_swap(paths: Sequence[str], options: SwapOptions, run: DurableRun | None) -> SwapManager:
+def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -> SwapManager:
+    zero, infinity = config.zero_optimization, config.infinity
+    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
     return SwapManager(
-        paths,
-        pinned_bytes_max=options.pinned_bytes_max,
-        io=options.storage.io,
-        bandwidths=options.storage.bandwidths,
-        lock_memory=options.lock_memory,
-        pin_memory=options.pin_memory,
-        direct=options.direct,
-        checksums=options.checksums,
+        config.nvme_paths,
+        pinned_bytes_max=infinity.pinned_bytes_max,
+        io=storage.io,
+        bandwidths=storage.bandwidths,
+        lock_memory=infinity.lock_memory,
+        pin_memory=all(block.pin_memory for block in blocks),
+        direct=config.aio.use_gds,
+        checksums=infinity.checksums,
         run=run,
     )
 

@@ -1,6 +1,6 @@
 """Floor 11. What follows from a training config, decided once: whoever builds or trains asks this.
 
-`resolve` is pure but for a look at the drives' profiles: it changes nothing, and may fail.
+`resolve` is pure, and may fail.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from infinity.activations.choice import ActivationOptions
 from infinity.config import Config, ZeroConfig
-from infinity.drive.choice import StorageChoice, choose_storage
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
 from infinity.schedule.gradients import gradient_itemsize
@@ -23,19 +22,6 @@ from infinity.schedule.scheme import choose_update, state_bytes
 from infinity.swap.options import PagingOptions
 
 log = logging.getLogger("infinity")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwapOptions:
-    """Arguments of `SwapManager` by their names, and what the choice of them has to say."""
-
-    pinned_bytes_max: int | str
-    storage: StorageChoice
-    lock_memory: bool
-    pin_memory: bool
-    direct: bool
-    checksums: bool
-    paging: PagingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +52,7 @@ class Resolved:
 
     # Where it rests.
 
-    swap: SwapOptions | None
+    paging: PagingOptions | None
     """How what rests on NVMe is paged; None where nothing does."""
     run_name: str | None
     """Of a durable run, whose steps are committed; None where nothing of a run stays."""
@@ -110,7 +96,7 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         wrap=None if infinity.wrap == "auto" else infinity.wrap,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        swap=_swap_options(config, ranks, shard_ranks, numel, moments) if config.nvme_paths else None,
+        paging=_paging_options(config, ranks, shard_ranks, numel, moments) if config.nvme_paths else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
         activations=_activation_options(config),
         notes=tuple(_notes(zero, shard_ranks, device_type)),
@@ -156,12 +142,13 @@ def _offload_policy(config: Config, device_type: str) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=all(block.pin_memory for block in on_host))
 
 
-def _swap_options(config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...]) -> SwapOptions:
+def _paging_options(
+    config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...]
+) -> PagingOptions:
     zero, infinity = config.zero_optimization, config.infinity
     activations = infinity.offload_activations
     prefetch = zero.stage3_prefetch_bucket_size
-    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
-    paging = PagingOptions(
+    return PagingOptions(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
@@ -182,15 +169,6 @@ def _swap_options(config: Config, ranks: int, shard_ranks: int, numel: int, mome
         gradient_bytes_max=None if infinity.gradient_bytes_max == "auto" else infinity.gradient_bytes_max,
         activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
         moments=moments,
-    )
-    return SwapOptions(
-        pinned_bytes_max=infinity.pinned_bytes_max,
-        storage=choose_storage(config),
-        lock_memory=infinity.lock_memory,
-        pin_memory=all(block.pin_memory for block in blocks),
-        direct=config.aio.use_gds,
-        checksums=infinity.checksums,
-        paging=paging,
     )
 
 
