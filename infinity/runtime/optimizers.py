@@ -140,11 +140,16 @@ def make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, 
             "the lr_scheduler belongs to another optimizer than the one passed: pass a function of the optimizer instead, "
             "lr_scheduler=lambda optimizer: ..."
         )
-    ConstantLR(
-        optimizer, factor=1.0, total_iters=0
-    )  # torch's mark on an optimizer that has a schedule; changes no rate
-    given.optimizer = optimizer
+    rebind(given, optimizer)
     return given
+
+
+def rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a made schedule, and those that it is made of, move `optimizer` instead of the one they were made for."""
+    for part in getattr(schedule, "_schedulers", ()):
+        rebind(part, optimizer)
+    ConstantLR(optimizer, factor=1.0, total_iters=0)  # torch's mark on an optimizer with a schedule; changes no rate
+    schedule.optimizer = optimizer
 
 
 _PAGED_SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize", "fused", "decoupled_weight_decay")
