@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -174,6 +175,14 @@ def initialize(
                 engine.resume(unpaged_state)
         undo.pop_all()
     return engine, made, loader, schedule
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--deepspeed` (accepted) and `--deepspeed_config FILE`, which `initialize(args=...)` reads. Returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "the training config, in DeepSpeed's JSON")
+    group.add_argument("--deepspeed", action="store_true", help="accepted: the training runs through infinity")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the training config (JSON)")
+    return parser
 
 
 def _check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None) -> None:

@@ -55,10 +55,7 @@ def make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | None
 def _process_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     """The process groups of a sharded model's collectives, that of all ranks first."""
     assert dist.group.WORLD is not None
-    groups = {dist.group.WORLD.group_name: dist.group.WORLD}
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        for group in parameter.device_mesh.get_all_groups():
-            groups.setdefault(group.group_name, group)
-        break  # all are sharded over the same mesh
+    parameter = next(model.parameters())  # all are sharded over the same mesh
+    assert isinstance(parameter, DTensor)
+    groups = {group.group_name: group for group in (dist.group.WORLD, *parameter.device_mesh.get_all_groups())}
     return [*groups.values()]
