@@ -173,7 +173,7 @@ class DeepSpeedSurface:
         shown = (p.grad for group in self.optimizer.param_groups for p in group["params"])
         local = (local_of(grad) for grad in shown if grad is not None)
         in_grad = sum(grad.nbytes for grad in local if not isinstance(grad, TakenGradient))
-        return self._storage.gradients.held_bytes + in_grad
+        return self._storage.paging.gradients.held_bytes + in_grad
 
     # What a step took.
 

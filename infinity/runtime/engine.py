@@ -75,7 +75,8 @@ class Engine(DeepSpeedSurface):
         self.swap = swap
         """The swap manager that holds the model; None where nothing rests on NVMe."""
         self._storage, self._updater, self._commits = storage, updater, commits
-        self.health = storage.paged.health
+        self._paging = paging = storage.paging
+        self.health = paging.paged.health
         """Whether the values are those of one step, and may be used."""
         self.activations = activations
         """What keeps saved activations elsewhere until their backward; None where they stay."""
@@ -105,10 +106,10 @@ class Engine(DeepSpeedSurface):
         self._on_close = on_close
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
-        self._guard = PassGuard(module, optimizer, storage, updater, commits, activations, routes, self._progress)
+        self._guard = PassGuard(module, optimizer, paging, updater, commits, activations, routes, self._progress)
         hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
         self._state = EngineState(
-            module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, storage, updater, self._progress
+            module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, paging, updater, self._progress
         )
         self._checkpoints = Checkpoints(
             module, optimizer, swap, updater, commits, self._state, self._guard, peers, resolved
@@ -161,7 +162,7 @@ class Engine(DeepSpeedSurface):
             divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
             scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
             with self._guard.around(Pass.BACKWARD):
-                if self._storage.update_at == "backward":
+                if self._resolved.updates_in_backward:
                     self._commits.make()
                 self._updater.hide_taken()
                 scaled.backward(retain_graph=retain_graph)
@@ -183,7 +184,7 @@ class Engine(DeepSpeedSurface):
             self.health.check_not_torn()
             self._guard.check_gradients_whole()
             self._updater.hide_taken()
-            with self._guard.around(Pass.STEP), self._storage.alone():
+            with self._guard.around(Pass.STEP), self._paging.alone():
                 self._commits.check_storable(self.client_state)
                 self._commits.make()
                 self._checkpoints.finish_if_copied()
@@ -251,7 +252,7 @@ class Engine(DeepSpeedSurface):
 
         Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
         """
-        if not is_boundary and self._storage.update_at == "backward":
+        if not is_boundary and self._resolved.updates_in_backward:
             raise ConfigError(
                 'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
                 "gradient_accumulation_steps"

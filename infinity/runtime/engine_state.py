@@ -16,7 +16,7 @@ from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.runtime.hyperparameters import Hyperparameters
-from infinity.runtime.in_memory import Storage, Updater
+from infinity.runtime.in_memory import AnyPaging, Updater
 from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.progress import Progress
 
@@ -35,7 +35,7 @@ class EngineState:
         lr_scheduler: Any,
         loss_scale: LossScale,
         hyperparameters: Hyperparameters,
-        storage: Storage,
+        paging: AnyPaging,
         updater: Updater,
         progress: Progress,
     ) -> None:
@@ -43,7 +43,7 @@ class EngineState:
         self.lr_scheduler = lr_scheduler
         """The schedule that `step` steps, or None; a trainer may set its own after the engine was made."""
         self._loss_scale, self._hyperparameters = loss_scale, hyperparameters
-        self._storage, self._updater, self._progress = storage, updater, progress
+        self._paging, self._updater, self._progress = paging, updater, progress
 
     def capture_training(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """The training state, as it is now."""
@@ -99,7 +99,7 @@ class EngineState:
 
         Raises CheckpointError where they are of another training.
         """
-        with_moments = {shard.name for shard in self._storage.paged.shards if shard.stepped}
+        with_moments = {shard.name for shard in self._paging.paged.shards if shard.stepped}
         check_unpaged_state(unpaged_state, self.training(), with_moments)
         for group, saved in zip(self._optimizer.param_groups, unpaged_state["param_groups"], strict=True):
             group.update(saved)

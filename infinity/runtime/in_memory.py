@@ -19,9 +19,9 @@ from infinity.checkpoint.commits import Commits
 from infinity.errors import InfinityError
 from infinity.fsdp2.sharding import local_of
 from infinity.runtime.gradient_norm import Scalar
-from infinity.schedule.scheme import Update
 from infinity.swap import PagedOptimizer, SwapManager, SwapStats, TraceSummary
 from infinity.swap.health import ModelHealth
+from infinity.swap.paging import Paging
 from infinity.swap.shard import PagedShard
 from infinity.swap.timeline import Timeline
 
@@ -33,7 +33,6 @@ class InMemory:
     norms: Mapping[nn.Parameter, torch.Tensor] = {}
     shards: Sequence[PagedShard] = ()
     held_bytes = 0
-    update_at: Update = "step"
     timeline: Timeline | None = None
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -84,7 +83,11 @@ class InMemory:
         for parameter, step in steps.items():
             self._optimizer.state[parameter]["step"].copy_(step)
 
-    # As of a swap manager, its paged model and its gradients.
+    # As of a swap manager, its paging, and that one's paged model and gradients.
+
+    @property
+    def paging(self) -> InMemory:
+        return self
 
     @property
     def paged(self) -> InMemory:
@@ -135,6 +138,7 @@ Updater = PagedOptimizer | InMemory
 """What steps the model."""
 Storage = SwapManager | InMemory
 """What holds the model."""
+AnyPaging = Paging | InMemory
 AnyCommits = Commits | NoCommits
 
 

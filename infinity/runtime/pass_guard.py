@@ -18,7 +18,7 @@ from infinity.activations.saved_tensors import Activations
 from infinity.errors import CheckpointError, InfinityError, in_words
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import abandon_unfinished_pass, in_backward, reshard
-from infinity.runtime.in_memory import AnyCommits, Storage, Updater
+from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
 from infinity.runtime.progress import Progress
 from infinity.swap.health import Health
 
@@ -56,7 +56,7 @@ class PassGuard:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        storage: Storage,
+        paging: AnyPaging,
         updater: Updater,
         commits: AnyCommits,
         activations: Activations | None,
@@ -64,9 +64,9 @@ class PassGuard:
         progress: Progress,
     ) -> None:
         self._module, self._optimizer = module, optimizer
-        self._storage, self._updater, self._commits = storage, updater, commits
+        self._paging, self._updater, self._commits = paging, updater, commits
         self._activations, self._routes, self._progress = activations, routes, progress
-        self.health = storage.paged.health
+        self.health = paging.paged.health
         self._under_way: Pass | None = None
         """The innermost pass that is going on, or that never ended."""
         self._partial_since: str | None = None
@@ -105,7 +105,7 @@ class PassGuard:
     def begin_forward(self) -> None:
         """Make anew whatever an exception left of a pass that didn't go through the engine."""
         if self._under_way is None and not in_backward() and abandon_unfinished_pass(self._module):
-            self._storage.recover()
+            self._paging.recover()
 
     def settle(self) -> None:
         """No backward and no step is going on: one that never ended was ended by an exception that came twice. (In a forward a
@@ -122,7 +122,7 @@ class PassGuard:
         """
         why = f"{kind.value} ({in_words(error) if error is not None else 'interrupted'})"
         reshard(self._module)
-        self._storage.recover()
+        self._paging.recover()
         if self._activations is not None:
             self._activations.recover()
         self.health.settle()
@@ -204,4 +204,4 @@ class PassGuard:
     def check_whole(self) -> None:
         """Raise InfinityError where the values are not those of one step, or gone."""
         self.settle()
-        self._storage.paged.check_whole()
+        self._paging.paged.check_whole()

@@ -61,6 +61,11 @@ class Resolved:
     notes: tuple[str, ...]
     """What the config asks for that comes out otherwise than its words, a line each."""
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether gradients are applied as they come."""
+        return self.paging is not None and self.paging.update == "backward"
+
 
 def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...], device_type: str) -> Resolved:
     """Decide everything that follows from a config whose "auto" values are filled.
