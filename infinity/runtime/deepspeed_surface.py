@@ -22,10 +22,8 @@ from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.gradient_norm import Scalar
 from infinity.runtime.in_memory import Storage
 from infinity.runtime.loss_scale import LossScale
-from infinity.runtime.observe import StepMeter
-from infinity.runtime.progress import Progress
-from infinity.runtime.resolved import Resolved
-from infinity.runtime.shard import compute_device
+from infinity.runtime.observe import Progress, StepMeter
+from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapStats, TraceSummary
 from infinity.swap.taken_gradient import TakenGradient
 from infinity.swap.timeline import Timeline

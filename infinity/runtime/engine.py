@@ -32,9 +32,8 @@ from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
-from infinity.runtime.observe import EngineStats, StepMeter, WallClock
+from infinity.runtime.observe import EngineStats, Progress, StepMeter, WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
-from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
 from infinity.swap import SwapManager
 from infinity.swap.timeline import measured

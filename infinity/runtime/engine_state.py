@@ -18,7 +18,7 @@ from infinity.fsdp2.sharding import reshard
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyPaging, Updater
 from infinity.runtime.loss_scale import LossScale
-from infinity.runtime.progress import Progress
+from infinity.runtime.observe import Progress
 
 
 class EngineState:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.activations.choice import make_activations
@@ -25,10 +29,12 @@ from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_
 from infinity.fsdp2.gathered import remember_sharded
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import load_weights, stored_names
+from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
@@ -41,8 +47,7 @@ from infinity.runtime.optimizers import (
     trained_names,
 )
 from infinity.runtime.pretrained import save_as_pretrained
-from infinity.runtime.resolved import Resolved, report_config, resolve
-from infinity.runtime.shard import compute_device, make_mesh, make_peers, shard_model
+from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
 from infinity.store import DurableRun
 from infinity.swap import PagedOptimizer, SwapManager
 
@@ -136,7 +141,7 @@ def initialize(
         resumed = run.resumed if run is not None else None
         swap, live, activations = _shard_and_page(model, resolved, run, undo)
         remember_sharded(model)
-        peers, routes = make_peers(model, resolved.shard_ranks)
+        peers, routes = _make_peers(model, resolved.shard_ranks)
         undo.callback(peers.close)
         with raise_on_all_ranks():
             unpaged_state = unpaged_state_of(resumed) if resumed is not None else None
@@ -203,7 +208,7 @@ def _shard_and_page(
 
     What can be known to be too small is refused before the model is sharded, which can't be undone.
     """
-    mesh = make_mesh(resolved.shard_ranks)
+    mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, resolved.wrap, resolved.live)
@@ -216,7 +221,7 @@ def _shard_and_page(
             undo.callback(swap.close)
             dtype, paging = resolved.compute_dtype, resolved.paging
             swap.check_fits(model, wrap, ranks=resolved.shard_ranks, dtype=dtype, options=paging)
-    shard_model(model, resolved, mesh, wrap)
+    _shard_model(model, resolved, mesh, wrap)
     if swap is not None:
         swap.page(model, resolved.paging)
         notes += swap.notes
@@ -233,6 +238,40 @@ def _shard_and_page(
         for note in [*notes, *activation_notes, *resolved.notes]:
             log.info(note)
     return swap, live, activations
+
+
+def _make_mesh(shard_ranks: int) -> DeviceMesh:
+    """All ranks in one dimension; or copies of the model by the ranks that one copy is sharded over."""
+    kind, ranks = compute_device().type, dist.get_world_size()
+    if shard_ranks == ranks:
+        return init_device_mesh(kind, (ranks,))
+    return init_device_mesh(kind, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+
+
+def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
+    """fully_shard each of `wrap` and the root, over fp32 masters."""
+    model.float()
+    if mesh.device_type == "cuda" and not any(p.is_meta for p in model.parameters()):
+        model.cuda()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=resolved.mixed_precision, offload_policy=resolved.offload_policy)
+    for module in wrap:
+        shard(module, reshard_after_forward=resolved.reshard_after_forward)
+    # None: FSDP2 keeps the root group from forward to backward.
+    shard(model, reshard_after_forward=None if resolved.config.zero_optimization.stage >= 3 else False)
+
+
+def _make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | None]:
+    """The other ranks of a sharded model, and what holds the ranks to one way through it; None where one rank gathers alone."""
+    parameter = next(model.parameters())  # all are sharded over the same mesh
+    assert isinstance(parameter, DTensor)
+    assert dist.group.WORLD is not None
+    groups = {group.group_name: group for group in (dist.group.WORLD, *parameter.device_mesh.get_all_groups())}
+    first = dist.get_rank() // shard_ranks * shard_ranks
+    gathering = range(first, first + shard_ranks)
+    peers = Peers([*groups.values()], gathering)
+    if shard_ranks == 1:
+        return peers, None
+    return peers, Routes(model, gathering, dist.distributed_c10d._get_default_store(), peers.hear)
 
 
 def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -> SwapManager:

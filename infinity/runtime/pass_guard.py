@@ -19,7 +19,7 @@ from infinity.errors import CheckpointError, InfinityError, in_words
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import abandon_unfinished_pass, in_backward, reshard
 from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
-from infinity.runtime.progress import Progress
+from infinity.runtime.observe import Progress
 from infinity.swap.health import Health
 
 

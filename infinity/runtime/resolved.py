@@ -108,6 +108,11 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
     )
 
 
+def compute_device() -> torch.device:
+    """Where models compute."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def report_config(config: Config) -> None:
     """Log the keys of a config that have no effect here, and all of it where it says so."""
     if config.ignored:
