@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,26 +29,21 @@ from infinity.runtime.resolved import Resolved
 from infinity.swap import SwapManager
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Writes and reads those of one engine, whose methods of the same names say what they do. Collectives all."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        swap: SwapManager | None,
-        updater: Updater,
-        commits: AnyCommits,
-        state: EngineState,
-        guard: PassGuard,
-        peers: Peers,
-        options: Resolved,
-    ) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._swap, self._updater, self._commits = swap, updater, commits
-        self._state, self._guard, self._peers, self._options = state, guard, peers, options
-        self.saving: checkpoint_arena.Saving | None = None
-        """The checkpoint that is being written while training goes on."""
+    _module: nn.Module
+    _optimizer: torch.optim.Optimizer
+    _swap: SwapManager | None
+    _updater: Updater
+    _commits: AnyCommits
+    _state: EngineState
+    _guard: PassGuard
+    _peers: Peers
+    _options: Resolved
+    saving: checkpoint_arena.Saving | None = None
+    """The checkpoint that is being written while training goes on."""
 
     def save(self, save_dir: str | os.PathLike[str], tag: str, client_state: dict[str, Any], form: str | None) -> None:
         """`Engine.save_checkpoint`."""

@@ -105,7 +105,9 @@ class Engine(DeepSpeedSurface):
         self._on_close = on_close
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
-        self._guard = PassGuard(module, optimizer, paging, updater, commits, activations, routes, self._progress)
+        self._guard = PassGuard(
+            module, optimizer, self.health, paging, updater, commits, activations, routes, self._progress
+        )
         hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
         self._state = EngineState(
             module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, paging, updater, self._progress

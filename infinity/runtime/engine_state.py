@@ -6,6 +6,7 @@ checkpoint/training_state.py says how they are stored.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.observe import Progress
 
 
+@dataclass(eq=False)
 class EngineState:
     """Captures and restores the state of one engine.
 
@@ -28,22 +30,15 @@ class EngineState:
     arena: a training state, and what of optimizer and model is neither master nor moment.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        loss_scale: LossScale,
-        hyperparameters: Hyperparameters,
-        paging: AnyPaging,
-        updater: Updater,
-        progress: Progress,
-    ) -> None:
-        self._module, self._optimizer = module, optimizer
-        self.lr_scheduler = lr_scheduler
-        """The schedule that `step` steps, or None; a trainer may set its own after the engine was made."""
-        self._loss_scale, self._hyperparameters = loss_scale, hyperparameters
-        self._paging, self._updater, self._progress = paging, updater, progress
+    _module: nn.Module
+    _optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    """The schedule that `step` steps, or None; a trainer may set its own after the engine was made."""
+    _loss_scale: LossScale
+    _hyperparameters: Hyperparameters
+    _paging: AnyPaging
+    _updater: Updater
+    _progress: Progress
 
     def capture_training(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """The training state, as it is now."""

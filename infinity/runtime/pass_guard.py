@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import abandon_unfinished_pass, in_backward, reshard
 from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
 from infinity.runtime.observe import Progress
-from infinity.swap.health import Health
+from infinity.swap.health import Health, ModelHealth
 
 
 class Pass(enum.Enum):
@@ -43,6 +44,7 @@ class Gradients(enum.Enum):
     """An exception ended what made or took them. They can only be dropped."""
 
 
+@dataclass(eq=False)
 class PassGuard:
     """Around the passes of one engine. Knows what is going on, and what the gradients are.
 
@@ -52,25 +54,19 @@ class PassGuard:
     can't be seen, and is noted, until they are found gone.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        paging: AnyPaging,
-        updater: Updater,
-        commits: AnyCommits,
-        activations: Activations | None,
-        routes: Routes | None,
-        progress: Progress,
-    ) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._paging, self._updater, self._commits = paging, updater, commits
-        self._activations, self._routes, self._progress = activations, routes, progress
-        self.health = paging.paged.health
-        self._under_way: Pass | None = None
-        """The innermost pass that is going on, or that never ended."""
-        self._partial_since: str | None = None
-        """What ended a backward or a step half-way; None where the gradients are not partial."""
+    _module: nn.Module
+    _optimizer: torch.optim.Optimizer
+    health: ModelHealth
+    _paging: AnyPaging
+    _updater: Updater
+    _commits: AnyCommits
+    _activations: Activations | None
+    _routes: Routes | None
+    _progress: Progress
+    _under_way: Pass | None = None
+    """The innermost pass that is going on, or that never ended."""
+    _partial_since: str | None = None
+    """What ended a backward or a step half-way; None where the gradients are not partial."""
 
     @property
     def gradients(self) -> Gradients:
