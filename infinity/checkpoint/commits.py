@@ -88,7 +88,7 @@ class Commits:
         with raise_on_all_ranks():
             encode(client_state)
 
-    def note(self, step: int, training: Training, unpaged_state: Callable[[], dict[str, Any]]) -> None:
+    def note(self, step: int, training: Callable[[], Training], unpaged_state: Callable[[], dict[str, Any]]) -> None:
         """Note, at the end of a step, the state to commit. A collective.
 
         Raises CheckpointError on all ranks where the unpaged state of one can't be stored, or no training could go on from it;
@@ -98,8 +98,9 @@ class Commits:
             values = unpaged_state()
             stored = encode(values)
             _check_keys(values, step)
-            check_unpaged_state(values, training, self._stepped)
-        self._pending = _Pending(step, training, values, stored)
+            fits = training()
+            check_unpaged_state(values, fits, self._stepped)
+        self._pending = _Pending(step, fits, values, stored)
 
     @property
     def pending_step(self) -> int | None:

@@ -32,14 +32,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         if not (bias_correction and fp32_optimizer_states):
             raise ConfigError("bias_correction and fp32_optimizer_states must be True: neither can be turned off")
         super().__init__(
-            model_params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            fused=True,
-            decoupled_weight_decay=adamw_mode,
+            model_params, lr, betas, eps, weight_decay, amsgrad, fused=True, decoupled_weight_decay=adamw_mode
         )
 
 

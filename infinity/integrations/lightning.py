@@ -7,7 +7,6 @@ and callbacks; the engine shards, pages, steps, saves and loads.
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import json
 import logging
@@ -38,6 +37,7 @@ from infinity.fsdp2.first_values import init_empty
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
+from infinity.runtime.optimizers import rebind
 from infinity.store.files import open_regular, sync, write_durably
 
 log = logging.getLogger("infinity")
@@ -194,7 +194,7 @@ class InfinityStrategy(ModelParallelStrategy):
                 f"Trainer is {trainer.accumulate_grad_batches}: leave it out of the config"
             )
         for schedule in schedules:
-            _rebind(schedule.scheduler, optimizer)
+            rebind(schedule.scheduler, optimizer)
         for method in _METHODS:
             register_fsdp_forward_method(module, method)
         return _Sharded(engine, schedules, trains)
@@ -384,23 +384,6 @@ class _Sharded:
     engine: Engine
     schedules: list[Any]
     trains: bool  # whether it has an optimizer
-
-
-def _rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Make a schedule drive the engine's optimizer, which replaces the one it was built with."""
-    for inner in getattr(schedule, "_schedulers", []):
-        _rebind(inner, optimizer)
-    schedule.optimizer = optimizer
-    step = optimizer.step
-    if not hasattr(step, "_wrapped_by_lr_sched"):  # torch checks by it that the optimizer stepped first
-
-        @functools.wraps(step)
-        def tracked(*arguments: Any, **keywords: Any) -> Any:
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            return step(*arguments, **keywords)
-
-        tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = tracked  # type: ignore[method-assign]
 
 
 def _without_none(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ def new_locked_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError(f"a locked tensor needs at least one element, got {numel}")
     slab = PinnedSlab(numel * dtype.itemsize, lock=True)
     address = slab.address
-    _register_with_cuda(slab)
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostRegister(address, slab.nbytes, 1)  # refused: copies are synchronous
     with _lock:
         _slabs[address] = weakref.ref(slab, lambda _: _forget(address))
     return torch.frombuffer(slab, dtype=torch.uint8)[: numel * dtype.itemsize].view(dtype)
@@ -63,8 +64,3 @@ def _forget(address: int) -> bool:
     if is_ours and torch.cuda.is_available():
         torch.cuda.cudart().cudaHostUnregister(address)
     return is_ours
-
-
-def _register_with_cuda(slab: PinnedSlab) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(slab.address, slab.nbytes, 1)  # refused: copies are synchronous

@@ -29,7 +29,6 @@ before its results are used, and by the watcher while one takes long. It costs t
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -38,7 +37,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -58,9 +56,6 @@ _NOBODY = -1
 """The rank of a cause that is not one rank's error."""
 _numbers = itertools.count()
 """Of the engines of this process: alike on all ranks, which make the same ones in the same order."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,10 +89,6 @@ class _Pass:
     entered: float = 0.0
 
 
-def _no_pass() -> None:
-    return None
-
-
 class Peers:
     """This rank among those that train one model. Made by all ranks at once: a collective.
 
@@ -112,7 +103,7 @@ class Peers:
         self._alone = dist.get_world_size() == 1
         self._name = f"infinity/peers/{next(_numbers)}"
         self._passes = 0
-        self._pass: Callable[[], _Pass | None] = _no_pass
+        self._pass: Callable[[], _Pass | None] = lambda: None
         """Gives the pass that is going on, None where none is."""
         self._cause: _Report | None = None
         """What ended the work of the ranks together; None while they do."""
@@ -172,7 +163,7 @@ class Peers:
                 self._fail(error, standing(), running)
             raise
         finally:
-            self._pass = _no_pass
+            self._pass = lambda: None
         if self._cause is not None:  # operations that were aborted end as if they had been done
             raise self._cause.as_error()
 
@@ -308,24 +299,3 @@ class Peers:
 def _can_abort(group: dist.ProcessGroup) -> bool:
     """Whether operations of the group that wait are ended by `abort`; gloo's are not."""
     return "nccl" in str(dist.get_backend_config(group))
-
-
-class HasPeers(Protocol):
-    peers: Peers
-
-    def standing(self) -> list[str]: ...
-
-
-H = TypeVar("H", bound=HasPeers)
-
-
-def as_pass(does: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """A method that is a pass of its object's peers."""
-    pass_name = f"a {does.__name__}"
-
-    @functools.wraps(does)
-    def doing(self: H, /, *arguments: P.args, **named: P.kwargs) -> T:
-        with self.peers.in_pass(pass_name, self.standing):
-            return does(self, *arguments, **named)
-
-    return doing

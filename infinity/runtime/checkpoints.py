@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,35 +23,34 @@ from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.runtime.engine_state import EngineState
-from infinity.runtime.offload import Offload
+from infinity.runtime.in_memory import AnyCommits, Updater
 from infinity.runtime.pass_guard import PassGuard
 from infinity.runtime.resolved import Resolved
+from infinity.swap import SwapManager
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Writes and reads those of one engine, whose methods of the same names say what they do. Collectives all."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        offload: Offload,
-        state: EngineState,
-        guard: PassGuard,
-        peers: Peers,
-        options: Resolved,
-    ) -> None:
-        self._module, self._optimizer, self._offload = module, optimizer, offload
-        self._state, self._guard, self._peers, self._options = state, guard, peers, options
-        self.saving: checkpoint_arena.Saving | None = None
-        """The checkpoint that is being written while training goes on."""
+    _module: nn.Module
+    _optimizer: torch.optim.Optimizer
+    _swap: SwapManager | None
+    _updater: Updater
+    _commits: AnyCommits
+    _state: EngineState
+    _guard: PassGuard
+    _peers: Peers
+    _options: Resolved
+    saving: checkpoint_arena.Saving | None = None
+    """The checkpoint that is being written while training goes on."""
 
     def save(self, save_dir: str | os.PathLike[str], tag: str, client_state: dict[str, Any], form: str | None) -> None:
         """`Engine.save_checkpoint`."""
         if tag != Path(tag).name or tag.startswith(".") or tag == "latest":
             raise CheckpointError(f"a checkpoint tag is one folder name other than 'latest', got {tag!r}")
-        form = form or self._options.checkpoint_format
-        swap = self._offload.swap
+        form = form or self._options.config.infinity.checkpoint_format
+        swap = self._swap
         if form not in ("dcp", "arena"):
             raise ConfigError(f'a checkpoint\'s format is "dcp" or "arena", got {form!r}')
         if form == "arena" and swap is None:
@@ -63,9 +63,9 @@ class Checkpoints:
         with raise_on_all_ranks():
             self._guard.check_between_steps()
             self._guard.check_whole()
-        self._offload.make_optimizer_state()
-        self._offload.commit()
-        keep = self._options.checkpoint_keep
+        self._updater.init_state()
+        self._commits.make()
+        keep = self._options.config.infinity.checkpoint_keep
         if form == "arena" and swap is not None:
             with raise_on_all_ranks():
                 unpaged_state = self._state.capture_unpaged(client_state)
@@ -102,18 +102,18 @@ class Checkpoints:
         self._peers.check()
         self.finish()
         path = find(load_dir, tag)
-        self._offload.try_to_commit()  # what was done stays, should loading fail
-        self._offload.make_optimizer_state()
+        self._commits.try_to_make()  # what was done stays, should loading fail
+        self._updater.init_state()
         self._guard.discard_step()
-        begin = partial(self._offload.health.tear, "loading a checkpoint")  # all is set by its end, or nothing is right
+        begin = partial(self._guard.health.tear, "loading a checkpoint")  # all is set by its end, or nothing is right
         module, optimizer = self._module, self._optimizer
         if is_arena_checkpoint(path):
-            stored = checkpoint_arena.load(path, module, optimizer, self._offload.swap, begin, verified=verify)
+            stored = checkpoint_arena.load(path, module, optimizer, self._swap, begin, verified=verify)
             self._state.restore_unpaged(stored)
         else:
             stored = checkpoint.load(path, module, optimizer, begin, verified=verify)
         self._state.restore_training(stored, schedule=schedule)
-        self._offload.health.mend()
+        self._guard.health.mend()
         return str(path), stored["client_state"]
 
     def save_16bit(self, save_dir: str | os.PathLike[str]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.activations.saved_tensors import Activations
+from infinity.config import Config
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.sharding import local_of
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.gradient_norm import Scalar
+from infinity.runtime.in_memory import Storage
 from infinity.runtime.loss_scale import LossScale
-from infinity.runtime.observe import StepMeter
-from infinity.runtime.offload import Offload
-from infinity.runtime.progress import Progress
-from infinity.runtime.resolved import Resolved
-from infinity.runtime.shard import compute_device
+from infinity.runtime.observe import Progress, StepMeter
+from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapStats, TraceSummary
 from infinity.swap.taken_gradient import TakenGradient
 from infinity.swap.timeline import Timeline
@@ -47,8 +45,9 @@ class DeepSpeedSurface:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    config: Config
     _resolved: Resolved
-    _offload: Offload
+    _storage: Storage
     _progress: Progress
     _loss_scale: LossScale
     _checkpoints: Checkpoints
@@ -61,7 +60,8 @@ class DeepSpeedSurface:
     # The module.
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine doesn't have, the model may: `engine.generate(...)`."""
+        """What the engine doesn't have, the model may: `engine.parameters()` (the sharded fp32 masters), `engine.training`,
+        `engine.state_dict()` (the masters, read from NVMe when they are used), `engine.generate(...)`."""
         if "module" not in self.__dict__:  # not made yet
             raise AttributeError(name)
         return getattr(self.module, name)
@@ -75,45 +75,28 @@ class DeepSpeedSurface:
         """Evaluation mode."""
         return self.train(False)
 
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return self.module.training
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The sharded parameters (fp32 masters)."""
-        return self.module.parameters()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The sharded parameters with the module's names for them."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's: sharded masters, read from NVMe when they are used."""
-        return self.module.state_dict(*args, **kwargs)
-
     # The config.
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per step."""
-        return self._resolved.batch.accumulation
+        return self.config.batch.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per micro-batch and rank."""
-        return self._resolved.batch.micro
+        return self.config.batch.micro
 
     def train_batch_size(self) -> int:
         """Samples per step over all ranks."""
-        return self._resolved.batch.train
+        return self.config.batch.train
 
     def zero_optimization_stage(self) -> int:
         """The config's, 0 to 3."""
-        return self._resolved.stage
+        return self.config.zero_optimization.stage
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether a trainer that saves the model may gather it whole on rank 0: the config's
         `stage3_gather_16bit_weights_on_model_save`."""
-        return self._resolved.gather_16bit_weights_on_model_save
+        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def fp16_enabled(self) -> bool:
         """Whether compute is in fp16."""
@@ -125,7 +108,7 @@ class DeepSpeedSurface:
 
     def gradient_clipping(self) -> float:
         """Largest norm of the whole gradient; 0 does not clip."""
-        return self._resolved.gradient_clipping
+        return self.config.gradient_clipping
 
     # The ranks.
 
@@ -172,10 +155,7 @@ class DeepSpeedSurface:
         """The factor on the loss in the coming backward passes; 1 without fp16."""
         return self._loss_scale.scale
 
-    @property
-    def loss_scale(self) -> float:
-        """Another name of `cur_scale`."""
-        return self.cur_scale
+    loss_scale = cur_scale
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
@@ -183,7 +163,7 @@ class DeepSpeedSurface:
 
     def swap_stats(self) -> SwapStats | None:
         """Counters of the swap manager since the start; None where nothing rests on NVMe."""
-        return self._offload.stats()
+        return self._storage.stats()
 
     @property
     def gradient_bytes(self) -> int:
@@ -191,7 +171,7 @@ class DeepSpeedSurface:
         shown = (p.grad for group in self.optimizer.param_groups for p in group["params"])
         local = (local_of(grad) for grad in shown if grad is not None)
         in_grad = sum(grad.nbytes for grad in local if not isinstance(grad, TakenGradient))
-        return self._offload.waiting_gradient_bytes + in_grad
+        return self._storage.paging.waiting_gradients.held_bytes + in_grad
 
     # What a step took.
 
@@ -212,14 +192,14 @@ class DeepSpeedSurface:
     @property
     def timeline(self) -> Timeline | None:
         """Where a trace is noted; None while none runs."""
-        return self._offload.timeline
+        return self._storage.timeline
 
     def start_trace(self) -> None:
         """Note from now on what this rank's training thread and drives do when, until `stop_trace`: see docs/timeline.md.
 
         Waits until the drives rest. Raises InfinityError when a trace runs already, or where nothing rests on NVMe.
         """
-        self._offload.start_trace()
+        self._storage.start_trace()
 
     def stop_trace(self, path: str | os.PathLike[str] | None = None) -> TraceSummary:
         """End the trace, once the drives rest, and return its figures.
@@ -227,7 +207,7 @@ class DeepSpeedSurface:
         `path`: gets the events of this rank as JSON, for ui.perfetto.dev or chrome://tracing. Raises InfinityError when no
         trace runs, OSError when the file can't be written.
         """
-        return self._offload.stop_trace(path)
+        return self._storage.stop_trace(path)
 
     def step_lower_bound_seconds(
         self, *, compute_seconds: float, read_bytes_per_s: float, write_bytes_per_s: float
@@ -238,7 +218,7 @@ class DeepSpeedSurface:
         with what saved activations moved in the last one.
         """
         gathers = self.live.gathers if self.live is not None else None
-        read, written = self._offload.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
+        read, written = self._storage.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
         saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
         drives = DriveSpeed(read_bytes_per_s, write_bytes_per_s)
         return max(compute_seconds, drives.lower_bound_seconds(read + saved_read, written + saved_written))

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,28 +17,25 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from infinity.activations.saved_tensors import Activations
-from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import local_of, reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.ranks.peers import Peers, as_pass
+from infinity.ranks.peers import Peers
 from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.deepspeed_surface import DeepSpeedSurface
 from infinity.runtime.engine_state import EngineState
-from infinity.runtime.flops import make_flops_profile
+from infinity.runtime.flops import FlopsProfile
 from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
+from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
-from infinity.runtime.observe import EngineStats, StepMeter
-from infinity.runtime.offload import Offload
+from infinity.runtime.observe import EngineStats, Progress, StepMeter, WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
-from infinity.runtime.progress import Progress
 from infinity.runtime.resolved import Resolved
-from infinity.runtime.timing import timed, timing
-from infinity.runtime.wall_clock import WallClock
+from infinity.swap import SwapManager
 from infinity.swap.timeline import measured
 
 log = logging.getLogger("infinity")
@@ -58,9 +55,11 @@ class Engine(DeepSpeedSurface):
         optimizer: torch.optim.Optimizer,
         lr_scheduler: Any,
         training_dataloader: Any,
-        config: Config,
         resolved: Resolved,
-        offload: Offload,
+        swap: SwapManager | None,
+        storage: Storage,
+        updater: Updater,
+        commits: AnyCommits,
         live: LiveParameters | None,
         activations: Activations | None,
         routes: Routes | None,
@@ -70,12 +69,13 @@ class Engine(DeepSpeedSurface):
         self.module = module
         self.optimizer = optimizer
         self.training_dataloader = training_dataloader
-        self.config = config
+        self.config = config = resolved.config
         self._resolved = resolved
-        self._offload = offload
-        self.swap = offload.swap
+        self.swap = swap
         """The swap manager that holds the model; None where nothing rests on NVMe."""
-        self.health = offload.health
+        self._storage, self._updater, self._commits = storage, updater, commits
+        self._paging = paging = storage.paging
+        self.health = paging.paged.health
         """Whether the values are those of one step, and may be used."""
         self.activations = activations
         """What keeps saved activations elsewhere until their backward; None where they stay."""
@@ -93,31 +93,33 @@ class Engine(DeepSpeedSurface):
         """Those of this rank's shards."""
         self.step_stats: EngineStats | None = None
         """What the last optimizer step took; None before the first."""
-        self.wall_clock = WallClock() if resolved.wall_clock_breakdown else None
-        self.flops_profile = make_flops_profile(module, resolved.flops_profiler, resolved.batch, self.shard_numel)
-        self._progress = Progress(resolved.batch.accumulation)
-        self._loss_scale = make_loss_scale(resolved.fp16)
+        self.wall_clock = WallClock() if config.wall_clock_breakdown else None
+        self.flops_profile: FlopsProfile | None = None
+        if config.flops_profiler.enabled and dist.get_rank() == 0:
+            self.flops_profile = FlopsProfile(module, config.flops_profiler, config.batch, self.shard_numel)
+        self._progress = Progress(config.batch.accumulation)
+        self._loss_scale = make_loss_scale(config.fp16)
         self._loss_scale.show_on(optimizer)
         self._grad_norm: Scalar | None = None
         self._applied = False
         self._on_close = on_close
         self._closed = False
         self._frozen = {names[0] for p, names in parameter_names(module).items() if not p.requires_grad}
-        self._guard = PassGuard(module, optimizer, offload, activations, routes, self._progress)
-        hyperparameters = Hyperparameters(optimizer, lr_scheduler, resolved.resume_hyperparameters)
-        self._state = EngineState(
-            module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, offload, self._progress
+        self._guard = PassGuard(
+            module, optimizer, self.health, paging, updater, commits, activations, routes, self._progress
         )
-        self._checkpoints = Checkpoints(module, optimizer, offload, self._state, self._guard, peers, resolved)
-        self._meter = StepMeter(offload.stats)
+        hyperparameters = Hyperparameters(optimizer, lr_scheduler, config.infinity.resume_hyperparameters)
+        self._state = EngineState(
+            module, optimizer, lr_scheduler, self._loss_scale, hyperparameters, paging, updater, self._progress
+        )
+        self._checkpoints = Checkpoints(
+            module, optimizer, swap, updater, commits, self._state, self._guard, peers, resolved
+        )
+        self._meter = StepMeter(storage.stats)
         module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
-
-    def standing(self) -> list[str]:
-        """For its peers: where this rank stands after an error."""
-        return self._guard.standing()
 
     # A step.
 
@@ -136,11 +138,12 @@ class Engine(DeepSpeedSurface):
         explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
         name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
         around = self._guard.around(Pass.FORWARD)
-        with self.peers.in_pass(name, self.standing), around, timing(self, "fwd"), saving, explained:
+        with self._in_pass(name), around, _timing(self, "fwd"), saving, explained:
             yield
 
-    @as_pass
-    @timed("bwd")
+    def _in_pass(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.peers.in_pass(name, self._guard.standing)
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
         unless `scale_wrt_gas` is False.
@@ -149,24 +152,23 @@ class Engine(DeepSpeedSurface):
         fp16 they are `cur_scale` times as large until `step`. Raises ConfigError when a parameter was unfrozen since
         `initialize`: nothing would train it.
         """
-        if loss.numel() != 1:
-            raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
-        _check_none_unfrozen(self.module, self._frozen)
-        self._guard.settle()
-        self._guard.check_gradients_whole()
-        if self.live is not None:
-            self.live.begin_backward(last=self._progress.ends_a_step(self._progress.micro_steps + 1))
-        divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
-        with self._guard.around(Pass.BACKWARD):
-            if self._offload.updates_in_backward:
-                self._offload.commit()
-            scaled.backward(retain_graph=retain_graph)
-            self._progress.micro_steps += 1
-        return divided
+        with self._in_pass("a backward"), _timing(self, "bwd"):
+            if loss.numel() != 1:
+                raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
+            _check_none_unfrozen(self.module, self._frozen)
+            self._guard.settle()
+            self._guard.check_gradients_whole()
+            if self.live is not None:
+                self.live.begin_backward(last=self._progress.ends_a_step(self._progress.micro_steps + 1))
+            divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+            scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
+            with self._guard.around(Pass.BACKWARD):
+                if self._resolved.updates_in_backward:
+                    self._commits.make()
+                scaled.backward(retain_graph=retain_graph)
+                self._progress.micro_steps += 1
+            return divided
 
-    @as_pass
-    @timed("step")
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
 
@@ -174,50 +176,50 @@ class Engine(DeepSpeedSurface):
         counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
         A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
         """
-        if not self.is_gradient_accumulation_boundary():
-            return
-        self._guard.settle()
-        self.health.check_not_torn()
-        self._guard.check_gradients_whole()
-        with self._guard.around(Pass.STEP), self._offload.alone():
-            self._offload.check_storable(self.client_state)
-            self._offload.commit()
-            self._checkpoints.finish_if_copied()
-            reshard(self.module)  # what an evaluation left would be stale after the step, and hides the gradients
-            with measured(self.timeline, "gradients", "norm of the gradients"):
-                factor = self._gradient_factor()
-            if factor is not None:
-                self._offload.prepare(factor)
-            with self.health.change("an optimizer step"):
-                self._change_values(factor)
-        if self.activations is not None:
-            self.activations.end_step()
-        self._note_commit()
-        self._report_step()
+        with self._in_pass("a step"), _timing(self, "step"):
+            if not self.is_gradient_accumulation_boundary():
+                return
+            self._guard.settle()
+            self.health.check_not_torn()
+            self._guard.check_gradients_whole()
+            with self._guard.around(Pass.STEP), self._paging.alone():
+                self._commits.check_storable(self.client_state)
+                self._commits.make()
+                self._checkpoints.finish_if_copied()
+                reshard(self.module)  # what an evaluation left would be stale after the step, and hides the gradients
+                with measured(self.timeline, "gradients", "norm of the gradients"):
+                    factor = self._gradient_factor()
+                if factor is not None:
+                    self._updater.prepare(factor)
+                with self.health.change("an optimizer step"):
+                    self._change_values(factor)
+            if self.activations is not None:
+                self.activations.end_step()
+            self._note_commit()
+            self._report_step()
 
-    def _gradient_factor(self) -> Scalar | None:
-        """What gradients are multiplied by in this step; None where they overflowed. Notes their norm."""
-        gradients = gradient_factor(
-            scaled_norm(self.module.parameters(), self._offload.take_gradients()),
+    def _gradient_factor(self) -> Any:
+        """See `gradient_factor`; notes the norm."""
+        self._grad_norm, factor = gradient_factor(
+            scaled_norm(self.module.parameters(), self._updater.take_gradients()),
             loss_scale=self.cur_scale,
             clipping=self.gradient_clipping(),
             may_overflow=self._loss_scale.may_overflow,
-            known_on_host=self._offload.on_host,
+            known_on_host=self._resolved.paging is not None,
         )
-        self._grad_norm = gradients.norm
-        return gradients.factor
+        return factor
 
-    def _change_values(self, factor: Scalar | None) -> None:
+    def _change_values(self, factor: Any) -> None:
         """All that a step changes, with the gradients multiplied by `factor` (None: they overflowed, nothing is updated)."""
         self._applied = factor is not None
         if self._loss_scale.may_overflow:
             self._note_overflow(factor is None)
         if factor is not None:
-            self._offload.apply(factor)
+            self._updater.step(grad_scale=factor)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
         else:
-            self._offload.skip()
+            self._updater.skip()
         self._guard.drop_gradients()
         self._progress.end_step()
 
@@ -231,7 +233,7 @@ class Engine(DeepSpeedSurface):
 
     def _report_step(self) -> None:
         self.step_stats = self._meter.end_step()
-        every = self._resolved.steps_per_print
+        every = self.config.steps_per_print
         if every and self.global_steps % every == 0:
             skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
             log.info("step %d%s, lr %s, %.3f s", self.global_steps, skipped, self.get_lr(), self.step_stats.seconds)
@@ -248,7 +250,7 @@ class Engine(DeepSpeedSurface):
 
         Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
         """
-        if not is_boundary and self._offload.updates_in_backward:
+        if not is_boundary and self._resolved.updates_in_backward:
             raise ConfigError(
                 'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
                 "gradient_accumulation_steps"
@@ -257,7 +259,6 @@ class Engine(DeepSpeedSurface):
 
     # Commits and checkpoints.
 
-    @as_pass
     def commit(self, client_state: dict[str, Any] | None = None) -> None:
         """Commit now, with all that was done since the last step, instead of when the next step begins. A collective.
 
@@ -265,23 +266,26 @@ class Engine(DeepSpeedSurface):
         between a `backward` and its `step`, where something of `client_state` can't be stored, and where what is to be
         committed couldn't be gone on from; and what a failing write raises. On all ranks when on one; the commit before stays.
         """
-        if not self._offload.is_durable:
-            raise ConfigError('commit() needs infinity.durability "step" in the config: else nothing of a run stays')
-        self.peers.check()
-        with raise_on_all_ranks():
-            self._guard.check_between_steps()
-            self._guard.check_whole()
-        before, self.client_state = self.client_state, self.client_state if client_state is None else client_state
-        try:
-            self._note_commit()
-        except BaseException:
-            self.client_state = before
-            raise
-        self._offload.commit()
+        with self._in_pass("a commit"):
+            if self._resolved.run_name is None:
+                raise ConfigError(
+                    'commit() needs infinity.durability "step" in the config: else nothing of a run stays'
+                )
+            self.peers.check()
+            with raise_on_all_ranks():
+                self._guard.check_between_steps()
+                self._guard.check_whole()
+            before, self.client_state = self.client_state, self.client_state if client_state is None else client_state
+            try:
+                self._note_commit()
+            except BaseException:
+                self.client_state = before
+                raise
+            self._commits.make()
 
     def _note_commit(self) -> None:
         unpaged_state = partial(self._state.capture_unpaged, self.client_state)
-        self._offload.note_commit(self.global_steps, self._state.training, unpaged_state)
+        self._commits.note(self.global_steps, self._state.training, unpaged_state)
 
     def resume(self, unpaged_state: dict[str, Any]) -> None:
         """For `initialize`: set what a commit kept beside the arena. Raises CheckpointError where it is of another training."""
@@ -289,7 +293,6 @@ class Engine(DeepSpeedSurface):
         self._state.restore_training(unpaged_state)
         self.client_state = unpaged_state["client_state"]
 
-    @as_pass
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -310,8 +313,9 @@ class Engine(DeepSpeedSurface):
         stays. ConfigError for "arena" where nothing rests on NVMe. `save_latest` and `exclude_frozen_parameters` are accepted:
         the latest is always named, and frozen parameters are always stored.
         """
-        self._checkpoints.save(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, format)
-        return True
+        with self._in_pass("a save_checkpoint"):
+            self._checkpoints.save(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, format)
+            return True
 
     def finish_checkpoint(self) -> None:
         """Wait until the checkpoint that `save_checkpoint` began to write is there, if one is on its way. A collective.
@@ -320,7 +324,6 @@ class Engine(DeepSpeedSurface):
         """
         self._checkpoints.finish()
 
-    @as_pass
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -339,15 +342,16 @@ class Engine(DeepSpeedSurface):
         Returns its folder and the client_state. Raises CheckpointError when there is none or it is of another model. The model
         always fits strictly, and comes with the optimizer's state: what else is asked for is refused with ConfigError.
         """
-        if load_module_only or not load_optimizer_states:
-            raise ConfigError(
-                "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes files "
-                "that initialize(weights=...) reads"
-            )
-        loaded = self._checkpoints.load(load_dir, tag, schedule=load_lr_scheduler_states, verify=verify)
-        if self._offload.is_durable:
-            self.commit(loaded[1])
-        return loaded
+        with self._in_pass("a load_checkpoint"):
+            if load_module_only or not load_optimizer_states:
+                raise ConfigError(
+                    "load_checkpoint loads the model with its optimizer state: for weights alone, save_16bit_model writes "
+                    "files that initialize(weights=...) reads"
+                )
+            loaded = self._checkpoints.load(load_dir, tag, schedule=load_lr_scheduler_states, verify=verify)
+            if self._resolved.run_name is not None:
+                self.commit(loaded[1])
+            return loaded
 
     # The end.
 
@@ -363,16 +367,16 @@ class Engine(DeepSpeedSurface):
         self._closed = True
         with contextlib.ExitStack() as last:  # each of these runs, whatever those after it in this list raise
             last.callback(self._on_close)
-            last.callback(self._offload.close)
+            last.callback(self._storage.close)
             if self.activations is not None:
                 last.callback(self.activations.close)
             last.callback(self._checkpoints.finish_alone)
             last.callback(self.peers.close)
             if sys.exc_info()[0] is not None:
-                self.peers.leave("a close after an error", self.standing)
+                self.peers.leave("a close after an error", self._guard.standing)
             elif not self.peers.parted:
-                with self.peers.in_pass("a close", self.standing):
-                    self._offload.commit()
+                with self._in_pass("a close"):
+                    self._commits.make()
                     self.finish_checkpoint()
                 if self.flops_profile is not None:
                     self.flops_profile.tell_unused(self.global_steps)
@@ -384,6 +388,23 @@ class Engine(DeepSpeedSurface):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _timing(engine: Engine, part: Literal["fwd", "bwd", "step"]) -> Iterator[None]:
+    """Count what happens in the block for `part`, wherever that is wanted; tell when a step ends."""
+    steps, clock, profile = engine.global_steps, engine.wall_clock, engine.flops_profile
+    with (
+        measured(engine.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
+        clock.measure(part) if clock is not None else contextlib.nullcontext(),
+        profile.measure(part, steps) if profile is not None else contextlib.nullcontext(),
+    ):
+        yield
+    stepped = engine.global_steps > steps
+    if clock is not None and part == "step":
+        clock.report(stepped=stepped)
+    if profile is not None and stepped and profile.report():
+        engine.flops_profile = None  # told once
 
 
 def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:

@@ -6,6 +6,7 @@ checkpoint/training_state.py says how they are stored.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
 from infinity.runtime.hyperparameters import Hyperparameters
+from infinity.runtime.in_memory import AnyPaging, Updater
 from infinity.runtime.loss_scale import LossScale
-from infinity.runtime.offload import Offload
-from infinity.runtime.progress import Progress
+from infinity.runtime.observe import Progress
 
 
+@dataclass(eq=False)
 class EngineState:
     """Captures and restores the state of one engine.
 
@@ -28,21 +30,15 @@ class EngineState:
     arena: a training state, and what of optimizer and model is neither master nor moment.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        loss_scale: LossScale,
-        hyperparameters: Hyperparameters,
-        offload: Offload,
-        progress: Progress,
-    ) -> None:
-        self._module, self._optimizer = module, optimizer
-        self.lr_scheduler = lr_scheduler
-        """The schedule that `step` steps, or None; a trainer may set its own after the engine was made."""
-        self._loss_scale, self._hyperparameters = loss_scale, hyperparameters
-        self._offload, self._progress = offload, progress
+    _module: nn.Module
+    _optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    """The schedule that `step` steps, or None; a trainer may set its own after the engine was made."""
+    _loss_scale: LossScale
+    _hyperparameters: Hyperparameters
+    _paging: AnyPaging
+    _updater: Updater
+    _progress: Progress
 
     def capture_training(self, client_state: dict[str, Any]) -> dict[str, Any]:
         """The training state, as it is now."""
@@ -98,12 +94,13 @@ class EngineState:
 
         Raises CheckpointError where they are of another training.
         """
-        check_unpaged_state(unpaged_state, self.training(), self._offload.names_with_moments)
+        with_moments = {shard.name for shard in self._paging.paged.shards if shard.stepped}
+        check_unpaged_state(unpaged_state, self.training(), with_moments)
         for group, saved in zip(self._optimizer.param_groups, unpaged_state["param_groups"], strict=True):
             group.update(saved)
         steps = unpaged_state["steps"]
         names = parameter_names(self._module)
-        self._offload.restore_steps({p: steps[all_names[0]] for p, all_names in names.items() if all_names[0] in steps})
+        self._updater.restore_steps({p: steps[all_names[0]] for p, all_names in names.items() if all_names[0] in steps})
         with torch.no_grad():
             for buffer, all_names in buffer_names(self._module, persistent=True).items():
                 buffer.copy_(unpaged_state["buffers"][all_names[0]])
@@ -111,4 +108,4 @@ class EngineState:
     def training(self) -> Training:
         """What a commit or an arena checkpoint must fit to be gone on from."""
         shapes = {names[0]: tuple(b.shape) for b, names in buffer_names(self._module, persistent=True).items()}
-        return Training(len(self._optimizer.param_groups), shapes, self._offload.counts_steps)
+        return Training(len(self._optimizer.param_groups), shapes, self._updater.counts_steps)

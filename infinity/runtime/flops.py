@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.config import Batch, FlopsProfilerConfig
-from infinity.runtime.wall_clock import now
+from infinity.runtime.observe import now
 
 log = logging.getLogger("infinity")
 
@@ -40,6 +40,7 @@ class FlopsProfile:
     """See `flops_profiler` in docs/config.md. `measure` goes around forward, backward and step; `report` tells.
 
     The operations are those that torch.utils.flop_counter knows: matrix products, convolutions and attention.
+    `shard_numel`: parameters of this rank's shards.
     """
 
     def __init__(self, module: nn.Module, settings: FlopsProfilerConfig, batch: Batch, shard_numel: int) -> None:
@@ -186,15 +187,6 @@ class FlopsProfile:
             )
             indent = "  " * part.depth
             yield f"{indent}({part.name.rpartition('.')[2] or 'model'}): {part.kind}: {', '.join(figures)}"
-
-
-def make_flops_profile(
-    module: nn.Module, settings: FlopsProfilerConfig, batch: Batch, shard_numel: int
-) -> FlopsProfile | None:
-    """Where one is asked for, on rank 0. `shard_numel`: parameters of this rank's shards."""
-    if not settings.enabled or dist.get_rank() != 0:
-        return None
-    return FlopsProfile(module, settings, batch, shard_numel)
 
 
 def _kind(module: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,18 +14,6 @@ from infinity.errors import InfinityError
 
 Scalar = float | torch.Tensor
 """A number, or a tensor (0-D, fp32) of the device whose value the host has not asked for yet."""
-
-
-@dataclass(frozen=True)
-class GradientFactor:
-    """What a step does to the gradients.
-
-    norm: of the whole gradient over all ranks, with the loss scale undone, before clipping.
-    factor: what gradients are multiplied by; None where they overflowed, and the step must be skipped.
-    """
-
-    norm: Scalar
-    factor: Scalar | None
 
 
 def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
@@ -47,9 +35,11 @@ def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter,
 
 def gradient_factor(
     scaled: torch.Tensor, *, loss_scale: float, clipping: float, may_overflow: bool, known_on_host: bool
-) -> GradientFactor:
-    """What gradients of this `scaled_norm` are multiplied by, to undo the loss scale and to clip.
+) -> tuple[Scalar, Any]:
+    """(norm of the whole gradient with the loss scale undone, before clipping; factor) of gradients of this `scaled_norm`.
 
+    factor: what they are multiplied by, to undo the loss scale and to clip; a `Scalar`, and a number where it is to be known on
+    the host. None where they overflowed, and the step must be skipped.
     clipping: largest norm of the whole gradient; 0 does not clip. may_overflow: gradients are of fp16. known_on_host: the
     optimizer runs on the host. The host waits for the device once, and only where it has to know: whether gradients
     overflowed, or by what an optimizer on the host clips.
@@ -60,7 +50,8 @@ def gradient_factor(
     if clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it
         factor = torch.clamp(clipping / (norm + 1e-6), max=1.0) * unscale
     if not may_overflow and not (known_on_host and isinstance(factor, torch.Tensor)):
-        return GradientFactor(norm, factor)
+        assert isinstance(factor, float) or not known_on_host
+        return norm, factor
     norm_value, factor_value = torch.stack([norm, torch.as_tensor(factor, device=norm.device)]).tolist()
     overflow = may_overflow and not math.isfinite(norm_value)
-    return GradientFactor(norm_value, None if overflow else factor_value)
+    return norm_value, None if overflow else factor_value

@@ -35,7 +35,7 @@ class Hyperparameters:
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Any, whose: Whose) -> None:
         self._optimizer, self._schedule, self._whose = optimizer, schedule, whose
-        self._groups = [_without_parameters(group) for group in optimizer.param_groups]
+        self._groups = [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
         self._schedule_state = copy.deepcopy(schedule.state_dict()) if schedule is not None else None
         self.told: Told = {
             "optimizer": _kind_of(optimizer),
@@ -91,10 +91,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     if isinstance(optimizer, HostedOptimizer):
         return optimizer.kind
     return "Adam" if isinstance(optimizer, torch.optim.Adam) else type(optimizer).__name__
-
-
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
 def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import logging
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.activations.saved_tensors import Activations, make_activations
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
-from infinity.config import load_config
+from infinity.config import Config, load_config
+from infinity.drive.choice import StorageChoice, choose_storage
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.gathered import remember_sharded
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import load_weights, stored_names
+from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
-from infinity.runtime.offload import make_offload
+from infinity.runtime.in_memory import InMemory, NoCommits, Storage, Updater
 from infinity.runtime.optimizers import (
-    OptimizerOptions,
     make_early,
     make_optimizer,
     make_schedule,
@@ -39,10 +46,9 @@ from infinity.runtime.optimizers import (
     trained_names,
 )
 from infinity.runtime.pretrained import save_as_pretrained
-from infinity.runtime.resolved import Resolved, SwapOptions, report_config, resolve
-from infinity.runtime.shard import compute_device, make_mesh, make_peers, shard_model
+from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
 from infinity.store import DurableRun
-from infinity.swap import SwapManager
+from infinity.swap import PagedOptimizer, SwapManager
 
 log = logging.getLogger("infinity")
 
@@ -113,13 +119,12 @@ def initialize(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
             )
             _check_supported(model, init_fn, weights)
-            optimizer_options = OptimizerOptions(settled.optimizer, settled.scheduler, settled.infinity.fused)
             stepper = None
             if settled.nvme_paths:
                 optimizer = early = make_early(model, optimizer, model_parameters)
             groups = trained_names(model, model_parameters, optimizer)
             if settled.nvme_paths:
-                stepper = stepper_for(optimizer_options, early, groups)
+                stepper = stepper_for(settled, early, groups)
             resolved = resolve(
                 settled,
                 ranks=dist.get_world_size(),
@@ -129,31 +134,39 @@ def initialize(
             )
         if dist.get_rank() == 0:
             report_config(settled)
-        run = open_run(resolved.nvme_paths, resolved.run_name, resume=resume)
+        run = open_run(settled.nvme_paths, resolved.run_name, resume=resume)
         if run is not None:
             undo.callback(run.give_up)
         resumed = run.resumed if run is not None else None
         swap, live, activations = _shard_and_page(model, resolved, run, undo)
         remember_sharded(model)
-        peers, routes = make_peers(model, resolved.shard_ranks)
+        peers, routes = _make_peers(model, resolved.shard_ranks)
         undo.callback(peers.close)
         with raise_on_all_ranks():
             unpaged_state = unpaged_state_of(resumed) if resumed is not None else None
             if resumed is not None and swap is not None:
                 restore_arena(resumed, swap)
             _give_values(model, swap, weights, init_fn, unpaged_state)
-            made = make_optimizer(model, optimizer_options, optimizer, groups, swap, stepper)
-            schedule = make_schedule(optimizer_options, lr_scheduler, made, optimizer)
-            loader = _make_loader(training_data, resolved, collate_fn)
-        commits = Commits(run, swap) if run is not None and swap is not None else None
+            made = make_optimizer(model, settled, optimizer, groups, swap, stepper)
+            schedule = make_schedule(settled, lr_scheduler, made, optimizer)
+            loader = _make_loader(training_data, settled, collate_fn)
+        updater: Updater
+        storage: Storage
+        if swap is not None:
+            assert isinstance(made, PagedOptimizer)
+            updater, storage = made, swap
+        else:
+            updater = storage = InMemory(model, made)
         engine = Engine(
             module=model,
             optimizer=made,
             lr_scheduler=schedule,
             training_dataloader=loader,
-            config=settled,
             resolved=resolved,
-            offload=make_offload(model, made, swap, commits),
+            swap=swap,
+            storage=storage,
+            updater=updater,
+            commits=Commits(run, swap) if run is not None and swap is not None else NoCommits(),
             live=live,
             activations=activations,
             routes=routes,
@@ -166,6 +179,14 @@ def initialize(
                 engine.resume(unpaged_state)
         undo.pop_all()
     return engine, made, loader, schedule
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--deepspeed` (accepted) and `--deepspeed_config FILE`, which `initialize(args=...)` reads. Returns the parser."""
+    group = parser.add_argument_group("DeepSpeed", "the training config, in DeepSpeed's JSON")
+    group.add_argument("--deepspeed", action="store_true", help="accepted: the training runs through infinity")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="the training config (JSON)")
+    return parser
 
 
 def _check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.PathLike[str] | None) -> None:
@@ -186,24 +207,26 @@ def _shard_and_page(
 
     What can be known to be too small is refused before the model is sharded, which can't be undone.
     """
-    mesh = make_mesh(resolved.shard_ranks)
+    mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, resolved.wrap, resolved.live)
     swap = None
-    if resolved.swap is not None:
+    if resolved.paging is not None:
         with raise_on_all_ranks():
-            swap = _make_swap(resolved.nvme_paths, resolved.swap, run)
+            storage = choose_storage(resolved.config)
+            notes += storage.notes
+            swap = _make_swap(resolved.config, storage, run)
             undo.callback(swap.close)
-            dtype, paging = resolved.compute_dtype, resolved.swap.paging
+            dtype, paging = resolved.compute_dtype, resolved.paging
             swap.check_fits(model, wrap, ranks=resolved.shard_ranks, dtype=dtype, options=paging)
-    shard_model(model, resolved, mesh, wrap)
-    if swap is not None and resolved.swap is not None:
-        swap.page(model, resolved.swap.paging)
-        notes += [*resolved.swap.storage.notes, *swap.notes]
+    _shard_model(model, resolved, mesh, wrap)
+    if swap is not None:
+        swap.page(model, resolved.paging)
+        notes += swap.notes
     live = None
-    if resolved.stage >= 3:
-        micro_batches = resolved.batch.accumulation
+    if resolved.config.zero_optimization.stage >= 3:
+        micro_batches = resolved.config.batch.accumulation
         live = LiveParameters(outline, resolved.live, micro_batches=micro_batches, ranks=resolved.shard_ranks)
         notes += live.notes
         if swap is not None and swap.paging.parameters.ahead is not None:
@@ -216,16 +239,52 @@ def _shard_and_page(
     return swap, live, activations
 
 
-def _make_swap(paths: Sequence[str], options: SwapOptions, run: DurableRun | None) -> SwapManager:
+def _make_mesh(shard_ranks: int) -> DeviceMesh:
+    """All ranks in one dimension; or copies of the model by the ranks that one copy is sharded over."""
+    kind, ranks = compute_device().type, dist.get_world_size()
+    if shard_ranks == ranks:
+        return init_device_mesh(kind, (ranks,))
+    return init_device_mesh(kind, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+
+
+def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: Sequence[nn.Module]) -> None:
+    """fully_shard each of `wrap` and the root, over fp32 masters."""
+    model.float()
+    if mesh.device_type == "cuda" and not any(p.is_meta for p in model.parameters()):
+        model.cuda()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=resolved.mixed_precision, offload_policy=resolved.offload_policy)
+    for module in wrap:
+        shard(module, reshard_after_forward=resolved.reshard_after_forward)
+    # None: FSDP2 keeps the root group from forward to backward.
+    shard(model, reshard_after_forward=None if resolved.config.zero_optimization.stage >= 3 else False)
+
+
+def _make_peers(model: nn.Module, shard_ranks: int) -> tuple[Peers, Routes | None]:
+    """The other ranks of a sharded model, and what holds the ranks to one way through it; None where one rank gathers alone."""
+    parameter = next(model.parameters())  # all are sharded over the same mesh
+    assert isinstance(parameter, DTensor)
+    assert dist.group.WORLD is not None
+    groups = {group.group_name: group for group in (dist.group.WORLD, *parameter.device_mesh.get_all_groups())}
+    first = dist.get_rank() // shard_ranks * shard_ranks
+    gathering = range(first, first + shard_ranks)
+    peers = Peers([*groups.values()], gathering)
+    if shard_ranks == 1:
+        return peers, None
+    return peers, Routes(model, gathering, dist.distributed_c10d._get_default_store(), peers.hear)
+
+
+def _make_swap(config: Config, storage: StorageChoice, run: DurableRun | None) -> SwapManager:
+    zero, infinity = config.zero_optimization, config.infinity
+    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
     return SwapManager(
-        paths,
-        pinned_bytes_max=options.pinned_bytes_max,
-        io=options.storage.io,
-        bandwidths=options.storage.bandwidths,
-        lock_memory=options.lock_memory,
-        pin_memory=options.pin_memory,
-        direct=options.direct,
-        checksums=options.checksums,
+        config.nvme_paths,
+        pinned_bytes_max=infinity.pinned_bytes_max,
+        io=storage.io,
+        bandwidths=storage.bandwidths,
+        lock_memory=infinity.lock_memory,
+        pin_memory=all(block.pin_memory for block in blocks),
+        direct=config.aio.use_gds,
+        checksums=infinity.checksums,
         run=run,
     )
 
@@ -265,16 +324,16 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
         module._buffers.update(real)
 
 
-def _make_loader(data: Any, resolved: Resolved, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+def _make_loader(data: Any, config: Config, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
     if data is None:
         return None
     shuffled: Any = DistributedSampler(data) if hasattr(data, "__getitem__") else None  # the order that DeepSpeed draws
     return DataLoader(
         data,
-        batch_size=resolved.batch.micro,
+        batch_size=config.batch.micro,
         sampler=shuffled,
         collate_fn=collate_fn,
-        drop_last=resolved.dataloader_drop_last,
+        drop_last=config.dataloader_drop_last,
     )
 
 

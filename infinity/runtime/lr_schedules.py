@@ -7,9 +7,9 @@ torch's scheduler applies it, counts and saves. Runs on the training thread, onc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.optimizer import Optimizer
@@ -53,7 +53,7 @@ def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSchedu
     if isinstance(config, OneCycleConfig):
         return OneCycle(optimizer, config)
     groups = len(optimizer.param_groups)
-    rates = [
+    rates: list[Callable[[int], float]] = [
         WarmupRate(
             warmup_num_steps=_at_least_two(config.warmup_num_steps),
             warmup_type=config.warmup_type,
@@ -72,20 +72,12 @@ def make_lr_scheduler(config: SchedulerConfig, optimizer: Optimizer) -> LRSchedu
     return AbsoluteLR(optimizer, rates)
 
 
-class Schedule(Protocol):
-    """Maps completed optimizer steps to a rate. An object with plain attributes, so that LambdaLR can save it."""
-
-    def __call__(self, steps: int, /) -> float: ...
-
-
 class AbsoluteLR(LambdaLR):
     """LambdaLR whose callables return learning rates themselves, not factors on the optimizer's own rate.
 
-    So the numbers of the config arrive unrounded, and a rate of 0 needs no special case.
+    So the numbers of the config arrive unrounded, and a rate of 0 needs no special case. The callables are objects with plain
+    attributes, which LambdaLR can save.
     """
-
-    def __init__(self, optimizer: Optimizer, schedules: Sequence[Schedule]) -> None:
-        super().__init__(optimizer, list(schedules))
 
     def get_lr(self) -> list[Any]:
         return [schedule(self.last_epoch) for schedule in self.lr_lambdas]

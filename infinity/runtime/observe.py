@@ -1,12 +1,56 @@
-"""Floor 11. What each step took: seconds, bytes and waiting. Training thread only."""
+"""Floor 11. How far a training is, and what its steps took: seconds, bytes and waiting. Training thread only."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+
 from infinity.swap import SwapStats
+
+PARTS = ("fwd", "bwd", "step")
+
+
+@dataclass
+class Progress:
+    """Counters of an engine. accumulation: micro-batches per step."""
+
+    accumulation: int
+    global_steps: int = 0
+    """Steps of the training, skipped ones included."""
+    skipped_steps: int = 0
+    """Steps in which nothing was updated, because an fp16 gradient overflowed."""
+    micro_steps: int = 0
+    """Backward passes of this run that ended, those of the step that is due included."""
+    boundary: bool | None = None
+    """Whether a step is due, as the user said so; None where `accumulation` says it."""
+    _micro_steps_before: int = 0
+    """`micro_steps` when the last step ended."""
+
+    def ends_a_step(self, micro_steps: int) -> bool:
+        """Whether a step is due after so many micro-batches."""
+        if self.boundary is not None:
+            return self.boundary
+        return micro_steps > 0 and micro_steps % self.accumulation == 0
+
+    def end_step(self) -> None:
+        """A step was taken, or skipped."""
+        self.global_steps += 1
+        self.boundary = None
+        self._micro_steps_before = self.micro_steps
+
+    def begin_step_anew(self) -> None:
+        """The gradients of the step that is due were dropped: it begins with its first micro-batch again."""
+        self.micro_steps, self.boundary = self._micro_steps_before, None
+
+    def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
+        """A training goes on that has taken so many steps; its next one begins."""
+        self.global_steps, self.skipped_steps = global_steps, skipped_steps
+        self.micro_steps = self._micro_steps_before = global_steps * self.accumulation
 
 
 @dataclass(frozen=True)
@@ -45,3 +89,42 @@ class StepMeter:
         if stats is None:
             return time.perf_counter(), 0, 0, 0.0
         return time.perf_counter(), stats.read_bytes, stats.written_bytes, stats.stall_seconds
+
+
+class WallClock:
+    """Seconds of each part, of a micro-batch and of a whole step, printed as DeepSpeed prints them.
+
+    Waits for the device around each part, so it costs time.
+    """
+
+    def __init__(self) -> None:
+        self._micro = dict.fromkeys(PARTS, 0.0)
+        self._whole = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Count what happens in the block for `part`."""
+        started = now()
+        yield
+        seconds = now() - started
+        self._micro[part] += seconds
+        self._whole[part] += seconds
+
+    def report(self, *, stepped: bool) -> None:
+        """Print what a micro-batch took, and where a step ended, what all of them took together; both start over."""
+        self._print(self._micro, "_microstep")
+        if stepped:
+            self._print(self._whole, "")
+
+    def _print(self, seconds: dict[str, float], suffix: str) -> None:
+        parts = [f"{part}{suffix}: {1e3 * seconds[part]:.2f}" for part in PARTS]
+        if dist.get_rank() == 0:
+            print(" | ".join(("time (ms)", *parts)), flush=True)
+        seconds.update(dict.fromkeys(PARTS, 0.0))
+
+
+def now() -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from infinity.config import AdamConfig, OptimizerConfig, SchedulerConfig, SGDConfig
+from infinity.config import AdamConfig, Config, SGDConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.names import parameter_names, parameters_by_name
 from infinity.optim.hosted import Stepper
@@ -24,33 +23,6 @@ from infinity.swap.hosted_optimizer import stand_in
 
 Groups = list[tuple[dict[str, Any], list[str]]]
 """Parameter groups as (settings, names)."""
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """What the config says of the optimizer and its schedule. fused: whether torch's fused kernel runs AdamW."""
-
-    optimizer: OptimizerConfig | None
-    scheduler: SchedulerConfig | None
-    fused: bool
-
-    @property
-    def adam(self) -> dict[str, Any]:
-        """Arguments of torch.optim.Adam."""
-        chosen = self.optimizer if isinstance(self.optimizer, AdamConfig) else AdamConfig()
-        return {
-            "lr": chosen.lr,
-            "betas": chosen.betas,
-            "eps": chosen.eps,
-            "weight_decay": chosen.weight_decay,
-            "fused": self.fused,
-            "decoupled_weight_decay": chosen.type == "AdamW",
-        }
-
-    @property
-    def sgd(self) -> dict[str, Any] | None:
-        """Arguments of torch.optim.SGD; None where the config names another optimizer."""
-        return self.optimizer.model_dump(exclude={"type"}) if isinstance(self.optimizer, SGDConfig) else None
 
 
 def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, optimizer: Any) -> Groups:
@@ -88,15 +60,15 @@ def make_early(
     return given([{**settings, "params": [named[name] for name in names]} for settings, names in groups])
 
 
-def stepper_for(options: OptimizerOptions, given: torch.optim.Optimizer | None, groups: Groups) -> Stepper | None:
+def stepper_for(config: Config, given: torch.optim.Optimizer | None, groups: Groups) -> Stepper | None:
     """What steps the pieces of a paged model; None where that is the kernel for Adam and AdamW.
 
     Raises ConfigError for an optimizer that has stepped, and for one that can't be paged.
     """
     if given is None:
-        if options.sgd is None:
+        if not isinstance(config.optimizer, SGDConfig):
             return None
-        return Stepper(torch.optim.SGD([stand_in(settings) for settings, _ in groups], **options.sgd))
+        return Stepper(torch.optim.SGD([stand_in(settings) for settings, _ in groups], **_sgd(config.optimizer)))
     if any(float(state.get("step", 1)) for state in given.state.values()):
         raise ConfigError(_HAS_STEPPED)
     adam = isinstance(given, torch.optim.Adam) and not any(group["amsgrad"] for group in given.param_groups)
@@ -107,7 +79,7 @@ def stepper_for(options: OptimizerOptions, given: torch.optim.Optimizer | None, 
 
 def make_optimizer(
     model: nn.Module,
-    options: OptimizerOptions,
+    config: Config,
     given: Any,
     groups: Groups,
     swap: SwapManager | None,
@@ -123,7 +95,7 @@ def make_optimizer(
         assert swap is not None
         return HostedOptimizer(regrouped, swap=swap, like=stepper)
     if swap is not None:
-        settings = given.defaults if given is not None else options.adam
+        settings = given.defaults if given is not None else _adam(config)
         return PagedAdam(regrouped, swap=swap, **{key: settings[key] for key in _PAGED_SETTINGS if key in settings})
     if isinstance(given, torch.optim.Optimizer):
         if given.state:
@@ -134,18 +106,30 @@ def make_optimizer(
     if given is not None:
         made: torch.optim.Optimizer = given(regrouped)
         return made
-    if options.sgd is not None:
-        return torch.optim.SGD(regrouped, **options.sgd)
-    return torch.optim.Adam(regrouped, **options.adam)
+    if isinstance(config.optimizer, SGDConfig):
+        return torch.optim.SGD(regrouped, **_sgd(config.optimizer))
+    return torch.optim.Adam(regrouped, **_adam(config))
+
+
+def _adam(config: Config) -> dict[str, Any]:
+    """Arguments of torch.optim.Adam."""
+    chosen = config.optimizer if isinstance(config.optimizer, AdamConfig) else AdamConfig()
+    settings = chosen.model_dump(include={"lr", "betas", "eps", "weight_decay"})
+    return settings | {"fused": config.infinity.fused, "decoupled_weight_decay": chosen.type == "AdamW"}
+
+
+def _sgd(chosen: SGDConfig) -> dict[str, Any]:
+    """Arguments of torch.optim.SGD."""
+    return chosen.model_dump(exclude={"type"})
 
 
 _HAS_STEPPED = "pass an optimizer that has not stepped yet; its state can't follow the parameters"
 
 
-def make_schedule(options: OptimizerOptions, given: Any, optimizer: torch.optim.Optimizer, before: Any) -> Any:
+def make_schedule(config: Config, given: Any, optimizer: torch.optim.Optimizer, before: Any) -> Any:
     """The caller's schedule, made to move `optimizer` where it was made for the one `before` it, or the config's."""
     if given is None:
-        return make_lr_scheduler(options.scheduler, optimizer) if options.scheduler is not None else None
+        return make_lr_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
     if callable(given) and not hasattr(given, "step"):
         return given(optimizer)
     moved = getattr(given, "optimizer", None)
@@ -156,11 +140,16 @@ def make_schedule(options: OptimizerOptions, given: Any, optimizer: torch.optim.
             "the lr_scheduler belongs to another optimizer than the one passed: pass a function of the optimizer instead, "
             "lr_scheduler=lambda optimizer: ..."
         )
-    ConstantLR(
-        optimizer, factor=1.0, total_iters=0
-    )  # torch's mark on an optimizer that has a schedule; changes no rate
-    given.optimizer = optimizer
+    rebind(given, optimizer)
     return given
+
+
+def rebind(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let a made schedule, and those that it is made of, move `optimizer` instead of the one they were made for."""
+    for part in getattr(schedule, "_schedulers", ()):
+        rebind(part, optimizer)
+    ConstantLR(optimizer, factor=1.0, total_iters=0)  # torch's mark on an optimizer with a schedule; changes no rate
+    schedule.optimizer = optimizer
 
 
 _PAGED_SETTINGS = ("lr", "betas", "eps", "weight_decay", "maximize", "fused", "decoupled_weight_decay")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,9 +19,9 @@ from infinity.activations.saved_tensors import Activations
 from infinity.errors import CheckpointError, InfinityError, in_words
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import abandon_unfinished_pass, in_backward, reshard
-from infinity.runtime.offload import Offload
-from infinity.runtime.progress import Progress
-from infinity.swap.health import Health
+from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
+from infinity.runtime.observe import Progress
+from infinity.swap.health import Health, ModelHealth
 
 
 class Pass(enum.Enum):
@@ -43,6 +44,7 @@ class Gradients(enum.Enum):
     """An exception ended what made or took them. They can only be dropped."""
 
 
+@dataclass(eq=False)
 class PassGuard:
     """Around the passes of one engine. Knows what is going on, and what the gradients are.
 
@@ -52,28 +54,25 @@ class PassGuard:
     can't be seen, and is noted, until they are found gone.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        offload: Offload,
-        activations: Activations | None,
-        routes: Routes | None,
-        progress: Progress,
-    ) -> None:
-        self._module, self._optimizer, self._offload = module, optimizer, offload
-        self._activations, self._routes, self._progress = activations, routes, progress
-        self._health = offload.health
-        self._under_way: Pass | None = None
-        """The innermost pass that is going on, or that never ended."""
-        self._partial_since: str | None = None
-        """What ended a backward or a step half-way; None where the gradients are not partial."""
+    _module: nn.Module
+    _optimizer: torch.optim.Optimizer
+    health: ModelHealth
+    _paging: AnyPaging
+    _updater: Updater
+    _commits: AnyCommits
+    _activations: Activations | None
+    _routes: Routes | None
+    _progress: Progress
+    _under_way: Pass | None = None
+    """The innermost pass that is going on, or that never ended."""
+    _partial_since: str | None = None
+    """What ended a backward or a step half-way; None where the gradients are not partial."""
 
     @property
     def gradients(self) -> Gradients:
         """What they are now: see [Note: Gradients are looked for]."""
         groups = self._optimizer.param_groups
-        if not self._offload.has_taken and all(p.grad is None for group in groups for p in group["params"]):
+        if not self._updater.norms and all(p.grad is None for group in groups for p in group["params"]):
             return Gradients.NONE
         return Gradients.WHOLE if self._partial_since is None else Gradients.PARTIAL
 
@@ -89,9 +88,9 @@ class PassGuard:
         outer, self._under_way = self._under_way, kind
         try:
             if kind is Pass.FORWARD:
-                self._health.check_whole()
+                self.health.check_whole()
             else:
-                self._health.check_not_torn()
+                self.health.check_not_torn()
             yield
         except BaseException as error:
             self._abandon(kind, error)
@@ -102,7 +101,7 @@ class PassGuard:
     def begin_forward(self) -> None:
         """Make anew whatever an exception left of a pass that didn't go through the engine."""
         if self._under_way is None and not in_backward() and abandon_unfinished_pass(self._module):
-            self._offload.recover()
+            self._paging.recover()
 
     def settle(self) -> None:
         """No backward and no step is going on: one that never ended was ended by an exception that came twice. (In a forward a
@@ -119,16 +118,16 @@ class PassGuard:
         """
         why = f"{kind.value} ({in_words(error) if error is not None else 'interrupted'})"
         reshard(self._module)
-        self._offload.recover()
+        self._paging.recover()
         if self._activations is not None:
             self._activations.recover()
-        self._health.settle()
+        self.health.settle()
         if kind is Pass.FORWARD:
             return
         if kind is Pass.STEP and isinstance(error, (InfinityError, OSError)):
             return  # before anything was changed
-        if self._health.state is Health.AHEAD:
-            self._health.tear(why)
+        if self.health.state is Health.AHEAD:
+            self.health.tear(why)
         else:
             self._note_partial(why)
 
@@ -138,9 +137,9 @@ class PassGuard:
         return [
             f"step {self._progress.global_steps}.{self._progress.micro_steps}",
             self._routes.place if self._routes is not None else "",
-            self._health.state.value,
+            self.health.state.value,
             gradients.value,
-            f"commit of {self._offload.pending_commit}",
+            f"commit of {self._commits.pending_step}",
         ]
 
     # Gradients.
@@ -148,7 +147,7 @@ class PassGuard:
     def check_gradients_whole(self) -> None:
         """Raise InfinityError where the gradients are partial, or somebody set `.grad` of one that was taken. Where they were
         partial, and are gone, the step begins anew."""
-        self._offload.check_untouched()
+        self._updater.check_untouched()
         if self._partial_since is None:
             return
         if self.gradients is Gradients.PARTIAL:
@@ -161,8 +160,8 @@ class PassGuard:
     def zero_grad(self, set_to_none: bool) -> None:
         """As `Engine.zero_grad`."""
         self.settle()
-        self._health.check_not_torn()
-        if self._health.state is Health.AHEAD:
+        self.health.check_not_torn()
+        if self.health.state is Health.AHEAD:
             raise InfinityError(
                 "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
                 'or set infinity.update to "forward"'
@@ -180,7 +179,7 @@ class PassGuard:
         """All values are to be set anew: forget what the passes since the last step left."""
         self.settle()
         reshard(self._module)
-        self._offload.discard()
+        self._updater.discard()
         self.drop_gradients()
         self._begin_step_anew()
 
@@ -193,7 +192,7 @@ class PassGuard:
     def check_between_steps(self) -> None:
         """Raise CheckpointError between a backward and its step, InfinityError where the values are torn."""
         self.settle()
-        self._health.check_not_torn()
+        self.health.check_not_torn()
         if self.gradients is not Gradients.NONE:
             raise CheckpointError(
                 "a checkpoint in the middle of a step would lose the gradients of its micro-batches: save after the step() "
@@ -203,4 +202,4 @@ class PassGuard:
     def check_whole(self) -> None:
         """Raise InfinityError where the values are not those of one step, or gone."""
         self.settle()
-        self._offload.check_whole()
+        self.health.check_whole()

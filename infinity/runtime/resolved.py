@@ -1,6 +1,6 @@
-"""Floor 11. The training config, turned once into decisions. Whoever builds or trains asks this, and the config no more.
+"""Floor 11. What follows from a training config, decided once: whoever builds or trains asks this.
 
-`resolve` is pure but for a look at the drives' profiles: it changes nothing, and may fail.
+`resolve` is pure, and may fail.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from infinity.activations.saved_tensors import ActivationOptions
-from infinity.config import Batch, Config, FlopsProfilerConfig, Fp16Config, ZeroConfig
-from infinity.config.rules import Whose
-from infinity.drive.choice import StorageChoice, choose_storage
+from infinity.config import Config, ZeroConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
 from infinity.schedule.gradients import gradient_itemsize
@@ -27,36 +25,20 @@ log = logging.getLogger("infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwapOptions:
-    """Arguments of `SwapManager` by their names, and what the choice of them has to say."""
-
-    pinned_bytes_max: int | str
-    storage: StorageChoice
-    lock_memory: bool
-    pin_memory: bool
-    direct: bool
-    checksums: bool
-    paging: PagingOptions
-
-
-@dataclass(frozen=True, kw_only=True)
 class Resolved:
     """What a config means for one model on these ranks. A field has the name of its config key wherever there is one."""
+
+    config: Config
+    """Without "auto" values: what needs no decision is asked of it."""
 
     # What is computed.
 
     compute_dtype: torch.dtype
     """In which parameters are gathered and compute."""
-    fp16: Fp16Config
-    """Whether and how the loss is scaled, because gradients may overflow."""
-    batch: Batch
-    gradient_clipping: float
-    """Largest norm of the whole gradient; 0 does not clip."""
+    mixed_precision: MixedPrecisionPolicy
 
     # How the model is sharded.
 
-    stage: int
-    mixed_precision: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     """Where FSDP2 keeps what does not rest on NVMe."""
     shard_ranks: int
@@ -70,25 +52,19 @@ class Resolved:
 
     # Where it rests.
 
-    nvme_paths: tuple[str, ...]
-    swap: SwapOptions | None
+    paging: PagingOptions | None
     """How what rests on NVMe is paged; None where nothing does."""
     run_name: str | None
     """Of a durable run, whose steps are committed; None where nothing of a run stays."""
     activations: ActivationOptions
 
-    # Checkpoints and what is told.
-
-    checkpoint_format: str
-    checkpoint_keep: int
-    resume_hyperparameters: Whose
-    gather_16bit_weights_on_model_save: bool
-    dataloader_drop_last: bool
-    steps_per_print: int
-    wall_clock_breakdown: bool
-    flops_profiler: FlopsProfilerConfig
     notes: tuple[str, ...]
     """What the config asks for that comes out otherwise than its words, a line each."""
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether gradients are applied as they come."""
+        return self.paging is not None and self.paging.update == "backward"
 
 
 def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...], device_type: str) -> Resolved:
@@ -114,11 +90,8 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
     _check_one_arena(zero)
     compute_dtype = _compute_dtype(config)
     return Resolved(
+        config=config,
         compute_dtype=compute_dtype,
-        fp16=config.fp16,
-        batch=config.batch,
-        gradient_clipping=config.gradient_clipping,
-        stage=zero.stage,
         mixed_precision=MixedPrecisionPolicy(
             param_dtype=None if compute_dtype is torch.float32 else compute_dtype,
             reduce_dtype=torch.float32 if infinity.reduce_dtype == "fp32" else torch.bfloat16,
@@ -128,20 +101,16 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
         wrap=None if infinity.wrap == "auto" else infinity.wrap,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        nvme_paths=config.nvme_paths,
-        swap=_swap_options(config, ranks, shard_ranks, numel, moments) if config.nvme_paths else None,
+        paging=_paging_options(config, ranks, shard_ranks, numel, moments) if config.nvme_paths else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
         activations=_activation_options(config),
-        checkpoint_format=infinity.checkpoint_format,
-        checkpoint_keep=infinity.checkpoint_keep,
-        resume_hyperparameters=infinity.resume_hyperparameters,
-        gather_16bit_weights_on_model_save=zero.stage3_gather_16bit_weights_on_model_save,
-        dataloader_drop_last=config.dataloader_drop_last,
-        steps_per_print=config.steps_per_print,
-        wall_clock_breakdown=config.wall_clock_breakdown,
-        flops_profiler=config.flops_profiler,
         notes=tuple(_notes(zero, shard_ranks, device_type)),
     )
+
+
+def compute_device() -> torch.device:
+    """Where models compute."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def report_config(config: Config) -> None:
@@ -183,12 +152,13 @@ def _offload_policy(config: Config, device_type: str) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=all(block.pin_memory for block in on_host))
 
 
-def _swap_options(config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...]) -> SwapOptions:
+def _paging_options(
+    config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...]
+) -> PagingOptions:
     zero, infinity = config.zero_optimization, config.infinity
     activations = infinity.offload_activations
     prefetch = zero.stage3_prefetch_bucket_size
-    blocks = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "nvme"]
-    paging = PagingOptions(
+    return PagingOptions(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
@@ -209,15 +179,6 @@ def _swap_options(config: Config, ranks: int, shard_ranks: int, numel: int, mome
         gradient_bytes_max=None if infinity.gradient_bytes_max == "auto" else infinity.gradient_bytes_max,
         activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
         moments=moments,
-    )
-    return SwapOptions(
-        pinned_bytes_max=infinity.pinned_bytes_max,
-        storage=choose_storage(config),
-        lock_memory=infinity.lock_memory,
-        pin_memory=all(block.pin_memory for block in blocks),
-        direct=config.aio.use_gds,
-        checksums=infinity.checksums,
-        paging=paging,
     )
 
 

@@ -136,6 +136,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """Norms (0-D) of the gradients that were taken in the backward since the last step."""
         return self.lap.norms
 
+    def check_untouched(self) -> None:
+        """See `GradientLap.check_untouched`."""
+        self.lap.check_untouched()
+
     def take_gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
         return self.lap.take_all()

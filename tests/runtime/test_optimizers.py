@@ -25,7 +25,7 @@ from torch.optim import (
     RMSprop,
     Rprop,
 )
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, SequentialLR, StepLR
 
 import infinity
 
@@ -242,11 +242,19 @@ def test_nesterov_needs_momentum() -> None:
         infinity.initialize(model=model(), config=settings)
 
 
+SCHEDULES: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "StepLR": lambda o: StepLR(o, 2, gamma=0.5),
+    "SequentialLR": lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=3), StepLR(o, 1)], milestones=[3]),
+    "ChainedScheduler": lambda o: ChainedScheduler([LinearLR(o, 0.1, total_iters=3), StepLR(o, 2)]),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("where", ["memory", "nvme"])
-def test_a_made_schedule_follows_its_optimizer(where: str, nvme_path: Path) -> None:
+def test_a_made_schedule_follows_its_optimizer(where: str, kind: str, nvme_path: Path) -> None:
     trained = model()
     optimizer = AdamW(trained.parameters(), lr=1e-2, fused=True)
-    schedule = StepLR(optimizer, 2, gamma=0.5)
+    schedule = SCHEDULES[kind](optimizer)
     settings = config(nvme_path if where == "nvme" else None)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*optimizer.step.*")
@@ -256,7 +264,7 @@ def test_a_made_schedule_follows_its_optimizer(where: str, nvme_path: Path) -> N
         assert returned is schedule
         with engine:
             got = train(engine), [p.data.full_tensor().clone() + 0 for p in engine.parameters()]
-    expected = plain(lambda p: AdamW(p, lr=1e-2, fused=True), lambda o: StepLR(o, 2, gamma=0.5))
+    expected = plain(lambda p: AdamW(p, lr=1e-2, fused=True), SCHEDULES[kind])
     assert same(expected, got)
 
 
