@@ -294,13 +294,16 @@ def _consolidate(
 
 def _plan(model: StoredModel, dtype: torch.dtype, max_shard_bytes: int) -> list[_Part]:
     parts: list[_Part] = [_Part({})]
+    nbytes = 0  # of the last one
     for name in model.names:
         entry = model.dtype_as(name, dtype), model.shape(name)
         if entry[0] not in _NAMES:
             raise CheckpointError(f"{name} has the type {entry[0]}, which safetensors files don't hold")
-        if parts[-1].tensors and parts[-1].nbytes + _nbytes(*entry) > max_shard_bytes:
+        if parts[-1].tensors and nbytes + _nbytes(*entry) > max_shard_bytes:
             parts.append(_Part({}))
+            nbytes = 0
         parts[-1].tensors[name] = entry
+        nbytes += _nbytes(*entry)
     return parts
 
 

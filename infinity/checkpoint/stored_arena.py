@@ -72,9 +72,9 @@ class RankState:
         try:
             self._file.seek(offset)
             if self._file.readinto(buffer) < buffer.nbytes:
-                raise OSError(errno.EIO, "its arena file ends too early")
+                raise OSError(errno.EIO, "it ends too early")
         except OSError as error:
-            raise self.damaged(error) from None
+            raise self.damaged(error, arena_name(self.layout.rank)) from None
 
     def read(self, parameter: int, field: Field, start: int, numel: int) -> torch.Tensor:
         """Elements of the master or a moment (1-D, fp32) of this rank's shard of parameter number `parameter`."""
@@ -149,7 +149,7 @@ class StoredArena:
         try:
             record = parse_record(read_small(self.path / record_name(rank), RECORD_BYTES_MAX))
         except (OSError, ValueError) as error:
-            raise self.rank(0).damaged(error) from None
+            raise damaged(self.path / record_name(rank), getattr(error, "strerror", None) or error) from None
         unpaged_state = unpaged_state_of(record)
         groups, steps, buffers = unpaged_state["param_groups"], unpaged_state["steps"], unpaged_state["buffers"]
         if not (
@@ -158,7 +158,7 @@ class StoredArena:
             and _are_tensors(steps)
             and _are_tensors(buffers)
         ):
-            raise self.rank(0).damaged("its unpaged state is something else")
+            raise damaged(self.path / record_name(rank), "its unpaged state is something else")
         return unpaged_state
 
     def with_layout(self, here: ArenaLayout) -> RankState | None:
