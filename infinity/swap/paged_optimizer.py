@@ -83,7 +83,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.prepare(grad_scale)
+        if not self._paging.paged.health.is_changing:  # else the engine prepared the step, before it began to change anything
+            self.prepare(grad_scale)
         with self._paging.paged.health.change("an optimizer step"):
             self.apply(grad_scale)
         return loss
