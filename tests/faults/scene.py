@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.aio import File
 from infinity.checkpoint.commits import Commits
-from infinity.store import Arena, DurableRun, durable
+from infinity.store import DurableRun, durable
 
 STEPS = 4
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
@@ -112,7 +113,7 @@ def say(*words: object) -> None:
 
 
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
-    "before the sync": (Arena, "sync", False),
+    "before the sync": (File, "sync", False),
     "before the record": (durable, "write_durably", False),
     "before its name": (Path, "rename", False),
     "after its name": (Path, "rename", True),
