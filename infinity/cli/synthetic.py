@@ -27,10 +27,11 @@ def shape_for(numel: int, *, seq: int) -> Shape:
 
 
 class Block(nn.Module):
-    """Attention and MLP, pre-norm, without biases."""
+    """Attention and MLP, pre-norm, without biases. Input and output: (batch, length, hidden)."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.attention_in = nn.Linear(hidden, 3 * hidden, bias=False)
         self.attention_out = nn.Linear(hidden, hidden, bias=False)
         self.mlp_in = nn.Linear(hidden, 4 * hidden, bias=False)
@@ -39,7 +40,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, hidden = x.shape
         normed = F.rms_norm(x, (hidden,))
-        heads = self.attention_in(normed).view(batch, length, 3, hidden // HEAD, HEAD).transpose(1, 3)
+        heads = self.attention_in(normed).view(batch, length, 3, self.heads, hidden // self.heads).transpose(1, 3)
         q, k, v = heads.unbind(2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, hidden))
@@ -53,7 +54,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape.hidden, shape.heads) for _ in range(shape.layers))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens[:, :-1])

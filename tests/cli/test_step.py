@@ -114,7 +114,7 @@ def test_a_shape_has_as_many_parameters_as_it_says() -> None:
 
 def test_attention_looks_back_only() -> None:
     torch.manual_seed(0)
-    block = Block(64)
+    block = Block(64, heads=2)
     x = torch.randn(1, 8, 64)
     changed = x.clone()
     changed[:, 5:] += 1

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import infinity
 from infinity.aio import IoSettings
+from infinity.cli.synthetic import Block
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import load_profile
@@ -116,7 +116,7 @@ def _measure_training(
     }
     with infinity.init_empty():
         # Within another module, as FSDP2 groups what stands in a list within the model.
-        blocks = nn.Sequential(nn.Sequential(*(_Block(hidden, heads) for _ in range(layers))))
+        blocks = nn.Sequential(nn.Sequential(*(Block(hidden, heads) for _ in range(layers))))
     engine = infinity.initialize(model=blocks, config=config)[0]
     with engine:
         passes = [_timed_step(engine, batch.to(kind)) for _ in range(_STEPS + 1)][1:]
@@ -157,25 +157,3 @@ def _copy_rate(device: torch.device) -> float:
         target.copy_(source)
         times.append(_now() - began)
     return _COPY_BYTES / statistics.median(times[1:])
-
-
-class _Block(nn.Module):
-    """A block of a GPT. Input and output: (batch, length, hidden)."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
-        self.norm_mlp = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, hidden = x.shape
-        q, k, v = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
-        fed: torch.Tensor = self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
-        return x + fed
