@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.transformer import Transformer
 from infinity.schedule import pinned
-from infinity.schedule.activations import BUFFER_BYTES_DEFAULT, BUFFER_SHARES, bytes_on_drive
-from infinity.schedule.gradients import GRADIENT_BYTES, gradient_itemsize, groups_that_spill
 from infinity.schedule.residency import choose_resident
 from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update, state_bytes
+from infinity.schedule.spilling import (
+    BUFFER_BYTES_DEFAULT,
+    BUFFER_SHARES,
+    GRADIENT_BYTES,
+    bytes_on_drive,
+    gradient_itemsize,
+    groups_that_spill,
+)
 from infinity.units import GIB, PAGE_BYTES, align_up
 
 HOST_PROCESS_BYTES = GIB // 2

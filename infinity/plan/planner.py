@@ -28,7 +28,7 @@ from infinity.plan.machine import Machine
 from infinity.plan.program import step_of
 from infinity.plan.resources import Resources, Simulated
 from infinity.plan.simulator import simulate
-from infinity.schedule.activations import BUFFER_SHARES
+from infinity.schedule.spilling import BUFFER_SHARES
 from infinity.schedule.timeline import Interval, total, united
 from infinity.units import format_bytes
 

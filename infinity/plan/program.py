@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from infinity.plan.estimate import HostCache, Pipeline, Strategy, Work
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
-from infinity.schedule.activations import BUFFER_SHARES, IN_HAND_SHARES
-from infinity.schedule.gradients import GRADIENT_BYTES
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
+from infinity.schedule.spilling import BUFFER_SHARES, GRADIENT_BYTES, IN_HAND_SHARES
 
 PARAMETER_BYTES = 12
 """Memory traffic of a fused update per element: parameter and gradient read, the parameter written. A split master is the

@@ -17,8 +17,8 @@ from infinity.activations.saved_tensors import ActivationOptions
 from infinity.config import Config, ZeroConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
-from infinity.schedule.gradients import gradient_itemsize
 from infinity.schedule.scheme import choose_update, state_bytes
+from infinity.schedule.spilling import gradient_itemsize
 from infinity.swap.options import PagingOptions
 
 log = logging.getLogger("infinity")

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from infinity.fsdp2.sharding import GroupOutline, padded_shape
-from infinity.schedule.gradients import GRADIENT_BYTES, groups_that_spill
 from infinity.schedule.pinned import (
     GATHERS_IN_USE,
     SUB_GROUP_NUMEL_DEFAULT,
@@ -22,6 +21,7 @@ from infinity.schedule.pinned import (
     pipeline_bytes,
 )
 from infinity.schedule.scheme import Scheme
+from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
 from infinity.store import Layout, Shard, plan_layout
 from infinity.store.layout import SPACE_ALIGN
 from infinity.swap import budget

@@ -21,7 +21,7 @@ from infinity.activations.saved_tensors import Activations
 from infinity.activations.stores import ArenaActivationStore, HostActivationStore
 from infinity.aio import PinnedPool, PoolPart
 from infinity.device import CpuDevice, HostBuffers, StreamDevice
-from infinity.schedule.activations import bytes_on_drive
+from infinity.schedule.spilling import bytes_on_drive
 from infinity.swap import manager
 from infinity.swap.stager import Stager
 from infinity.units import PAGE_BYTES

@@ -1,11 +1,18 @@
-"""Which gradients wait where: within the budget, the last groups first, and in 16 bits only where these hold them."""
+"""What waits on NVMe: the last groups' gradients, beyond a budget, and in 16 bits only where these hold them; the first saved
+activations, all that the buffer can't keep in hand, each once each way."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.schedule.gradients import gradient_itemsize, groups_that_spill
+from infinity.schedule.spilling import (
+    BUFFER_SHARES,
+    IN_HAND_SHARES,
+    bytes_on_drive,
+    gradient_itemsize,
+    groups_that_spill,
+)
 
 
 @given(st.lists(st.integers(0, 100), max_size=12), st.integers(0, 600))
@@ -31,3 +38,23 @@ def test_sixteen_bits_are_kept_only_where_they_hold_all_of_a_gradient() -> None:
     assert gradient_itemsize(**{**exact, "micro_batches": 2}) == 4  # and so has one over micro-batches
     assert gradient_itemsize(**{**exact, "micro_batches": 2, "reduced_in_16_bits": True}) == 4
     assert gradient_itemsize(**{**exact, "computed_in_16_bits": False}) == 4
+
+
+@given(st.lists(st.integers(1, 60), max_size=12), st.integers(0, 200))
+def test_the_last_ones_stay_in_hand_and_as_many_as_fit(sizes: list[int], buffer_bytes: int) -> None:
+    moved = bytes_on_drive(sizes, buffer_bytes)
+    stay = [nbytes > buffer_bytes // BUFFER_SHARES for nbytes in sizes]  # on the device: too large to pass
+    assert all(there in (0, nbytes) for there, nbytes in zip(moved, sizes, strict=True))
+    assert not any(there for there, too_large in zip(moved, stay, strict=True) if too_large)
+    first_in_hand = max((place + 1 for place, there in enumerate(moved) if there), default=0)
+    in_hand = [n for n, too_large in zip(sizes[first_in_hand:], stay[first_in_hand:], strict=True) if not too_large]
+    assert sum(in_hand) <= buffer_bytes // IN_HAND_SHARES
+    assert all(there or too_large for there, too_large in zip(moved[:first_in_hand], stay[:first_in_hand], strict=True))
+    if first_in_hand:
+        assert sum(in_hand) + sizes[first_in_hand - 1] > buffer_bytes // IN_HAND_SHARES
+
+
+def test_the_first_saved_activations_go_to_the_drive() -> None:
+    assert bytes_on_drive([10] * 8, 80) == [10, 10, 10, 10, 0, 0, 0, 0]
+    assert bytes_on_drive([10, 21, 10, 10], 40) == [10, 0, 0, 0], "21 is more than a quarter, and stays where it is"
+    assert bytes_on_drive([10] * 8, 39) == [0] * 8

@@ -1,4 +1,4 @@
-"""Floor 6. Where reduced gradients wait for their update: in host memory, or on NVMe with so many bytes moved.
+"""Floor 6. What a pass makes for later and memory doesn't hold until then: which gradients and saved activations wait on NVMe.
 
 [Note: Gradients that spill]
 A gradient waits from the backward that brings it to the update that takes it. Where updates are in the forward, the gradients
@@ -16,6 +16,15 @@ GRADIENT_BYTES = 4
 
 NARROW_GRADIENT_BYTES = 2
 """The same where it fits in 16 bits: see [Note: Gradients in 16 bits] in infinity/swap/waiting_gradients.py."""
+
+BUFFER_SHARES = 4
+"""Saved activations pass through a buffer. A tensor larger than this part of it stays where it is: one part is filled while
+others are written or read."""
+
+IN_HAND_SHARES = 2
+"""The tensors saved last stay in this part of the buffer: they are needed first, and need no drive."""
+
+BUFFER_BYTES_DEFAULT = 256 << 20
 
 
 def gradient_itemsize(*, ranks: int, micro_batches: int, reduced_in_16_bits: bool, computed_in_16_bits: bool) -> int:
@@ -45,3 +54,15 @@ def groups_that_spill(gradient_bytes: Sequence[int], host_bytes_max: int | None)
         else:
             left -= nbytes
     return spilled
+
+
+def bytes_on_drive(saved_bytes: Sequence[int], buffer_bytes: int) -> list[int]:
+    """For tensors of `saved_bytes`, saved in this order: the bytes of each that a pass writes to the drive and reads again."""
+    moved = [nbytes if nbytes <= buffer_bytes // BUFFER_SHARES else 0 for nbytes in saved_bytes]
+    left = buffer_bytes // IN_HAND_SHARES
+    for place in reversed(range(len(moved))):
+        if moved[place] > left:
+            break
+        left -= moved[place]
+        moved[place] = 0
+    return moved
