@@ -19,7 +19,7 @@ from infinity.aio import Lease, PoolPart
 from infinity.device import CopyEvent, Device, HostBuffer, HostBuffers, InFlightCopy
 from infinity.errors import BudgetError, InfinityError
 from infinity.schedule.spilling import BUFFER_SHARES, IN_HAND_SHARES
-from infinity.store import Arena, Extent, Scratch
+from infinity.store.arena import Arena, Extent, Scratch
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 from infinity.units import align_up, format_bytes

@@ -28,8 +28,8 @@ from infinity.checkpoint.checks import check_resumable
 from infinity.checkpoint.training_state import decode, encode
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.store import DurableRun
 from infinity.store.commit import SUM_BYTES, Commit, Record, bits
+from infinity.store.durable import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.timeline import measured

@@ -47,7 +47,7 @@ from infinity.runtime.optimizers import (
 )
 from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
-from infinity.store import DurableRun
+from infinity.store.durable import DurableRun
 from infinity.swap import PagedOptimizer, SwapManager
 
 log = logging.getLogger("infinity")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from infinity.aio import IoEngine, Lease, Priority, Request, Transfer
 from infinity.errors import IntegrityError, IoError
-from infinity.store import Arena
+from infinity.store.arena import Arena
 from infinity.swap.chunk import Chunk, Span
 
 

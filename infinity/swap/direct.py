@@ -13,7 +13,7 @@ import torch
 
 from infinity.device import Device, DirectRead, DirectReader, InFlightCopy
 from infinity.errors import IoError
-from infinity.store import Arena
+from infinity.store.arena import Arena
 from infinity.swap.chunk import Chunk
 from infinity.swap.stager import Stager
 

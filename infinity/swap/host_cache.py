@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from infinity.schedule.residency import Candidate, choose_resident
 from infinity.schedule.scheme import Scheme
-from infinity.store import Cached, Field, Layout, SubGroup
-from infinity.store.layout import SPACE_ALIGN
+from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, SubGroup
 
 
 @dataclass(frozen=True)

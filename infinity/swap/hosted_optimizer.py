@@ -15,8 +15,7 @@ from torch import nn
 from infinity.aio import Lease
 from infinity.optim.hosted import Settings, Stepper
 from infinity.optim.kernel import join, split
-from infinity.store import Field
-from infinity.store.layout import SHARD_ALIGN
+from infinity.store.layout import SHARD_ALIGN, Field
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_optimizer import PagedOptimizer, Piece
 from infinity.swap.sub_group import PagedSubGroup

@@ -13,8 +13,10 @@ from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool
 from infinity.device import Device, DirectReader, HostBuffers, direct_reader_for
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import measure_drive
-from infinity.store import Arena, DurableRun, Folder, RunFolder, check_free
+from infinity.store.arena import Arena, check_free
+from infinity.store.durable import DurableRun
 from infinity.store.placement import step_bandwidth
+from infinity.store.run_folder import Folder, RunFolder
 from infinity.swap.direct import DirectReads
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager

@@ -31,8 +31,10 @@ from infinity.plan.estimate import record_bytes
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.schedule.pinned import ACCESS_BYTES
 from infinity.schedule.timeline import TraceSummary
-from infinity.store import Arena, ArenaLayout, DurableRun, Layout
-from infinity.store.commit import describe, differences
+from infinity.store.arena import Arena
+from infinity.store.commit import ArenaLayout, describe, differences
+from infinity.store.durable import DurableRun
+from infinity.store.layout import Layout
 from infinity.swap import budget
 from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.options import PagingOptions, options_from_arguments

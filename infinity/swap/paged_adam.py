@@ -16,7 +16,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.adam import MOMENTS
 from infinity.optim.kernel import GradPiece, PageSums
-from infinity.store import Field
+from infinity.store.layout import Field
 from infinity.swap.chunk import Span
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager

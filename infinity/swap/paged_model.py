@@ -14,10 +14,11 @@ import torch
 
 from infinity.aio import Lease
 from infinity.device import HostBuffer, HostBuffers
-from infinity.store import Arena, Field, Layout
+from infinity.store.arena import Arena
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import SUM_BYTES
 from infinity.store.files import StoredFile
+from infinity.store.layout import Field, Layout
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health, ModelHealth
 from infinity.swap.pending_updates import PendingUpdates

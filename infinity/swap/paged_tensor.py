@@ -28,7 +28,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
-from infinity.store import Field
+from infinity.store.layout import Field
 from infinity.swap.shard import PagedShard
 
 _FACTORIES = {

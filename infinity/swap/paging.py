@@ -34,7 +34,9 @@ from infinity.fsdp2.sharding import (
     is_at_rest,
 )
 from infinity.schedule.pinned import sub_groups_ahead
-from infinity.store import Arena, ArenaLayout, Field
+from infinity.store.arena import Arena
+from infinity.store.commit import ArenaLayout
+from infinity.store.layout import Field
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health

@@ -24,7 +24,7 @@ from operator import itemgetter
 import torch
 
 from infinity.aio import Lease
-from infinity.store import Field
+from infinity.store.layout import Field
 from infinity.swap.chunk import ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 
 from infinity.aio import Lease
-from infinity.store import Arena, Extent, Field, Layout, SubGroup
+from infinity.store.arena import Arena, Extent
+from infinity.store.layout import Field, Layout, SubGroup
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup, group_chunk
 from infinity.swap.sub_group import Location, PagedSubGroup, Tier

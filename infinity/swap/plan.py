@@ -22,8 +22,7 @@ from infinity.schedule.pinned import (
 )
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
-from infinity.store import Layout, Shard, plan_layout
-from infinity.store.layout import SPACE_ALIGN
+from infinity.store.layout import SPACE_ALIGN, Layout, Shard, plan_layout
 from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
 from infinity.swap.options import PagingOptions

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.optim.kernel import join, split
-from infinity.store import Field
+from infinity.store.layout import Field
 from infinity.swap.group import Delivery, PagedGroup
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.values import RANGE_NUMEL, PieceOf, Values, ranges_of

@@ -27,7 +27,7 @@ from infinity.aio import IoEngine, Lease, PinnedPool, PoolPart, Priority
 from infinity.device import CopyEvent, Device
 from infinity.errors import BudgetError
 from infinity.schedule.eviction import Eviction
-from infinity.store import Arena
+from infinity.store.arena import Arena
 from infinity.swap.chunk import Chunk, ChunkState
 from infinity.swap.chunk_io import ChunkIo
 from infinity.swap.timeline import Timeline, measured

@@ -19,8 +19,9 @@ import torch
 
 from infinity.aio import Lease
 from infinity.optim.kernel import join, split
-from infinity.store import Extent, Field, SubGroup
+from infinity.store.arena import Extent
 from infinity.store.arena_copy import Source
+from infinity.store.layout import Field, SubGroup
 from infinity.swap.chunk import Chunk, Span
 
 SubGroupUpdate = Callable[[Lease | None], None]

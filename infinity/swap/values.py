@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from infinity.schedule.pinned import ACCESS_BYTES
-from infinity.store import Field
-from infinity.store.layout import Piece
+from infinity.store.layout import Field, Piece
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.checkpoint.snapshot import Snapshot, rows_of
-from infinity.store import ArenaLayout, Field, Shard, plan_layout
-from infinity.store.commit import describe
-from infinity.store.layout import MOMENTS
+from infinity.store.commit import ArenaLayout, describe
+from infinity.store.layout import MOMENTS, Field, Shard, plan_layout
 
 SHAPES = st.lists(
     st.tuples(st.tuples(st.integers(1, 40), st.integers(1, 300)), st.integers(0, 2), st.booleans(), st.booleans()),

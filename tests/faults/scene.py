@@ -21,7 +21,8 @@ from torch import nn
 import infinity
 from infinity.aio import File
 from infinity.checkpoint.commits import Commits
-from infinity.store import DurableRun, durable
+from infinity.store import durable
+from infinity.store.durable import DurableRun
 
 STEPS = 4
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2

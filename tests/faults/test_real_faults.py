@@ -32,7 +32,7 @@ from children import Nursery
 import infinity
 from infinity.checkpoint import arena as checkpoint_arena
 from infinity.checkpoint import dcp as checkpoint
-from infinity.store import RunFolder
+from infinity.store.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 KILLS = int(os.environ.get("INFINITY_KILLS", "8"))

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
 from infinity.errors import IoError, StoreError
-from infinity.store import Arena, Extent, RunFolder, run_folder
+from infinity.store import run_folder
+from infinity.store.arena import Arena, Extent
+from infinity.store.run_folder import RunFolder
 
 PAGE = 4096
 

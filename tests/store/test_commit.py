@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.store import ArenaLayout, Shard, plan_layout
-from infinity.store.commit import Commit, Record, describe, differences, parse_record
+from infinity.store.commit import ArenaLayout, Commit, Record, describe, differences, parse_record
+from infinity.store.layout import Shard, plan_layout
 
 SHAPES = [(8, 64), (64,), (40, 64)]
 

@@ -16,8 +16,9 @@ from test_commit import place
 
 from infinity.aio import IoEngine, PinnedPool
 from infinity.errors import CheckpointError, IoError, StoreError
-from infinity.store import DurableRun, durable
+from infinity.store import durable
 from infinity.store.commit import Commit, Record
+from infinity.store.durable import DurableRun
 
 LAUNCH = "00000000000000aa"
 
@@ -27,7 +28,7 @@ HOLDER = """
 import os, sys, time
 import torch
 from infinity.aio import IoEngine, PinnedPool, Priority, Request
-from infinity.store import DurableRun
+from infinity.store.durable import DurableRun
 run = DurableRun([sys.argv[1]], "run", 0)
 if sys.argv[2:] == ["fork"]:
     run.start_anew("00000000000000aa")
@@ -53,7 +54,7 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30),) * 2)
 """
 RESUME = """
 import sys
-from infinity.store import DurableRun
+from infinity.store.durable import DurableRun
 run = DurableRun([sys.argv[1]], "run", 0)
 print(*(record.commit.step for record in run.records.values()), run.damaged)
 """

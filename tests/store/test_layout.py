@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.store import Cached, Field, Layout, Shard, plan_layout
-from infinity.store.layout import MOMENTS, SHARD_ALIGN, SPACE_ALIGN
+from infinity.store.layout import MOMENTS, SHARD_ALIGN, SPACE_ALIGN, Cached, Field, Layout, Shard, plan_layout
 
 PAGE = 4096
 

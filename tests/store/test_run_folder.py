@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from infinity.errors import InfinityError, StoreError
-from infinity.store import RunFolder, run_folder
-from infinity.store.run_folder import free_bytes, remove_stale
+from infinity.store import run_folder
+from infinity.store.run_folder import RunFolder, free_bytes, remove_stale
 
 # Makes a run folder in argv[1], tells its path, and lives until its input closes.
 HOLDER = """
 import sys
-from infinity.store import RunFolder
+from infinity.store.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 print(folder.path, flush=True)
 sys.stdin.read()
@@ -153,7 +153,7 @@ def test_forked_child_that_exits_leaves_the_folder_too(tmp_path: Path) -> None:
     """As a data loader's worker does: through the interpreter's exit, with its finalizers. The parent's exit removes it."""
     script = (
         "import os, sys\n"
-        "from infinity.store import RunFolder\n"
+        "from infinity.store.run_folder import RunFolder\n"
         "folder = RunFolder(sys.argv[1])\n"
         "child = os.fork()\n"
         "if child == 0:\n"
@@ -169,7 +169,8 @@ def test_space_and_folder_of_a_killed_run_are_free_though_a_forked_child_lives(n
     script = (
         "import os, sys\n"
         "from infinity.aio import IoEngine, PinnedPool\n"
-        "from infinity.store import Arena, RunFolder\n"
+        "from infinity.store.arena import Arena\n"
+        "from infinity.store.run_folder import RunFolder\n"
         "engine = IoEngine(PinnedPool(4096))\n"
         "arena = Arena(RunFolder(sys.argv[1]), engine, name='rank0.arena')\n"
         "arena.reserve([1 << 20], 'the test')\n"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinity.errors import StoreError
-from infinity.store import Arena, Extent, Scratch
+from infinity.store.arena import Arena, Extent, Scratch
 
 PAGE = 4096
 

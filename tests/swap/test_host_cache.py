@@ -14,8 +14,7 @@ from torch import nn
 import infinity
 from infinity.device import CpuDevice
 from infinity.schedule.scheme import Scheme
-from infinity.store import Cached, Field, Layout, Shard, plan_layout
-from infinity.store.layout import SPACE_ALIGN
+from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, Shard, plan_layout
 from infinity.swap.host_cache import plan_cache
 
 IN_STEP = Scheme("full", "step")

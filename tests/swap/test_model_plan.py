@@ -11,8 +11,7 @@ import torch
 from infinity.errors import BudgetError, ConfigError
 from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
 from infinity.schedule import pinned
-from infinity.store import Field, Layout
-from infinity.store.layout import SPACE_ALIGN
+from infinity.store.layout import SPACE_ALIGN, Field, Layout
 from infinity.swap.options import PagingOptions, options_from_arguments
 from infinity.swap.plan import plan_model
 from infinity.units import MIB

@@ -27,8 +27,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from infinity import InfinityError, PagingOptions, SwapManager
 from infinity.aio import IoEngine, PinnedPool
 from infinity.device import CpuDevice
-from infinity.store import Arena, Field, RunFolder, Shard, plan_layout
-from infinity.store.layout import SPACE_ALIGN
+from infinity.store.arena import Arena
+from infinity.store.layout import SPACE_ALIGN, Field, Shard, plan_layout
+from infinity.store.run_folder import RunFolder
 from infinity.swap.budget import ACCESS_BYTES
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
@@ -522,7 +523,9 @@ import numpy as np
 import torch
 from infinity.aio import IoEngine, PinnedPool
 from infinity.device import CpuDevice
-from infinity.store import Arena, Field, RunFolder, Shard, plan_layout
+from infinity.store.arena import Arena
+from infinity.store.layout import Field, Shard, plan_layout
+from infinity.store.run_folder import RunFolder
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.stager import Stager

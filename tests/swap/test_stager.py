@@ -23,7 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from infinity.aio import IoEngine, Lease, PinnedPool, Priority, Request
 from infinity.device import CpuDevice
 from infinity.errors import BudgetError, IoError
-from infinity.store import Arena, RunFolder
+from infinity.store.arena import Arena
+from infinity.store.run_folder import RunFolder
 from infinity.swap.chunk import Chunk, ChunkState, Span
 from infinity.swap.stager import Stager
 

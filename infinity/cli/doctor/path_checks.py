@@ -190,7 +190,7 @@ def _try_engine(path: Path) -> Trial:
     import torch
 
     from infinity.aio import IoEngine, PinnedPool, Priority, Request, direct_alignment
-    from infinity.store import RunFolder
+    from infinity.store.run_folder import RunFolder
 
     pool = PinnedPool(2 * TRIAL_BYTES)
     with signals_held():
