@@ -127,16 +127,16 @@ class InfinityTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         engine.save_16bit_model(folder)
         if self.args.should_save:
-            self._save_descriptions(folder)
+            self._save_descriptions(folder, engine._resolved.compute_dtype)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_descriptions(self, folder: Path) -> None:
-        """Save the files that `from_pretrained` needs besides the weights."""
+    def _save_descriptions(self, folder: Path, stored: torch.dtype) -> None:
+        """Save the files that `from_pretrained` needs besides the weights, which are `stored` in this dtype."""
         config = getattr(self.model, "config", None)
         if config is not None:
             config.architectures = [type(self.model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
-            config.dtype = torch.bfloat16 if self.engine and self.engine.config.bf16.enabled else torch.float32
+            config.dtype = stored
             config.save_pretrained(folder)
         for described in (getattr(self.model, "generation_config", None), self.processing_class):
             if described is not None:

@@ -131,6 +131,20 @@ def test_what_is_saved_is_what_from_pretrained_loads(nvme_path: Path, tmp_path: 
         again.close()
 
 
+@pytest.mark.parametrize(("block", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
+def test_a_saved_model_says_in_which_dtype_it_is(
+    block: str | None, dtype: torch.dtype, nvme_path: Path, tmp_path: Path
+) -> None:
+    blocks = {block: {"enabled": True}} if block else {}
+    trainer = make_trainer(nvme_path, tmp_path, config=config_for(nvme_path) | blocks)
+    try:
+        trainer.save_model(str(tmp_path / "saved"))
+    finally:
+        trainer.close()
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert loaded.config.dtype == loaded.lm_head.weight.dtype == dtype
+
+
 def test_autos_are_filled_from_the_arguments(nvme_path: Path, tmp_path: Path) -> None:
     config = {
         **config_for(nvme_path),
