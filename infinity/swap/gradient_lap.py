@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.sharding import local_of
 from infinity.swap.group import PagedGroup
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.paging import Paging
@@ -203,11 +204,6 @@ def move_out(parameter: nn.Parameter) -> None:
     if local is not None and local.untyped_storage().nbytes() > local.nbytes:
         assert isinstance(grad, DTensor)
         grad._local_tensor = local.clone()
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor, or the tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def trained_shard(parameter: nn.Parameter) -> PagedShard:

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError
+from infinity.fsdp2.sharding import local_of
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
-from infinity.swap.gradient_lap import GradientLap, local_of, move_out, trained_shard
+from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
 from infinity.swap.host_gradients import HostGradient
@@ -83,7 +84,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._paging.paged.health.is_changing:  # else the engine prepared the step, before it began to change anything
+        if not self._paging.paged.health.is_changing:  # else the engine has prepared it, outside of the change
             self.prepare(grad_scale)
         with self._paging.paged.health.change("an optimizer step"):
             self.apply(grad_scale)
