@@ -38,14 +38,15 @@ def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
 
 
 def _next_step(policy: StagingPolicy) -> Iterator[int]:
-    if policy._update == "backward" or not policy._phase:
+    if (policy._update == "backward" and not policy._speculative) or not policy._phase:
         return
     stepped = dict.fromkeys(policy._paged.updates.stepped)
     units: Iterable[int]
     if policy._update == "step":
         units = map(policy._unit, stepped)
     else:
-        groups = (policy._paged.groups[index] for index in policy._traces[True].cycle)
+        all_groups = policy._paged.groups
+        groups = (all_groups[index] for index in policy._traces[True].cycle if index < len(all_groups))
         units = chain.from_iterable(_units_of(policy, group, stepped, policy._room_for(group)) for group in groups)
     yield from takewhile(lambda unit: unit not in policy._spilled, units)
 

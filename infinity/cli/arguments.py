@@ -117,7 +117,12 @@ def scheme_from(options: argparse.Namespace, *, accumulation: int = 1) -> Scheme
             "--update backward does not go with clipping: a gradient would be applied before all are known; add "
             "--no-clipping, or use --update forward, which moves as few bytes"
         )
-    update = choose_update(
+    update, speculative = choose_update(
         options.update, clipping=not options.no_clipping, accumulation=accumulation, loss_scaling=False
     )
+    if speculative:
+        raise ConfigError(
+            f"--update backward is planned with one micro-batch only, and here are {accumulation}: use --update forward, which "
+            "moves as few bytes"
+        )
     return Scheme(options.master_weights, update)

@@ -129,7 +129,9 @@ class InfinityConfig(Block):
     update: Annotated[Update, choice(Update)] = key(
         "auto",
         "When the weights of a group are updated: in step, in forward just before the group is gathered, or in backward "
-        "as soon as its gradient is there, which clipping and accumulation exclude. The numbers are the same.",
+        "as soon as its gradient is there. The numbers are the same. With clipping, accumulation or fp16 the step accepts "
+        "what the backward updated, or discards it: that takes memory for gradients and twice the space on NVMe, and auto "
+        "is forward there.",
     )
     durability: Annotated[Durability, choice(Durability)] = key(
         "none",

@@ -28,7 +28,7 @@ from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.deepspeed_surface import DeepSpeedSurface
 from infinity.runtime.engine_state import EngineState
 from infinity.runtime.flops import FlopsProfile
-from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
+from infinity.runtime.gradient_norm import Scalar, factor_of, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
@@ -158,8 +158,10 @@ class Engine(DeepSpeedSurface):
             _check_none_unfrozen(self.module, self._frozen)
             self._guard.settle()
             self._guard.check_gradients_whole()
+            last = self._progress.ends_a_step(self._progress.micro_steps + 1)
             if self.live is not None:
-                self.live.begin_backward(last=self._progress.ends_a_step(self._progress.micro_steps + 1))
+                self.live.begin_backward(last=last)
+            self._updater.expect(factor_of(self.cur_scale) if last else None)
             divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
             scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
             with self._guard.around(Pass.BACKWARD):
@@ -250,7 +252,7 @@ class Engine(DeepSpeedSurface):
 
         Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
         """
-        if not is_boundary and self._resolved.updates_in_backward:
+        if not is_boundary and not self._resolved.gradients_wait:
             raise ConfigError(
                 'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
                 "gradient_accumulation_steps"

@@ -33,6 +33,11 @@ def scaled_norm(parameters: Iterable[nn.Parameter], taken: Mapping[nn.Parameter,
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def factor_of(loss_scale: float) -> float:
+    """What undoes the loss scale, as a tensor of fp32 has it."""
+    return float(torch.tensor(1.0 / loss_scale))
+
+
 def gradient_factor(
     scaled: torch.Tensor, *, loss_scale: float, clipping: float, may_overflow: bool, known_on_host: bool
 ) -> tuple[Scalar, Any]:
@@ -44,7 +49,7 @@ def gradient_factor(
     optimizer runs on the host. The host waits for the device once, and only where it has to know: whether gradients
     overflowed, or by what an optimizer on the host clips.
     """
-    unscale = float(torch.tensor(1.0 / loss_scale))  # as a tensor of fp32 has it
+    unscale = factor_of(loss_scale)
     norm = scaled * unscale
     factor: Scalar = unscale
     if clipping > 0:  # as torch.nn.utils.clip_grad_norm_ computes it

@@ -44,6 +44,8 @@ class InMemory:
 
     def check_untouched(self) -> None: ...
 
+    def expect(self, grad_scale: float | None) -> None: ...
+
     def take_gradients(self) -> Mapping[nn.Parameter, torch.Tensor]:
         return self.norms
 

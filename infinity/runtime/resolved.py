@@ -63,8 +63,13 @@ class Resolved:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether gradients are applied as they come."""
+        """Whether groups are updated in the backward, to stay or for the step to accept."""
         return self.paging is not None and self.paging.update == "backward"
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients are kept until the step."""
+        return self.paging is None or self.paging.gradients_wait
 
 
 def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...], device_type: str) -> Resolved:
@@ -158,6 +163,13 @@ def _paging_options(
     zero, infinity = config.zero_optimization, config.infinity
     activations = infinity.offload_activations
     prefetch = zero.stage3_prefetch_bucket_size
+    update, speculative = choose_update(
+        infinity.update,
+        clipping=config.gradient_clipping > 0,
+        accumulation=config.batch.accumulation,
+        loss_scaling=config.fp16.enabled,
+        keep_grad=infinity.keep_grad,
+    )
     return PagingOptions(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
@@ -165,13 +177,8 @@ def _paging_options(
         max_in_cpu=zero.offload_param.max_in_cpu,
         host_cache_bytes=_cache_bytes(config, state_bytes(len(moments)) * numel // shard_ranks),
         prefetch_bucket_size=None if prefetch == "auto" else prefetch,
-        update=choose_update(
-            infinity.update,
-            clipping=config.gradient_clipping > 0,
-            accumulation=config.batch.accumulation,
-            loss_scaling=config.fp16.enabled,
-            keep_grad=infinity.keep_grad,
-        ),
+        update=update,
+        speculative=speculative,
         master_weights=infinity.master_weights,
         hold_parameters=zero.offload_param.device != "nvme",
         hold_state=zero.offload_optimizer.device != "nvme",

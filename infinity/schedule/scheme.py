@@ -70,21 +70,21 @@ class Scheme:
 
 def choose_update(
     asked: str, *, clipping: bool, accumulation: int, loss_scaling: bool, keep_grad: bool = False
-) -> Update:
-    """The update that was `asked` for; or, for "auto", in the backward where that is exact, else in the forward.
+) -> tuple[Update, bool]:
+    """The update that was `asked` for; or, for "auto", in the backward where the factor of a gradient is known there, else in
+    the forward. And whether it is speculative: asked for in the backward, where the factor is not known.
 
-    It is exact where the update of one gradient depends on no other gradient. Raises ConfigError where "backward" was asked for
-    and is not exact.
+    The factor is known where it depends on no other gradient. Raises ConfigError where "backward" was asked for, and gradients
+    are to stay in `.grad`.
     """
-    reasons = ["gradient_clipping"] * clipping + ["gradient_accumulation_steps"] * (accumulation > 1)
-    reasons += ["fp16"] * loss_scaling + ["infinity.keep_grad"] * keep_grad
+    factor_known = not clipping and accumulation == 1 and not loss_scaling
     if asked == "auto":
-        return "forward" if reasons else "backward"
-    if asked == "backward" and reasons:
+        return ("backward" if factor_known and not keep_grad else "forward"), False
+    if asked == "backward" and keep_grad:
         raise ConfigError(
-            f'infinity.update "backward" does not go with {" and ".join(reasons)}: a gradient would be applied before all '
-            'are known; use "forward", which moves as few bytes'
+            'infinity.update "backward" does not go with infinity.keep_grad, as it takes gradients out of .grad; use '
+            '"forward", which moves as few bytes'
         )
     if asked not in ("step", "forward", "backward"):
         raise ConfigError(f'infinity.update: expected "auto", "step", "forward" or "backward", got {asked!r}')
-    return asked  # type: ignore[return-value]
+    return asked, asked == "backward" and not factor_known  # type: ignore[return-value]

@@ -52,8 +52,8 @@ class GradientLap:
 
     @property
     def in_backward(self) -> bool:
-        """Whether groups are updated as soon as their gradients are reduced."""
-        return self._paging.options.update == "backward"
+        """Whether groups are updated as soon as their gradients are reduced, which don't wait."""
+        return not self._paging.options.gradients_wait
 
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
         """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
@@ -84,6 +84,8 @@ class GradientLap:
         it."""
         parameters = self._pop_arrived(group)
         shards = [trained_shard(parameter) for parameter in parameters]
+        for sub in group.members:
+            self._paging.paged.updates.speculation.discard(sub)
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKING)
         gradients = {
@@ -118,6 +120,10 @@ class GradientLap:
             self._note_norm(parameter)
             self._applied[parameter] = used
             trained_shard(parameter).move_gradient_to(GradientState.APPLIED)
+        self.queue(group, updates)
+
+    def queue(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+        """Update members of a group as soon as their gradients are in host memory, which are on their way there."""
         behind = self._paging.groups_coming
         if behind and not self._coming:
             Variable._execution_engine.queue_callback(self._update_coming)
@@ -143,6 +149,7 @@ class GradientLap:
     def end(self) -> None:
         """The step is over: what comes from now on belongs to the next."""
         self.hide_taken()
+        self._paging.paged.updates.speculation.discard_all()
         self._paging.waiting_gradients.forget()
         self.norms.clear()
         self._coming.clear()
@@ -193,7 +200,8 @@ class GradientLap:
     def _update_coming(self, *, leave: int = 0) -> None:
         """Update the groups whose gradients are on their way, but for the last `leave`."""
         while len(self._coming) > leave:
-            self._paging.update_in_backward(*self._coming.pop(0))
+            update = self._paging.update_in_backward if self.in_backward else self._paging.update_ahead
+            update(*self._coming.pop(0))
 
 
 def move_out(parameter: nn.Parameter) -> None:

@@ -236,6 +236,7 @@ class SwapManager:
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 compute_dtype=dtype,
                 in_backward=options.update == "backward",
+                speculative=options.speculative,
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
@@ -272,9 +273,10 @@ class SwapManager:
         groups = outlined_groups(model, wrap)
         layout, _ = plan_model(groups, ranks, dtype, options, self._budget_bytes, self._memory_bytes)
         _checked_place(self.run, layout, groups, ranks, dtype, options.moments)
-        nbytes = layout.nbytes + layout.gradient_bytes
+        slots = 2 if self.run is not None or options.speculative else 1
+        nbytes = slots * layout.nbytes + layout.gradient_bytes
         if self.run is not None:
-            nbytes += layout.nbytes + record_bytes(layout.nbytes)
+            nbytes += record_bytes(layout.nbytes)
         self._drives.check_free(nbytes, options.stored_in_words)
 
     @property

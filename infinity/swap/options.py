@@ -45,7 +45,11 @@ class PagingOptions:
     while the model computes. `step` returns at once and takes the gradients: `.grad` is None after it.
     "backward": as soon as its gradient is reduced, which needs no memory for gradients. This is for loops in which a step
     follows every backward, with the gradients as they are (no clipping, no accumulation) and with the learning rate that was
-    set before the backward."""
+    set before the backward, unless it is `speculative`."""
+    speculative: bool = False
+    """With "backward": gradients wait all the same, and the step accepts what the backward updated, or discards it. For what is
+    not known in the backward (clipping, overflows, another micro-batch). Twice the space on NVMe: see [Note: Speculative
+    updates] in infinity/swap/speculation.py."""
     master_weights: MasterWeights = "split"
     """"split": where the compute parameter is bf16, the master is that and its remainder: 12 bytes per element instead of 14.
     See [Note: Split masters] in infinity/optim/kernel.py. "full": the whole fp32 master lies beside it."""
@@ -59,7 +63,7 @@ class PagingOptions:
     gradient_bytes_max: int | None = None
     """Host memory (bytes) in which gradients wait; those of the last groups that don't fit wait on NVMe. None keeps all of them
     in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it. Without
-    a meaning where `update` is "backward"."""
+    a meaning where `update` is "backward" and not `speculative`."""
     activation_buffer_bytes: int = 0
     """So many bytes of the pinned memory are for saved activations on their way to NVMe and back (the config's
     `offload_activations.buffer_bytes`): see `SwapManager.activation_buffers`."""
@@ -69,6 +73,10 @@ class PagingOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moments", tuple(self.moments))
+        if self.speculative and self.update != "backward":
+            raise ConfigError(
+                f'speculative updates are made in the backward: set update="backward", not {self.update!r}'
+            )
         if len(self.moments) > len(FIELDS):
             raise ConfigError(
                 f"the optimizer keeps {len(self.moments)} numbers of each parameter ({', '.join(self.moments)}), and "
@@ -80,6 +88,11 @@ class PagingOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}: it must be at least {least}")
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients are kept from the backward until the step."""
+        return self.update != "backward" or self.speculative
 
     @property
     def stored_in_words(self) -> str:

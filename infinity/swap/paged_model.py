@@ -37,6 +37,7 @@ class PagedModel:
     Args:
         compute_dtype: what is gathered: bf16, fp16, or fp32.
         in_backward: groups are updated in the backward where that is possible: see [Note: Updates in the backward].
+        speculative: these updates are accepted or discarded by the step: see infinity/swap/speculation.py.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         direct: whether reads may go past host memory: see [Note: Past host memory] in parameter_lap.py.
@@ -54,6 +55,7 @@ class PagedModel:
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         compute_dtype: torch.dtype,
         in_backward: bool = False,
+        speculative: bool = False,
         durable: bool = False,
         stager: Stager,
         arena: Arena,
@@ -68,7 +70,12 @@ class PagedModel:
         self.stager = stager
         self._in_backward, self._direct, self._arena = in_backward, direct, arena
         self.sub_groups = place_sub_groups(
-            layout, arena, stored, slots=2 if durable else 1, dtype=compute_dtype, on_lost=self.health.tear
+            layout,
+            arena,
+            stored,
+            slots=2 if durable or speculative else 1,
+            dtype=compute_dtype,
+            on_lost=self._lose,
         )
         self.groups = make_groups(layout, group_names, self.sub_groups)
         self._cache = stager.make_room(layout.cached_bytes, "the host cache") if layout.cached_bytes else None
@@ -192,6 +199,11 @@ class PagedModel:
             at += length
 
     # How.
+
+    def _lose(self, sub: PagedSubGroup, why: str) -> None:
+        """A write of a sub-group failed."""
+        if not self.updates.speculation.discard(sub):
+            self.health.tear(why)
 
     def _make_shards(
         self, shapes: Sequence[tuple[torch.Size, torch.Size]], host_memory: HostBuffers | None

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from infinity.aio import Lease
 from infinity.errors import ConfigError
 from infinity.fsdp2.sharding import local_of
+from infinity.schedule.speculation import SpeculationPolicy
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
@@ -58,6 +59,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._settings(group)
             for parameter in group["params"]:
                 trained_shard(parameter)
+        self._expected: float | None = None
+        self._speculation = SpeculationPolicy()
+        self._stepped_ahead: dict[nn.Parameter, tuple[Any, float]] = {}
+        """With which settings and scale parameters were stepped for the step to accept."""
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
         """Where parameters come in `param_groups`, for the backward that goes on."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
@@ -90,6 +95,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.apply(grad_scale)
         return loss
 
+    def expect(self, grad_scale: float | None) -> None:
+        """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
+        gradients by `grad_scale` unless they are clipped or overflowed. None: another one follows before the step."""
+        self._expected = grad_scale
+
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
         """All of a step that may fail and leave everything as it was: checks, and updates that the last step left."""
@@ -107,7 +117,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
-            updates = self._updates_of(self._paging.paged.sub_groups, stepping, self._paging.waiting_gradients.claim)
+            self._speculation.note(as_expected=grad_scale == self._expected)
+            accepted = self._accept(stepping)
+            left = [sub for sub in self._paging.paged.sub_groups if sub not in accepted]
+            updates = self._updates_of(left, stepping, self._paging.waiting_gradients.claim)
             self._paging.paged.updates.defer(updates)
             for stepped in stepping.values():
                 self._note_step_of(stepped)
@@ -121,6 +134,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def skip(self) -> None:
         """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
+        self._speculation.note(as_expected=False)
         self._end_backward()
         self._paging.end_step()
 
@@ -163,8 +177,13 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 return
             if self.lap.in_backward:
                 self._update_in_backward(group)
-            else:
-                self.lap.take(group)
+                return
+            is_last = self._paging.policy.gradients_are_final(group)
+            parameters = self.lap.arrived(group)
+            self.lap.take(group)
+            self._paging.policy.take_gradients(group)
+            if is_last and self._expected is not None and self._speculation.speculates:
+                self._update_ahead(group, parameters, self._expected)
 
     def _update_in_backward(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived."""
@@ -174,6 +193,29 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for step in stepping.values():
             self._note_step_of(step)
         self.lap.queue_update(group, updates, {step.parameter: step.settings for step in stepping.values()})
+
+    def _update_ahead(self, group: PagedGroup, parameters: list[nn.Parameter], grad_scale: float) -> None:
+        """Update what can be of a group whose gradients were taken, for the step to accept."""
+        speculation = self._paging.paged.updates.speculation
+        stepping = self._stepping(grad_scale, parameters)
+        members = [sub for sub in group.members if speculation.may_update(sub)]
+        updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
+        if updates:
+            for step in stepping.values():
+                self._stepped_ahead[step.parameter] = step.settings, grad_scale
+            self.lap.queue(group, updates)
+
+    def _accept(self, stepping: Mapping[int, Stepping]) -> set[PagedSubGroup]:
+        """The sub-groups that the backward has updated as this step would, and that are updated now; all others are as
+        before."""
+        speculation = self._paging.paged.updates.speculation
+        for sub in [*speculation]:
+            steps = [stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping]
+            if any(self._stepped_ahead.get(step.parameter) != (step.settings, step.grad_scale) for step in steps):
+                speculation.discard(sub)
+        accepted = {*speculation}
+        speculation.accept()
+        return accepted
 
     def _updates_of(
         self,
@@ -199,6 +241,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _end_backward(self) -> None:
         self.lap.end()
+        self._stepped_ahead.clear()
         self._places.clear()
 
     def init_state(self) -> None:

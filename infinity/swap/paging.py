@@ -76,7 +76,9 @@ class Paging:
         self.arena_layout = arena_layout
         self.host_gradients = machinery.host_gradients
         self.device = machinery.stager.device
-        self.waiting_gradients = WaitingGradients(paged, machinery.host_gradients, options.gradient_dtype)
+        self.waiting_gradients = WaitingGradients(
+            paged, machinery.host_gradients, options.gradient_dtype, takes_all=options.speculative
+        )
         """Where its gradients wait for their update."""
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
@@ -90,7 +92,7 @@ class Paging:
         self._activation_stager: Stager | None = None
         spilling = max(sub.gradient_bytes for sub in paged.layout.sub_groups)  # a lease in the middle of a backward
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
-        self.policy = StagingPolicy(paged, options.update, self._room_bytes - spilling, look_ahead_bytes)
+        self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead(machinery, look_ahead_bytes)
         self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, alone=alone)
         self._lock = threading.RLock()
@@ -171,6 +173,20 @@ class Paging:
             with self.paged.updates.backward_update(group, [*updates]) as compute:
                 for sub, update in updates.items():
                     self.paged.updates.run_in_backward(sub, update, compute)
+                    self.policy.use_state(sub)
+                    self.parameters.look_ahead()
+
+    def update_ahead(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
+        """Update members of a group now, for the step to accept: see [Note: Speculative updates] in speculation.py.
+
+        Raises IoError when a transfer failed, which loses nothing.
+        """
+        with self.entered():
+            self.parameters.give_back_copied()
+            self.policy.begin_update(group)
+            with self.paged.updates.compute_staged(group, [*updates]) as compute:
+                for sub, update in updates.items():
+                    self.paged.updates.run_ahead(sub, update, compute)
                     self.policy.use_state(sub)
                     self.parameters.look_ahead()
 

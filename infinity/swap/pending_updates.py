@@ -29,6 +29,7 @@ from infinity.swap.chunk import ChunkState
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import ModelHealth
 from infinity.swap.slots import Slots
+from infinity.swap.speculation import Speculation
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
 from infinity.swap.timeline import measured
@@ -57,6 +58,7 @@ class PendingUpdates:
         self._groups, self._sub_groups = groups, sub_groups
         self._slots, self._health, self._stager = slots, health, stager
         self._in_backward = in_backward
+        self.speculation = Speculation(stager)
         self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
         """The sub-group whose update is RUNNING, and the ties that it had before."""
@@ -191,29 +193,49 @@ class PendingUpdates:
         The lease holds the group's compute parameters, where its masters need them. Raises IoError when a transfer failed.
         After any failure the values are torn.
         """
-        assert self._in_backward and not any(sub in self._pending for sub in updated)
-        stager, chunk = self._stager, group.completes
         with self._health.change("an update in the backward"):
             if group.cached is not None:
-                group.forget(stager)  # its compute parameters change where they lie
-            compute = stager.acquire(chunk) if chunk is not None else None
-            try:
+                group.forget(self._stager)  # its compute parameters change where they lie
+            with self.compute_staged(group, updated) as compute:
                 yield compute
-            finally:
-                if chunk is not None:
-                    stager.release(chunk, keep=False)
-                group.forget(stager)  # its compute parameters are old
-                self.point(group)
+
+    @contextlib.contextmanager
+    def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
+        """The lease of a group's compute parameters, where the masters need these; forgotten afterwards, as they are old."""
+        assert self._in_backward and not any(sub in self._pending for sub in updated)
+        chunk = group.completes
+        compute = self._stager.acquire(chunk) if chunk is not None else None
+        try:
+            yield compute
+        finally:
+            if chunk is not None:
+                self._stager.release(chunk, keep=False)
+            group.forget(self._stager)
+            self.point(group)
 
     def run_in_backward(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update one whose compute parameter is in its group's lease, or in host memory; inside `backward_update`."""
-        stager = self._stager
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
         if not sub.moves:
-            with measured(stager.timeline, "update", sub.chunk.name):
+            with measured(self._stager.timeline, "update", sub.chunk.name):
                 update(None)
             return
+        self._update_staged(sub, update, compute)
+        self.write_back(sub)
+
+    def run_ahead(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
+        """Update one in its other slot, for the step to accept: see [Note: Speculative updates] in speculation.py."""
+        with self._undo_on_error(sub):
+            self._update_staged(sub, update, compute)
+            ties = sub.ties
+            self._undo()
+        self.speculation.begin(sub, ties)  # first, as a write that fails discards it
+        self._slots.write_ahead(sub)
+
+    def _update_staged(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
+        """Update a sub-group in its lease, which is in use after it."""
+        stager = self._stager
         lease = stager.acquire(sub.chunk)
         try:
             if compute is not None and sub.gathers_from_nvme and sub.layout.split:
@@ -226,7 +248,6 @@ class PendingUpdates:
         except BaseException:
             stager.release(sub.chunk, keep=False)
             raise
-        self.write_back(sub)
 
     # What follows from the states.
 
@@ -265,8 +286,9 @@ class PendingUpdates:
             self.point(group)
 
     def recover(self) -> None:
-        """An exception ended an update at whatever line: one that was RUNNING is PENDING again."""
+        """An exception ended an update at whatever line: one that was RUNNING is PENDING again, and none is made ahead."""
         self._undo()
+        self.speculation.discard_all()
         self.point_all()
 
     def _point_sub_group(self, sub: PagedSubGroup) -> None:

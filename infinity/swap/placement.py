@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,13 @@ from infinity.swap.sub_group import Location, PagedSubGroup, Tier
 
 
 def place_sub_groups(
-    layout: Layout, arena: Arena, stored: str, *, slots: int, dtype: torch.dtype, on_lost: Callable[[str], None]
+    layout: Layout,
+    arena: Arena,
+    stored: str,
+    *,
+    slots: int,
+    dtype: torch.dtype,
+    on_lost: Callable[[PagedSubGroup, str], None],
 ) -> list[PagedSubGroup]:
     """All sub-groups with their extents: first slots one behind the other, then the second ones, then gradients.
 
@@ -35,8 +42,9 @@ def place_sub_groups(
     gradient_of = dict(zip([sub.index for sub in spilled], gradients, strict=True))
     placed = []
     for number, sub in enumerate(sub_groups):
-        chunk = Chunk(f"sub-group {sub.index}", sub.lease_bytes, (), (), on_lost=on_lost)
+        chunk = Chunk(f"sub-group {sub.index}", sub.lease_bytes, (), ())
         paged = PagedSubGroup(sub, tuple(state[number :: len(sub_groups)]), chunk, dtype, gradient_of.get(sub.index))
+        chunk.on_lost = partial(on_lost, paged)
         for name in sub.fields:
             paged.locations[name] = _location(paged, name)
         placed.append(paged)

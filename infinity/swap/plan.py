@@ -108,7 +108,7 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, options: PagingOptions) 
 
 def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
     """Bytes per element of gradients that wait on NVMe, by flat space. Those of resident shards never do, and come first."""
-    if options.update == "backward" or options.gradient_bytes_max is None:
+    if not options.gradients_wait or options.gradient_bytes_max is None:
         return {}
     itemsize = options.gradient_dtype.itemsize
     *numels, resident = (sum(sub.numel for sub in members if sub.trained) for members in layout.by_space)

@@ -34,10 +34,10 @@ from itertools import takewhile
 from infinity.fsdp2.sharding import in_backward
 from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
 from infinity.schedule.pinned import look_ahead_room
-from infinity.schedule.scheme import Update
 from infinity.schedule.trace import Trace
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
+from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.wanted import Wanted
@@ -50,14 +50,16 @@ class StagingPolicy:
 
     Args:
         paged: the model.
-        update: when the optimizer updates its parameters.
+        options: say when the optimizer updates its parameters.
         pool_bytes: of the pinned pool, without what stays cached.
         look_ahead_bytes: how far reads run ahead of use; the next group is always read. None: as far as the pool allows.
     """
 
-    def __init__(self, paged: PagedModel, update: Update, pool_bytes: int, look_ahead_bytes: int | None) -> None:
+    def __init__(
+        self, paged: PagedModel, options: PagingOptions, pool_bytes: int, look_ahead_bytes: int | None
+    ) -> None:
         self._paged = paged
-        self._update: Update = update
+        self._update, self._speculative = options.update, options.speculative
         self._traces = {True: Trace(), False: Trace()}
         self._phase = True
         """Whether it was training that used a group last."""
@@ -85,7 +87,7 @@ class StagingPolicy:
         """... and as many of them as the user allows."""
         if look_ahead_bytes is not None:
             # A group is gathered for its backward while the one before it still needs its compute parameters for its update.
-            least = 2 * largest_group if update == "backward" else 0
+            least = 2 * largest_group if options.update == "backward" else 0
             self._look_ahead_bytes = min(self._room_bytes, max(look_ahead_bytes, least))
         self._limits = (self._unit_bytes, self._room_bytes), (self._gathered_bytes, self._look_ahead_bytes)
         """The limits of the look-ahead: the room in the pool, and how far gathers may run ahead. What the updates of a group
@@ -147,6 +149,10 @@ class StagingPolicy:
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """In a backward: whether the gradients of a group, once all are there, are all that come."""
         return self._forwards[group.index] == 1
+
+    def take_gradients(self, group: PagedGroup) -> None:
+        """The gradients of a group were taken; more may come of the next micro-batch."""
+        self._forwards[group.index] = 0
 
     def discard_step(self) -> None:
         """What forward and backward passes did since the last step is void."""
@@ -304,14 +310,14 @@ class StagingPolicy:
     def _next_step(self, cycle: Sequence[int]) -> Iterator[int]:
         """The units of the coming step, if it is like the last one, in its order, up to the first that can't be read before it:
         see [Note: State before its gradients]. Where groups are updated in the forward, with room for what that gathers."""
-        if self._update == "backward":
+        if self._update == "backward" and not self._speculative:
             return
         stepped = dict.fromkeys(self._paged.updates.stepped)
         units: Iterable[int]
         if self._update == "step":
             units = map(self._unit, stepped)
         else:
-            groups = (self._paged.groups[index] for index in cycle)
+            groups = (self._paged.groups[index] for index in cycle if index < len(self._paged.groups))
             units = (unit for group in groups for unit in self._units_of(group, stepped, self._room_for(group)))
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 

@@ -50,6 +50,14 @@ class Slots:
         self._stager.write_back(sub.chunk)
         sub.current_slot = slot
 
+    def write_ahead(self, sub: PagedSubGroup) -> None:
+        """Start writing the sub-group's lease to the slot that doesn't hold its values, which stay as they are."""
+        self._health.check_not_sealed()
+        slot = 1 - sub.current_slot
+        self.let_be_copied(sub, slot)
+        sub.chunk.writes = sub.slot_span(slot)
+        self._stager.write_back(sub.chunk)
+
     def leave_committed(self, sub: PagedSubGroup) -> bool:
         """Before a range of a sub-group is written: where its values are committed, copy them to the other slot. Whether they
         were copied, so that what reads them is to be pointed there."""

@@ -63,6 +63,7 @@ class Values:
         for sub, at, low, count in ranges:
             self._updates.catch_up(sub)
             if write:
+                self._updates.speculation.discard(sub)
                 stager.drop(sub.chunk)  # read ahead for its update
                 if self._slots.leave_committed(sub):
                     self._updates.moved(sub)
@@ -98,6 +99,7 @@ class Values:
         They are written in the background. Raises IoError; the values are to be torn meanwhile.
         """
         stager, group = self._stager, self._updates.group_of(sub)
+        self._updates.speculation.discard(sub)
         if group is not None:
             group.forget(stager)
         lease = stager.occupy(sub.chunk) if sub.moves else None

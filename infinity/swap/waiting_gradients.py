@@ -45,12 +45,13 @@ class _Held:
 class WaitingGradients:
     """Keeps the reduced gradients of the groups that it `takes`, in `dtype`, until their update.
 
-    home: brings them from the device.
+    home: brings them from the device. takes_all: whether those in fp32 are not left in `.grad` either.
     """
 
-    def __init__(self, paged: PagedModel, home: HostGradients, dtype: torch.dtype) -> None:
+    def __init__(self, paged: PagedModel, home: HostGradients, dtype: torch.dtype, *, takes_all: bool) -> None:
         self._stager, self._home = paged.stager, home
         self._dtype = dtype
+        self._takes_all = takes_all or dtype is not torch.float32
         self._spilled = {
             sub: _gradient_chunk(sub, paged) for sub in paged.sub_groups if sub.gradient_extent is not None
         }
@@ -73,7 +74,7 @@ class WaitingGradients:
 
     def takes(self, group: PagedGroup) -> bool:
         """Whether gradients of the group are kept here, and not by torch."""
-        return self._dtype is not torch.float32 or group.index in self._spilling
+        return self._takes_all or group.index in self._spilling
 
     def has(self, shard: PagedShard) -> bool:
         """Whether a gradient of the shard is kept here."""
@@ -102,6 +103,11 @@ class WaitingGradients:
                         held.wait()  # for what the last micro-batch brought, not for anything of this one
                     held.copy_event = self._put(held.tensor, pieces, grads) or held.copy_event
         self._came.update(grads)
+
+    def held(self, sub: PagedSubGroup) -> torch.Tensor | None:
+        """The gradients that wait of a sub-group (1-D), to be read only; None where they are on NVMe."""
+        held = self._held.get(sub)
+        return held.tensor if held is not None else None
 
     def claim(self, sub: PagedSubGroup) -> torch.Tensor | None:
         """The gradients that are kept of a sub-group (1-D), for its update, which settles them; None where that will find them

@@ -60,12 +60,12 @@ class Training:
     @staticmethod
     def drawn(draw: random.Random) -> Training:
         """Any of them."""
-        clipping = draw.choice([0.0, 0.5])
+        clipping = draw.choice([0.0, 0.5, 7.0])
         accumulation = draw.choice([1, 1, 2])
         if draw.random() < 0.15:
             return Training(accumulation=accumulation, clipping=clipping)
         update = draw.choice(["step", "forward", "backward"])
-        if update == "backward":
+        if update == "backward" and draw.random() < 0.5:
             clipping, accumulation = 0.0, 1
         durable = draw.random() < 0.4
         cached = not durable and draw.random() < 0.25
@@ -76,7 +76,10 @@ class Training:
     def acts(self) -> list[str]:
         """What one step does, in order."""
         passes = [f"{act} {number}" for number in range(self.accumulation) for act in ("forward", "backward")]
-        between = [] if self.update == "backward" else ["evaluate between"]
+        exact = (
+            self.clipping == 0.0 and self.accumulation == 1
+        )  # else the step accepts or discards what the backward did
+        between = [] if self.update == "backward" and exact else ["evaluate between"]
         return ["evaluate", *passes, *between, "step"]
 
 

@@ -33,7 +33,7 @@ def config(path: Path | None, update: str = "auto") -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
     return {
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.0 if update == "backward" else 1.0,
+        "gradient_clipping": {"backward": 0.0, "speculative": 7.0}.get(update, 1.0),  # 7.0 clips one of four steps
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "aio": {"block_size": 16384, "queue_depth": 4},
         "zero_optimization": {
@@ -43,7 +43,7 @@ def config(path: Path | None, update: str = "auto") -> dict[str, Any]:
             "stage3_param_persistence_threshold": 100,
             "sub_group_size": 8192,
         },
-        "infinity": {"pinned_bytes_max": "12MiB", "update": update},
+        "infinity": {"pinned_bytes_max": "12MiB", "update": "backward" if update == "speculative" else update},
     }
 
 

@@ -33,7 +33,7 @@ STEPS = 12
 PATIENCE_SECONDS = 20
 DEADLY = ("after its name", "after the older went") if KILLS < 50 else tuple(scene.INSTANTS)
 """The instants of a commit at which one rank of two is killed."""
-UPDATES = ("step", "forward", "backward")
+UPDATES = ("step", "forward", "backward", "speculative")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +46,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[str]]:
-    """The losses of the same training held in memory, to the last bit, by when it updates (one way doesn't clip)."""
+    """The losses of the same training held in memory, to the last bit, by when it updates (they clip at different norms)."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = {}

@@ -99,6 +99,17 @@ CASES = {
     "updated in backward, small sub-groups": Case(update="backward", sub_group_size=4096, persistence_threshold=0),
     "updated in backward, masters in full": Case(update="backward", master="full", persistence_threshold=0),
     "updated in backward, kept gathered": Case(update="backward", reuse=2 * BLOCK_NUMEL, persistence_threshold=0),
+    "speculative": Case(update="backward", clipping=1e3, evaluate=True, checkpointing=True),
+    "speculative, clipped": Case(update="backward", clipping=0.5, sub_group_size=4096, persistence_threshold=0),
+    "speculative, accumulated": Case(
+        update="backward", accumulation=2, clipping=1e3, persistence_threshold=0, frozen=True
+    ),
+    "speculative, accumulated without clipping": Case(update="backward", accumulation=2, sub_group_size=4096),
+    "speculative, fp16": Case(update="backward", bf16=False, loss_scale=0, clipping=1e3, persistence_threshold=0),
+    "speculative, SGD, masters in full": Case(
+        update="backward", optimizer="SGD", master="full", clipping=1e3, persistence_threshold=0
+    ),
+    "speculative, half cached": Case(update="backward", clipping=1e3, cached=0.5, persistence_threshold=0),
     "updated in the step": Case(update="step", accumulation=2, clipping=0.5, evaluate=True),
     "updated in the step, small sub-groups": Case(update="step", sub_group_size=4096, persistence_threshold=0),
     "masters in full": Case(master="full", clipping=0.5, evaluate=True),
@@ -159,6 +170,8 @@ ON_SEVERAL_RANKS = (
     "only parameters on NVMe",
     "updated in forward, small sub-groups",
     "updated in backward, small sub-groups",
+    "speculative, clipped",
+    "speculative, accumulated",
     "updated in the step",
     "masters in full",
     "some that stay, some ahead",

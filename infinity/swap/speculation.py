@@ -1,0 +1,62 @@
+"""Floor 8. Updates that were made before the factor of their step is known, and wait for the step to accept or discard them.
+
+[Note: Speculative updates]
+Where gradients are clipped, scaled or accumulated, what they are multiplied by is known only when the last of them has come. As
+a rule it is what it was expected to be: the norm is below the clipping, nothing overflowed. So a group is updated in the
+backward with the expected factor, from the slot that holds its values into the other one, and its gradients go on waiting. The
+step accepts that, and the other slot is current from then on; or it discards it, and the update waits for its group's next use,
+as if it had never been made early. Nothing of a discarded update is ever seen: the values are those of the slot that nobody
+touched, and the new ties are kept here until then. So an exception, a failed write or a kill in between leaves the values of
+the step before.
+
+What can't be written to another slot is not updated early: what rests in host memory changes where it rests, and a gradient on
+NVMe would be read once more. In a durable run the other slot is free, as the last step was committed before the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from infinity.swap.stager import Stager
+from infinity.swap.sub_group import PagedSubGroup
+
+
+class Speculation:
+    """The sub-groups whose other slot holds an update that was not accepted yet. Used by one thread at a time."""
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+        self._ties: dict[PagedSubGroup, torch.Tensor] = {}
+        """What the ties will be."""
+
+    def __iter__(self) -> Iterator[PagedSubGroup]:
+        return iter(self._ties)
+
+    def __contains__(self, sub: object) -> bool:
+        return sub in self._ties
+
+    def may_update(self, sub: PagedSubGroup) -> bool:
+        """Whether the sub-group has another slot that may be written to, and all of it comes and goes."""
+        movable = sub.moves and not sub.rests_in_host and sub.gradient_extent is None
+        return movable and len(sub.slots) == 2 and sub.committed_slot in (None, sub.current_slot)
+
+    def begin(self, sub: PagedSubGroup, ties: torch.Tensor) -> None:
+        """Its update is being written to the other slot, and has these ties."""
+        self._ties[sub] = ties
+
+    def discard(self, sub: PagedSubGroup) -> bool:
+        """The update of a sub-group is void. Whether there was one."""
+        return self._ties.pop(sub, None) is not None
+
+    def discard_all(self) -> None:
+        """All of them are void."""
+        self._ties.clear()
+
+    def accept(self) -> None:
+        """Their values are those of the updates from now on; whatever reads them is to be pointed there."""
+        for sub, ties in self._ties.items():
+            self._stager.drop(sub.chunk)  # read since, from the slot that was current
+            sub.current_slot, sub.ties = 1 - sub.current_slot, ties
+        self._ties.clear()

@@ -1,0 +1,206 @@
+"""Updates in the backward that the step accepts or discards: the numbers are those of memory, whatever it does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import infinity
+from infinity import PagingOptions
+from infinity.aio import FaultPlan
+from infinity.optim.hosted import Stepper
+from infinity.swap.health import Health
+from infinity.swap.hosted_optimizer import HostedOptimizer
+from infinity.swap.paged_optimizer import PagedOptimizer
+from infinity.swap.speculation import Speculation
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+WIDTH = 64
+ACCEPTED, CLIPPED, SKIPPED = 1.0, 0.37, None
+
+
+class Model(nn.Module):
+    """Blocks of which a pass may use the first one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+        h = self.first(x)
+        for block in self.blocks:
+            h = h + block(h).tanh()
+        return h + self.blocks[0](h) if twice else h
+
+
+def sharded() -> nn.Module:
+    model = Model()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy)
+    return model
+
+
+def options(**own: Any) -> PagingOptions:
+    defaults: dict[str, Any] = {
+        "sub_group_size": 2048,
+        "param_persistence_threshold": 0,
+        "gradient_dtype": torch.bfloat16,
+    }
+    return PagingOptions(**{**defaults, "update": "backward", "speculative": True, **own})
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    factors: Iterable[float | None],
+    micro_batches: int = 1,
+    twice: bool = False,
+) -> Iterator[float]:
+    """One step for each of the factors: what the gradients are multiplied by; None skips the step."""
+    for number, factor in enumerate(factors):
+        for micro_batch in range(micro_batches):
+            if isinstance(optimizer, PagedOptimizer):
+                optimizer.expect(1.0 if micro_batch == micro_batches - 1 else None)
+            loss = model(batch(10 * number + micro_batch), twice).float().square().mean()
+            loss.backward()
+            yield loss.item()
+        if isinstance(optimizer, PagedOptimizer):
+            optimizer.skip() if factor is None else optimizer.step(grad_scale=factor)
+        elif factor is not None:
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            if factor != 1.0:
+                torch._foreach_mul_(grads, factor)
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All weights and moments."""
+    states = (optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+    moments = [of[name].full_tensor() + 0 for of in states for name in sorted(of) if of[name].dim()]
+    return [*(p.detach().full_tensor() + 0 for p in model.parameters()), *moments]
+
+
+def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(got) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sub-groups each step accepts."""
+    counts: list[int] = []
+    accept = Speculation.accept
+
+    def counting(self: Speculation) -> None:
+        counts.append(len([*self]))
+        accept(self)
+
+    monkeypatch.setattr(Speculation, "accept", counting)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"micro_batches": 3, "gradient_dtype": torch.float32},
+        {"twice": True},
+        {"host_cache_bytes": 20_000},
+        {"param_persistence_threshold": 1000, "master_weights": "full"},
+        {"gradient_bytes_max": 9000},
+    ],
+    ids=["plain", "accumulated", "used twice", "partly cached", "some resident", "some gradients on NVMe"],
+)
+def test_whatever_the_step_does_the_numbers_are_those_of_memory(
+    how: dict[str, Any], kind: str, nvme_path: Path, accepted: list[int]
+) -> None:
+    passes = {name: how[name] for name in ("micro_batches", "twice") if name in how}
+    paging = {name: value for name, value in how.items() if name not in passes}
+    factors = [ACCEPTED, ACCEPTED, CLIPPED, ACCEPTED, SKIPPED, CLIPPED, CLIPPED, *[ACCEPTED] * 5]
+
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        settings = {"momentum": 0.9, "nesterov": True} if kind == "SGD" else {}
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, lr=1e-2, weight_decay=0.1, **settings)
+        return optimizer
+
+    memory = sharded()
+    oracle = made(memory.parameters())
+    expected = [*train(memory, oracle, factors, **passes)]
+    stepper = Stepper(made([nn.Parameter(torch.zeros(1))]))
+    moments = ("exp_avg", "exp_avg_sq") if kind == "AdamW" else stepper.moments
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, options(moments=moments, **paging))
+        optimizer: PagedOptimizer
+        if kind == "AdamW":
+            optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2, weight_decay=0.1)
+        else:
+            optimizer = HostedOptimizer(nvme.parameters(), swap=swap, like=stepper)
+        assert [*train(nvme, optimizer, factors, **passes)] == expected
+        assert_same(state(nvme, optimizer), state(memory, oracle))
+    subs = len(swap.paged.sub_groups)
+    if not how:
+        assert accepted == [
+            subs,
+            subs,
+            0,
+            subs,
+            0,
+            0,
+            0,
+            0,
+            0,
+            subs,
+            subs,
+        ]  # how the policy learns: test_speculation_policy.py
+    assert max(accepted) > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_transfer_that_fails_leaves_the_step_before_or_refuses(seed: int, nvme_path: Path) -> None:
+    factors = [ACCEPTED, CLIPPED, ACCEPTED, ACCEPTED, CLIPPED, ACCEPTED]
+    memory = sharded()
+    oracle = torch.optim.AdamW(memory.parameters(), lr=1e-2)
+    expected = [*train(memory, oracle, factors)]
+    faults = FaultPlan(io=0.004, seed=seed, after_blocks=40)
+    swap = infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB", faults=faults)
+    with contextlib.suppress(OSError), swap:  # suppressed: a write that fails at the end
+        nvme = sharded()
+        swap.page(nvme, options())
+        optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
+        done, failed = 0, 0
+        while done < len(factors):
+            try:
+                optimizer.expect(1.0)
+                loss = nvme(batch(10 * done)).float().square().mean()
+                loss.backward()
+                optimizer.step(grad_scale=factors[done])
+            except (OSError, infinity.InfinityError):
+                failed += 1
+                if swap.paged.health.state is not Health.WHOLE:
+                    with pytest.raises(infinity.InfinityError):
+                        optimizer.step()
+                    return
+                optimizer.zero_grad()
+                continue
+            assert loss.item() == expected[done]
+            done += 1
+        print("survived", seed, failed)
+        assert_same(state(nvme, optimizer), state(memory, oracle))
