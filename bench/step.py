@@ -45,12 +45,13 @@ VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable")
 WAYS = (
     "memory",
     *(update + variant for update in UPDATES for variant in VARIANTS),
+    "backward-speculative",
     "step-phase",
     "step-phase-unchecked",
 )
 """In memory, or with the update then; with masters in full; with --host-cache; with all gradients on NVMe; without checksums;
-with every step committed; with the optimizer's transfers alone before and after each step, which then begins cold; these
-without checksums, as fio and others move them."""
+with every step committed; in the backward with --clipping, for the step to accept; with the optimizer's transfers alone before
+and after each step, which then begins cold; these without checksums, as fio and others move them."""
 
 DRIVE_SECONDS = 0.7
 WARM_UP_ROUNDS = 2
@@ -120,7 +121,10 @@ def main() -> int:
     parser.add_argument("--batch-size", type=count, default=4)
     parser.add_argument("--context", type=count, default=256)
     parser.add_argument(
-        "--clipping", type=float, default=1.0, help="of gradients; none where updates are in the backward"
+        "--clipping",
+        type=float,
+        default=1.0,
+        help="of gradients; none where updates are in the backward and not speculative",
     )
     parser.add_argument(
         "--rounds", type=count, default=7, help="rounds, after two that are not counted (default: %(default)s)"

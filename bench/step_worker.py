@@ -42,7 +42,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
     device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.0 if update == "backward" else order["clipping"],
+        "gradient_clipping": 0.0 if update == "backward" and "speculative" not in variants else order["clipping"],
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
         "infinity": {
