@@ -124,9 +124,8 @@ class Stager:
         """
         if chunk.is_unwritten:
             self.settle(chunk)
-        if chunk.copy_event is not None and chunk.writes:  # they may be changed now: the device must have copied them
+        if chunk.writes:  # they may be changed now: the device must have copied them
             self._wait_copied(chunk)
-            chunk.copy_event = None
         if chunk.state is ChunkState.ON_NVME:
             self.let_be_read(chunk)
             self.demand_reads += bool(chunk.reads)
@@ -216,8 +215,7 @@ class Stager:
         if chunk.state is ChunkState.READING:
             self._finish_unneeded_read(chunk, "which is dropped")
         if chunk.state is ChunkState.STAGED:
-            if chunk.copy_event is not None:
-                self._wait_copied(chunk)
+            self._wait_copied(chunk)
             del self._staged[chunk]
             self._give_back(chunk)
         elif chunk.state is ChunkState.COPYING_TO_DEVICE:
@@ -294,8 +292,7 @@ class Stager:
                     self.io.forget_sums(chunk)
                     if chunk.on_lost is not None:
                         chunk.on_lost(str(error))
-            if chunk.copy_event is not None:
-                chunk.copy_event.wait()
+            self._wait_copied(chunk)
             chunk.forget_lease()
             self._leased.pop(chunk, None)
         for chunks in (self._staged, self._from_device, self._writing, self._to_device):
@@ -346,7 +343,6 @@ class Stager:
     def _write_from_device(self, chunk: Chunk) -> None:
         self._wait_copied(chunk)
         del self._from_device[chunk]
-        chunk.copy_event = None
         self._start_write(chunk)
 
     def _start_write(self, chunk: Chunk) -> None:
@@ -376,9 +372,10 @@ class Stager:
             self.io.wait(chunk)
 
     def _wait_copied(self, chunk: Chunk) -> None:
-        assert chunk.copy_event is not None
-        with measured(self.timeline, "copy", chunk.name):
-            chunk.copy_event.wait()
+        if chunk.copy_event is not None:
+            with measured(self.timeline, "copy", chunk.name):
+                chunk.copy_event.wait()
+            chunk.copy_event = None
 
     def _end_h2d(self, chunk: Chunk) -> None:
         self._wait_copied(chunk)
