@@ -204,3 +204,74 @@ def test_a_transfer_that_fails_leaves_the_step_before_or_refuses(seed: int, nvme
             done += 1
         print("survived", seed, failed)
         assert_same(state(nvme, optimizer), state(memory, oracle))
+
+
+@pytest.mark.parametrize("meddle", ["the learning rate", "a weight", "a moment"])
+def test_what_changes_between_backward_and_step_counts(meddle: str, nvme_path: Path, accepted: list[int]) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for number in range(4):
+            if isinstance(optimizer, PagedOptimizer):
+                optimizer.expect(1.0)
+            model(batch(number)).float().square().mean().backward()
+            if number == 2:
+                weight = model.blocks[1].weight  # type: ignore[union-attr,index]
+                if meddle == "the learning rate":
+                    optimizer.param_groups[0]["lr"] = 3e-3
+                else:
+                    changed = weight if meddle == "a weight" else optimizer.state[weight]["exp_avg"]
+                    with torch.no_grad():
+                        changed.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return state(model, optimizer)
+
+    memory = sharded()
+    expected = run(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2))
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, options())
+        assert_same(run(nvme, infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)), expected)
+        subs = len(swap.paged.sub_groups)
+    assert accepted[:2] == [subs, subs] and accepted[3] == subs
+    assert accepted[2] == 0 if meddle == "the learning rate" else 0 < accepted[2] < subs
+
+
+@pytest.mark.parametrize("format", ["dcp", "arena"])
+def test_a_checkpoint_holds_what_was_accepted(format: str, nvme_path: Path, tmp_path: Path) -> None:
+    def made(place: str) -> infinity.Engine:
+        device = {"device": place, "nvme_path": str(nvme_path / place)} if place == "nvme" else {"device": "none"}
+        (nvme_path / place).mkdir(exist_ok=True)
+        config = {
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1e3,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": device,
+                "offload_optimizer": device,
+                "stage3_param_persistence_threshold": 0,
+                "sub_group_size": 2048,
+            },
+            "infinity": {"pinned_bytes_max": "16MiB", "wrap": ["Linear"]}
+            | ({"update": "backward"} if place == "nvme" else {}),
+        }
+        engine, *_ = infinity.initialize(model=Model(), config=config)
+        return engine
+
+    def step(engine: infinity.Engine) -> float:
+        loss = engine(batch(engine.global_steps)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    with made("memory") as engine:
+        expected = [step(engine) for _ in range(6)]
+    with made("nvme") as engine:
+        assert [step(engine) for _ in range(3)] == expected[:3]
+        engine.save_checkpoint(tmp_path, format=format)
+        assert [step(engine) for _ in range(2)] == expected[3:5]
+        engine.load_checkpoint(tmp_path)
+        assert [step(engine) for _ in range(3)] == expected[3:]
+    with made("nvme") as engine:
+        engine.load_checkpoint(tmp_path)
+        assert [step(engine) for _ in range(3)] == expected[3:]
