@@ -206,7 +206,6 @@ def test_a_current_directory_that_is_gone_is_a_failure(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal
-from infinity import store
 from infinity.store import run_folder
 def at_once(inner):
     def outer(*arguments):
@@ -219,7 +218,7 @@ def at_once(inner):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize(
-    "place", ["run_folder._fill", "store.RunFolder", "run_folder._remove", "run_folder.free_bytes"]
+    "place", ["run_folder._fill", "run_folder.RunFolder", "run_folder._remove", "run_folder.free_bytes"]
 )
 def test_a_signal_ends_it_and_leaves_nothing(nvme_path: Path, name: str, place: str) -> None:
     done = doctor(nvme_path, before=f"exec({INTERRUPTED.format(name=name, place=place)!r})")
