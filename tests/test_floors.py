@@ -337,6 +337,11 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []  # pytest imports them as one module
+
+
 def test_checkers_pass_a_sound_tree(sound_tree: Path) -> None:
     tree = Tree(sound_tree)
     assert floor_violations(tree) == []

@@ -1,0 +1,90 @@
+"""How far one shard travels through the code in a gather: the work of its group is done once, with the first."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import infinity
+from infinity import PagingOptions
+from infinity.swap.paged_tensor import PagedTensor
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+FILES_MAX, CROSSINGS_MAX = 4, 6
+
+
+class Route:
+    """The files of infinity that a call goes through, in its order, back again included."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self._stack: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if "infinity" not in path.parts or "site-packages" in path.parts or event not in ("call", "return"):
+            return
+        if event == "call":
+            self._stack.append(path.name)
+        else:
+            self._stack.pop()
+        self.files += self._stack[-1:]
+
+    @property
+    def crossings(self) -> int:
+        return sum(a != b for a, b in pairwise(self.files))
+
+
+def routed(method: Callable[..., Any], routes: dict[tuple[str, int], Route]) -> Callable[..., Any]:
+    @functools.wraps(method)  # FSDP2 looks at its signature
+    def call(self: PagedTensor, *args: Any, **kwargs: Any) -> Any:
+        route = routes[self._shard.group.name, self._shard.index] = Route()
+        sys.setprofile(route)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            sys.setprofile(None)
+
+    return call
+
+
+@pytest.mark.parametrize("update", ["step", "forward", "backward"])
+@pytest.mark.parametrize("threshold", [0, 10**9], ids=["on NVMe", "resident"])
+def test_a_shard_of_a_group_that_was_begun_goes_through_four_files(
+    update: Any, threshold: int, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    asked: dict[tuple[str, int], Route] = {}
+    told: dict[tuple[str, int], Route] = {}
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        swap.page(model, PagingOptions(update=update, param_persistence_threshold=threshold))
+        optimizer = infinity.PagedAdamW(model.parameters(), swap=swap)
+        for step in range(3):
+            if step == 2:
+                pre, post = PagedTensor.fsdp_pre_all_gather, PagedTensor.fsdp_post_all_gather
+                monkeypatch.setattr(PagedTensor, "fsdp_pre_all_gather", routed(pre, asked))
+                monkeypatch.setattr(PagedTensor, "fsdp_post_all_gather", routed(post, told))
+            model(torch.ones(2, 32)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        groups = swap.paged.groups
+    later = [(group.name, index) for group in groups for index in group.shards[1:]]
+    assert len(later) == 9
+    for key in later:
+        for route in (asked[key], told[key]):
+            if route is told[key] and key[1] == max(index for name, index in told if name == key[0]):
+                continue  # with the last one the group's lease goes back
+            assert len({*route.files}) <= FILES_MAX and route.crossings <= CROSSINGS_MAX, (key, route.files)
