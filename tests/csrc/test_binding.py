@@ -599,17 +599,19 @@ def test_small_pages_at_the_end_of_a_slab_cut_no_transfer(nvme_path: Path) -> No
     if not statistics.exists():
         pytest.skip(f"{nvme_path} is on no block device that counts its requests")
 
-    def fewest_requests(slab: PinnedSlab) -> int:
-        """That the drive gets for a read of 4 MiB; others who use it only make them more."""
+    def fewest_requests(slab: PinnedSlab, expected: int) -> int:
+        """That the drive gets for a read of 4 MiB; others who use it only make them more, so asks until it is `expected`."""
         if not slab.huge_pages or slab.notes:
             pytest.skip("this machine has no huge pages to give")
-        found = []
+        fewest = 1000
         with Engine(backend="io_uring", block_bytes=4 * MIB, queue_depth=1, slab=slab) as engine:
-            for _ in range(100):
+            for _ in range(3000):
                 before = int(statistics.read_text().split()[0])
                 engine.start_read(file, 0, slab, 0, 4 * MIB).wait()
-                found.append(int(statistics.read_text().split()[0]) - before)
-        return min(found)
+                fewest = min(fewest, int(statistics.read_text().split()[0]) - before)
+                if 0 < fewest <= expected:
+                    break
+        return fewest
 
     with File(nvme_path / "rank0.arena", create=True) as file:
         if not file.direct:
@@ -619,7 +621,7 @@ def test_small_pages_at_the_end_of_a_slab_cut_no_transfer(nvme_path: Path) -> No
         with Engine(backend="io_uring", slab=whole) as engine:
             engine.start_write(file, 0, whole, 0, 4 * MIB).wait()
         # Where huge pages lie apart in memory, either takes one more; small pages would make it five.
-        assert 0 < fewest_requests(PinnedSlab(5 * MIB)) <= fewest_requests(whole) + 1
+        assert 0 < fewest_requests(PinnedSlab(5 * MIB), 2) <= fewest_requests(whole, 1) + 1
 
 
 def test_direct_alignment_is_a_power_of_two_that_4_kib_satisfies(nvme_path: Path) -> None:
