@@ -245,7 +245,7 @@ def test_the_engine_knows_of_every_forward(nvme_path: Path, tmp_path: Path, caps
             trainer.close()
     assert losses[0] == losses[1]
     assert moves is not None
-    assert moves.stats.moved > 0
+    assert moves.moved > 0
     timed = re.findall(r"time \(ms\) \| fwd: (\d+\.\d\d)", capsys.readouterr().out)
     assert len(timed) == 3
     assert all(float(milliseconds) > 0 for milliseconds in timed)
