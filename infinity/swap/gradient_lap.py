@@ -86,6 +86,7 @@ class GradientLap:
         shards = [trained_shard(parameter) for parameter in parameters]
         for sub in group.members:
             self._paging.paged.updates.speculation.discard(sub)
+        self._coming = [coming for coming in self._coming if coming[0] is not group]
         for shard in shards:
             shard.move_gradient_to(GradientState.TAKING)
         gradients = {
@@ -129,6 +130,10 @@ class GradientLap:
             Variable._execution_engine.queue_callback(self._update_coming)
         self._coming.append((group, updates))
         self._update_coming(leave=behind)
+
+    def forget_coming(self) -> None:
+        """A backward begins: what an exception left of the one before is not updated any more."""
+        self._coming.clear()
 
     def check_complete(self) -> None:
         """Raise InfinityError where an exception ended `take`."""

@@ -201,8 +201,8 @@ class PagedModel:
     # How.
 
     def _lose(self, sub: PagedSubGroup, why: str) -> None:
-        """A write of a sub-group failed."""
-        if not self.updates.speculation.discard(sub):
+        """A write of a sub-group failed. That of an update which is not accepted, or was discarded, loses nothing."""
+        if not self.updates.speculation.discard(sub) and sub.chunk.writes == sub.slot_span(sub.current_slot):
             self.health.tear(why)
 
     def _make_shards(

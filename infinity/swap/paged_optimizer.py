@@ -61,8 +61,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 trained_shard(parameter)
         self._expected: float | None = None
         self._speculation = SpeculationPolicy()
-        self._stepped_ahead: dict[nn.Parameter, tuple[Any, float]] = {}
-        """With which settings and scale parameters were stepped for the step to accept."""
+        self._stepped_ahead: dict[nn.Parameter, tuple[Any, ...]] = {}
+        """How parameters were stepped for the step to accept: `Stepping.how`."""
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
         """Where parameters come in `param_groups`, for the backward that goes on."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
@@ -99,6 +99,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
         gradients by `grad_scale` unless they are clipped or overflowed. None: another one follows before the step."""
         self._expected = grad_scale
+        self.lap.forget_coming()
 
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
@@ -202,7 +203,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
             for step in stepping.values():
-                self._stepped_ahead[step.parameter] = step.settings, grad_scale
+                self._stepped_ahead[step.parameter] = step.how
             self.lap.queue(group, updates)
 
     def _accept(self, stepping: Mapping[int, Stepping]) -> set[PagedSubGroup]:
@@ -211,7 +212,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         speculation = self._paging.paged.updates.speculation
         for sub in [*speculation]:
             steps = [stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping]
-            if any(self._stepped_ahead.get(step.parameter) != (step.settings, step.grad_scale) for step in steps):
+            if not steps or any(self._stepped_ahead.get(step.parameter) != step.how for step in steps):
                 speculation.discard(sub)
         accepted = {*speculation}
         speculation.accept()
@@ -409,6 +410,11 @@ class Stepping:
         """Elements without padding."""
         return self.shard.shape.numel()
 
+    @property
+    def how(self) -> tuple[Any, ...]:
+        """All that its update depends on beside the gradient and the state."""
+        return self.settings, self.grad_scale, float(self.step)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -426,6 +432,7 @@ class Piece:
         return slice(self.offset, self.offset + self.numel)
 
     def scaled(self, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Its gradient, or elements [start, end) of that, in fp32 and as the step takes it."""
-        grad = self.grad[start:end].float()
-        return grad if self.stepping.grad_scale == 1.0 else grad * self.stepping.grad_scale
+        """A copy of its gradient, or of elements [start, end) of that, in fp32 and as the step takes it: optimizers may change
+        it, and an update that is discarded or interrupted is made again."""
+        grad = self.grad[start:end].to(torch.float32, copy=True)
+        return grad if self.stepping.grad_scale == 1.0 else grad.mul_(self.stepping.grad_scale)

@@ -247,6 +247,7 @@ class PendingUpdates:
                 update(lease)
         except BaseException:
             stager.release(sub.chunk, keep=False)
+            stager.drop(sub.chunk)  # also where the device reads it: what is left there is half updated
             raise
 
     # What follows from the states.
