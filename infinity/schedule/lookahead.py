@@ -114,7 +114,7 @@ class LookAhead:
     def key(self, unit: int) -> int | None:
         """The less, the sooner it is needed; None where it is not chosen."""
         keys = self._keys.get(unit)
-        return keys[0] if keys is not None else None
+        return keys[0] if keys else None  # none are left for a moment in `_drop`, which an exception may end
 
     def pass_to(self, place: float) -> None:
         """The uses before `place` are over, and nothing is needed now any more."""
