@@ -205,8 +205,7 @@ class GradientLap:
     def _update_coming(self, *, leave: int = 0) -> None:
         """Update the groups whose gradients are on their way, but for the last `leave`."""
         while len(self._coming) > leave:
-            update = self._paging.update_in_backward if self.in_backward else self._paging.update_ahead
-            update(*self._coming.pop(0))
+            self._paging.update_in_backward(*self._coming.pop(0))
 
 
 def move_out(parameter: nn.Parameter) -> None:

@@ -163,30 +163,21 @@ class Paging:
         return int(self.device.is_discrete)
 
     def update_in_backward(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
-        """Update members of a group now; see [Note: Updates in the backward] in pending_updates.py.
+        """Update members of a group now, to stay or for the step to accept: see [Note: Updates in the backward] in
+        pending_updates.py and [Note: Speculative updates] in speculation.py.
 
-        Raises IoError when a transfer failed; the values are torn then, as after any failure.
+        Raises IoError when a transfer failed; the values are torn then, as after any failure, unless the updates are
+        speculative.
         """
+        pending, speculative = self.paged.updates, self.options.speculative
+        around = pending.compute_staged if speculative else pending.backward_update
+        run = pending.run_ahead if speculative else pending.run_in_backward
         with self.entered():
             self.parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
             self.policy.begin_update(group)
-            with self.paged.updates.backward_update(group, [*updates]) as compute:
+            with around(group, [*updates]) as compute:
                 for sub, update in updates.items():
-                    self.paged.updates.run_in_backward(sub, update, compute)
-                    self.policy.use_state(sub)
-                    self.parameters.look_ahead()
-
-    def update_ahead(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
-        """Update members of a group now, for the step to accept: see [Note: Speculative updates] in speculation.py.
-
-        Raises IoError when a transfer failed, which loses nothing.
-        """
-        with self.entered():
-            self.parameters.give_back_copied()
-            self.policy.begin_update(group)
-            with self.paged.updates.compute_staged(group, [*updates]) as compute:
-                for sub, update in updates.items():
-                    self.paged.updates.run_ahead(sub, update, compute)
+                    run(sub, update, compute)
                     self.policy.use_state(sub)
                     self.parameters.look_ahead()
 

@@ -34,9 +34,6 @@ class Speculation:
     def __iter__(self) -> Iterator[PagedSubGroup]:
         return iter(self._ties)
 
-    def __contains__(self, sub: object) -> bool:
-        return sub in self._ties
-
     def may_update(self, sub: PagedSubGroup) -> bool:
         """Whether the sub-group has another slot that may be written to, and all of it comes and goes."""
         movable = sub.moves and not sub.rests_in_host and sub.gradient_extent is None
