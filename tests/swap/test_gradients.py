@@ -9,36 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import BLOCKS, Model, batch, sharded
 from quiet import come_to_rest
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 import infinity
 from infinity import PagingOptions
 from infinity.swap.stager import Stager
 from infinity.swap.taken_gradient import TakenGradient
 from infinity.swap.waiting_gradients import WaitingGradients
-
-BLOCKS = 4
-WIDTH = 64
-
-
-class Model(nn.Module):
-    """Blocks of which a pass may leave some out, or use the first one twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-
-    def forward(self, x: torch.Tensor, without: int | None = None, twice: bool = False) -> torch.Tensor:
-        h = self.first(x)
-        for number, block in enumerate(self.blocks):
-            if number != without:
-                h = h + block(h).tanh()
-        return h + self.blocks[0](h) if twice else h
-
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -68,10 +48,6 @@ def made(
 def gradients(engine: infinity.Engine) -> WaitingGradients:
     assert engine.swap is not None
     return engine.swap.paging.waiting_gradients
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
 
 
 def backward(engine: infinity.Engine, number: int = 0, **how: Any) -> float:
@@ -333,13 +309,6 @@ def test_in_the_backward_none_waits(nvme_path: Path) -> None:
 )
 def test_a_loop_of_ones_own_is_refused_what_was_taken(options: PagingOptions, nvme_path: Path) -> None:
     micro_batches = 1 if options.update == "backward" else 3
-
-    def sharded() -> nn.Module:
-        model = Model()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for module in (*model.blocks, model):
-            fully_shard(module, mp_policy=policy)
-        return model
 
     def losses(model: nn.Module, optimizer: torch.optim.Optimizer, refused: bool) -> Iterator[float]:
         for number in range(4):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Model, batch, sharded
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity import PagingOptions
@@ -23,32 +23,7 @@ from infinity.swap.speculation import Speculation
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-WIDTH = 64
 ACCEPTED, CLIPPED, SKIPPED = 1.0, 0.37, None
-
-
-class Model(nn.Module):
-    """Blocks of which a pass may use the first one twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, twice: bool = False) -> torch.Tensor:
-        h = self.first(x)
-        for block in self.blocks:
-            h = h + block(h).tanh()
-        return h + self.blocks[0](h) if twice else h
-
-
-def sharded() -> nn.Module:
-    model = Model()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=policy)
-    return model
 
 
 def options(**own: Any) -> PagingOptions:
@@ -58,10 +33,6 @@ def options(**own: Any) -> PagingOptions:
         "gradient_dtype": torch.bfloat16,
     }
     return PagingOptions(**{**defaults, "update": "backward", "speculative": True, **own})
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
 
 
 def train(
@@ -76,7 +47,7 @@ def train(
         for micro_batch in range(micro_batches):
             if isinstance(optimizer, PagedOptimizer):
                 optimizer.expect(1.0 if micro_batch == micro_batches - 1 else None)
-            loss = model(batch(10 * number + micro_batch), twice).float().square().mean()
+            loss = model(batch(10 * number + micro_batch), twice=twice).float().square().mean()
             loss.backward()
             yield loss.item()
         if isinstance(optimizer, PagedOptimizer):
