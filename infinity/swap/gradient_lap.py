@@ -136,12 +136,20 @@ class GradientLap:
         self._coming.clear()
 
     def check_complete(self) -> None:
-        """Raise InfinityError where an exception ended `take`."""
+        """Raise InfinityError where an exception ended `take`, or where this step would forget gradients that were taken for
+        another optimizer, or that one has forgotten these."""
         if any(shard.gradient is GradientState.TAKING for shard in self._shards):
             raise InfinityError(
                 "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
                 "step anew with its first micro-batch"
             )
+        has, mine = self._paging.waiting_gradients.has, {shard.index for shard in self._shards}
+        for shard in self._paging.paged.shards:
+            if shard.gradient is GradientState.TAKEN and has(shard) != (shard.index in mine):
+                raise InfinityError(
+                    f"two optimizers step this model, and a step or zero_grad() of one forgets what the backward took for the "
+                    f"other, as of {shard.name}: give all parameters to one optimizer, in parameter groups of their own"
+                )
 
     def check_applied(self, settings: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
         """Raise InfinityError where the backward applied gradients in another way than a step with these would."""

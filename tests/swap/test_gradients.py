@@ -345,3 +345,21 @@ def _halve(parameters: Iterable[nn.Parameter], _: float) -> None:
     for parameter in parameters:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("first", ["step", "zero_grad"])
+def test_two_optimizers_are_refused_before_one_forgets_gradients_of_the_other(first: str, nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        model = sharded()
+        swap.page(model, PagingOptions(param_persistence_threshold=0, gradient_dtype=torch.bfloat16))
+        weights = [p.detach().full_tensor() + 0 for p in model.parameters()]
+        halves = [[*model.blocks[:2].parameters()], [*model.blocks[2:].parameters()]]  # type: ignore[index,union-attr]
+        one, other = (infinity.PagedAdamW(half, swap=swap) for half in halves)
+        model(batch(0)).float().square().mean().backward()
+        if first == "zero_grad":
+            one.zero_grad()
+        with pytest.raises(infinity.InfinityError, match=r"two optimizers step this model.*blocks\.[0-3]\."):
+            other.step()
+        assert all(
+            torch.equal(a, p.detach().full_tensor() + 0) for a, p in zip(weights, model.parameters(), strict=True)
+        )
