@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Iterator
 
-from infinity.config.blocks import (
-    ActivationCheckpointingConfig,
-    AioConfig,
-    Bf16Config,
-    Block,
-    FlopsProfilerConfig,
-    Fp16Config,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-    ZeroConfig,
-)
-from infinity.config.infinity_block import InfinityConfig, OffloadActivationsConfig
+from infinity.config.blocks import Block
 from infinity.config.optimizers import OPTIMIZERS, SCHEDULERS
 from infinity.config.rules import join
 from infinity.config.top_level import TopLevel
@@ -62,15 +52,13 @@ def known_paths() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*fields, *others)))
 
 
-NESTED: dict[str, type[Block]] = {
-    "zero_optimization": ZeroConfig,
-    "zero_optimization.offload_param": OffloadParamConfig,
-    "zero_optimization.offload_optimizer": OffloadOptimizerConfig,
-    "aio": AioConfig,
-    "infinity": InfinityConfig,
-    "infinity.offload_activations": OffloadActivationsConfig,
-    "bf16": Bf16Config,
-    "fp16": Fp16Config,
-    "activation_checkpointing": ActivationCheckpointingConfig,
-    "flops_profiler": FlopsProfilerConfig,
-}
+def _find_nested(model: type[Block], where: str) -> Iterator[tuple[str, type[Block]]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
+            path = join(where, name)
+            yield path, field.annotation
+            yield from _find_nested(field.annotation, path)
+
+
+NESTED: dict[str, type[Block]] = dict(_find_nested(TopLevel, ""))
+"""The blocks in which keys lie, by their dotted paths; all but optimizer and scheduler, whose keys depend on the type."""

@@ -71,13 +71,13 @@ class TopLevel(Block):
     )
     zero_optimization: ZeroConfig = key(ZeroConfig(), "What is sharded over the ranks, and where it rests.")
     aio: AioConfig = key(AioConfig(), "How transfers are cut and queued.")
-    fp16: Fp16Config = key(Fp16Config(), "Training in fp16.")
+    infinity: InfinityConfig = key(InfinityConfig(), "Settings that DeepSpeed does not have.")
     bf16: Bf16Config = key(Bf16Config(), "Training in bf16.")
+    fp16: Fp16Config = key(Fp16Config(), "Training in fp16.")
     activation_checkpointing: ActivationCheckpointingConfig = key(
         ActivationCheckpointingConfig(), "What happens to saved activations."
     )
     flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig(), "A count of floating-point operations.")
-    infinity: InfinityConfig = key(InfinityConfig(), "Settings that DeepSpeed does not have.")
 
     ignored_keys = names_of(
         """
