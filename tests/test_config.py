@@ -15,18 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from infinity.config import (
-    AdamConfig,
-    AioConfig,
-    Batch,
-    Config,
-    WarmupCosineLRConfig,
-    WarmupDecayLRConfig,
-    WarmupLRConfig,
-    load_config,
-    render_reference,
-    solve_batch,
-)
+from infinity.config import AdamConfig, Batch, Config, WarmupCosineLRConfig, WarmupDecayLRConfig, load_config
+from infinity.config.blocks import AioConfig
+from infinity.config.optimizers import WarmupLRConfig
+from infinity.config.reference import render_reference
+from infinity.config.top_level import solve_batch
 from infinity.errors import ConfigError
 
 NVME = {"device": "nvme", "nvme_path": "/mnt/nvme"}

@@ -8,55 +8,32 @@ of all of it) ← `known` (every key by its path), `check` (values to a config) 
 values contradict each other) ← `read`, `reference`.
 """
 
-from infinity.config.blocks import (
-    ActivationCheckpointingConfig,
-    AioConfig,
-    Bf16Config,
-    FlopsProfilerConfig,
-    Fp16Config,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-    ZeroConfig,
-)
-from infinity.config.infinity_block import InfinityConfig
+from infinity.config.blocks import FlopsProfilerConfig, Fp16Config, ZeroConfig
 from infinity.config.optimizers import (
     AdamConfig,
     OneCycleConfig,
-    OptimizerConfig,
     SchedulerConfig,
     SGDConfig,
     WarmupCosineLRConfig,
     WarmupDecayLRConfig,
-    WarmupLRConfig,
 )
 from infinity.config.read import load_config
-from infinity.config.reference import render_reference
 from infinity.config.rules import WarmupType
-from infinity.config.top_level import Batch, solve_batch
+from infinity.config.top_level import Batch
 from infinity.config.whole import Config
 
 __all__ = [
-    "ActivationCheckpointingConfig",
     "AdamConfig",
-    "AioConfig",
     "Batch",
-    "Bf16Config",
     "Config",
     "FlopsProfilerConfig",
     "Fp16Config",
-    "InfinityConfig",
-    "OffloadOptimizerConfig",
-    "OffloadParamConfig",
     "OneCycleConfig",
-    "OptimizerConfig",
     "SGDConfig",
     "SchedulerConfig",
     "WarmupCosineLRConfig",
     "WarmupDecayLRConfig",
-    "WarmupLRConfig",
     "WarmupType",
     "ZeroConfig",
     "load_config",
-    "render_reference",
-    "solve_batch",
 ]
