@@ -5,7 +5,6 @@ The ring threads are in csrc/aio and never enter Python; everything here runs on
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -205,26 +204,6 @@ class IoEngine:
     def take_timings(self) -> npt.NDArray[np.void]:
         """Times at which the transfers that ended since the last call were queued, submitted and done; see `_aio.Engine`."""
         return self._core.take_timings()
-
-    def open(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        create: bool = False,
-        drive: int = 0,
-        exclusive: bool = False,
-        checksums: bool = False,
-    ) -> File:
-        """Open `path`, a file on drive number `drive`, for direct I/O.
-
-        Where the file system refuses direct I/O, transfers are buffered, and `File.notes` says so.
-
-        Args:
-            exclusive: lock the file (flock) until its last transfer has ended, and do not follow a link. Raises IoError
-                (EAGAIN) where another has the lock.
-            checksums: keep a CRC-32C of every page written; reads that find other bytes raise IntegrityError. See `File`.
-        """
-        return File(os.fspath(path), create=create, drive=drive, exclusive=exclusive, checksums=checksums)
 
     def start(self, requests: Sequence[Request], *, sums_by_caller: bool = False) -> list[Transfer]:
         """Start several transfers with one lock and one wake; all are checked before the first one starts.

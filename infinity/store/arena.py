@@ -62,7 +62,7 @@ class Arena:
         self._folders = [all_folders[drive] for drive in used]
         self._pattern = tuple(used.index(drive) for drive in pattern)
         self.stripe_bytes = existing.stripe_bytes if existing is not None else min(engine.block_bytes, STRIPE_BYTES_MAX)
-        self._files = [all_folders[drive].open_arena(engine, name, drive, checksums=checksums) for drive in used]
+        self._files = [all_folders[drive].open_arena(name, drive, checksums=checksums) for drive in used]
         self.file: File | StripedFile = self._files[0]
         if len(self._files) > 1:
             self.file = StripedFile(self._files, pattern=self._pattern, stripe_bytes=self.stripe_bytes)

@@ -49,7 +49,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.aio import File, IoEngine
+from infinity.aio import File
 from infinity.errors import CheckpointError, IoError, StoreError
 from infinity.store.commit import RECORD_BYTES_MAX, Record, parse_record
 from infinity.store.files import is_own_folder, read_small, remove_file, sync, write_durably
@@ -88,13 +88,11 @@ class DurableFolder(Folder):
         self._finalizer = weakref.finalize(self, os.close, self._lock)
         keep_from_children(self)
 
-    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
+    def open_arena(self, name: str, drive: int, *, checksums: bool = False) -> File:
         deadline = time.monotonic() + _ENDING_SECONDS_MAX
         while True:
             try:
-                return engine.open(
-                    self.path / name, create=self.fresh, drive=drive, exclusive=True, checksums=checksums
-                )
+                return File(self.path / name, create=self.fresh, drive=drive, exclusive=True, checksums=checksums)
             except IoError as error:
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK) or time.monotonic() > deadline:
                     raise

@@ -25,7 +25,7 @@ import weakref
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from infinity.aio import File, IoEngine
+from infinity.aio import File
 from infinity.errors import StoreError
 from infinity.store.files import file_in_the_way, is_own_folder, write_durably
 from infinity.units import format_bytes
@@ -42,8 +42,8 @@ class Folder(ABC):
         self.root = Path(root).absolute()
 
     @abstractmethod
-    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
-        """The arena file `name`, on the engine's drive of that number; `checksums` as for `Arena`.
+    def open_arena(self, name: str, drive: int, *, checksums: bool = False) -> File:
+        """The arena file `name`, on the drive of that number; `checksums` as for `Arena`.
 
         Raises StoreError or IoError.
         """
@@ -104,8 +104,8 @@ class RunFolder(Folder):
         self._finalizer = weakref.finalize(self, _remove, self.path, (self._lock, self._descriptor), os.getpid())
         keep_from_children(self)
 
-    def open_arena(self, engine: IoEngine, name: str, drive: int, *, checksums: bool = False) -> File:
-        file = engine.open(self.path / name, create=True, drive=drive, checksums=checksums)
+    def open_arena(self, name: str, drive: int, *, checksums: bool = False) -> File:
+        file = File(self.path / name, create=True, drive=drive, checksums=checksums)
         try:
             self.take_name(name)
         except BaseException:

@@ -34,9 +34,7 @@ class Machine:
         self.pool = PinnedPool(2 * PAGES * PAGE)
         self.engine = IoEngine(self.pool, backend=backend, block_bytes=BLOCK_BYTES, queue_depth=4, drives=2)
         self.paths = [folder / f"drive{number}" for number in range(drives)]
-        files = [
-            self.engine.open(path, create=True, drive=number, checksums=True) for number, path in enumerate(self.paths)
-        ]
+        files = [File(path, create=True, drive=number, checksums=True) for number, path in enumerate(self.paths)]
         self.file: File | StripedFile = files[0]
         if drives > 1:
             self.file = StripedFile(files, pattern=[0, 1, 0], stripe_bytes=8 * KIB)
@@ -213,7 +211,7 @@ def test_the_sums_go_with_a_file_to_who_opens_it_next(nvme_path: Path, backend: 
     sums = machine.file.checksums(0, PAGES * PAGE)
     assert sums[3 * 4 : 23 * 4] == page_checksums(data)
     assert machine.file.checksums(4 * PAGE, PAGE) == sums[16:20]
-    again = [machine.engine.open(path, drive=number, checksums=True) for number, path in enumerate(machine.paths)]
+    again = [File(path, drive=number, checksums=True) for number, path in enumerate(machine.paths)]
     machine.file = StripedFile(again, pattern=[0, 1, 0], stripe_bytes=8 * KIB)
     assert machine.file.checked
     assert machine.file.checksums(0, PAGES * PAGE) == bytes(PAGES * 4)  # unknown

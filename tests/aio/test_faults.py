@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.aio import FaultPlan, IoEngine, PinnedPool, Priority, Request
+from infinity.aio import FaultPlan, File, IoEngine, PinnedPool, Priority, Request
 
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ class Machine:
             faults=plan,
             silence_seconds_max=silence_seconds_max,
         )
-        self.file = self.engine.open(path / "file", create=True)
+        self.file = File(path / "file", create=True)
         self.file.reserve(2 * MIB)
         self.lease = self.pool.lease(2 * MIB)
         self.bytes = self.lease.view(torch.uint8, 0, 2 * MIB)

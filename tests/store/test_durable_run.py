@@ -14,7 +14,6 @@ import launch
 import pytest
 from test_commit import place
 
-from infinity.aio import IoEngine, PinnedPool
 from infinity.errors import CheckpointError, IoError, StoreError
 from infinity.store import durable
 from infinity.store.commit import Commit, Record
@@ -34,7 +33,7 @@ if sys.argv[2:] == ["fork"]:
     run.start_anew("00000000000000aa")
     pool = PinnedPool(4096)
     engine = IoEngine(pool)
-    file = run.folders[0].open_arena(engine, "rank0.arena", 0)
+    file = run.folders[0].open_arena("rank0.arena", 0)
     file.reserve(4096)
     lease = pool.lease(4096)
     lease.view(torch.uint8).fill_(7)
@@ -352,9 +351,9 @@ def test_a_forked_child_does_not_keep_the_files_of_a_dead_run(tmp_path: Path, mo
     try:
         holder.kill()
         holder.wait()
-        with contextlib.closing(open_run(tmp_path)) as run, contextlib.closing(IoEngine(PinnedPool(4096))) as engine:
+        with contextlib.closing(open_run(tmp_path)) as run:
             run.folders[0].fresh = False
-            file = run.folders[0].open_arena(engine, "rank0.arena", 0)
+            file = run.folders[0].open_arena("rank0.arena", 0)
             file.close()
     finally:
         os.killpg(holder.pid, 9)
@@ -390,15 +389,12 @@ def test_an_arena_that_somebody_writes_to_is_waited_for(
 ) -> None:
     """The kernel may still have writes of a killed process: they hold the open file, and with it the lock."""
     monkeypatch.setattr(durable, "_ENDING_SECONDS_MAX", 0.3)
-    pool = PinnedPool(1 << 16)
-    engine = IoEngine(pool)
     own = DurableRun([nvme_path], "run", 0)
     own.start_anew(LAUNCH)
-    held = own.folders[0].open_arena(engine, "rank0.arena", 0)
+    held = own.folders[0].open_arena("rank0.arena", 0)
     own.folders[0].fresh = False
     with pytest.raises(IoError, match="lock"):
-        own.folders[0].open_arena(engine, "rank0.arena", 0)
+        own.folders[0].open_arena("rank0.arena", 0)
     held.close()
-    own.folders[0].open_arena(engine, "rank0.arena", 0).close()
-    engine.close()
+    own.folders[0].open_arena("rank0.arena", 0).close()
     own.close()

@@ -189,7 +189,7 @@ def check_trial(section: Section, path: Path, path_section: Section) -> None:
 def _try_engine(path: Path) -> Trial:
     import torch
 
-    from infinity.aio import IoEngine, PinnedPool, Priority, Request, direct_alignment
+    from infinity.aio import File, IoEngine, PinnedPool, Priority, Request, direct_alignment
     from infinity.store.run_folder import RunFolder
 
     pool = PinnedPool(2 * TRIAL_BYTES)
@@ -197,7 +197,7 @@ def _try_engine(path: Path) -> Trial:
         folder = RunFolder(path)
     try:
         engine = IoEngine(pool)
-        file = engine.open(folder.path / "trial", create=True)
+        file = File(folder.path / "trial", create=True)
         alignment = direct_alignment(file.path)
         file.reserve(TRIAL_BYTES)
         with pool.lease(TRIAL_BYTES) as source, pool.lease(TRIAL_BYTES) as target:
