@@ -26,26 +26,20 @@ class FreeRanges:
         self.nbytes = nbytes
         self.free_bytes = nbytes
         self._end = nbytes
-        self._starts: list[int] = [0] if nbytes else []
-        self._lengths: list[int] = [nbytes] if nbytes else []
+        self._free = [(0, nbytes)] if nbytes else []  # (start, end) of each
 
     @property
     def largest(self) -> int:
         """Bytes of the largest free range."""
-        return max(self._lengths, default=0)
+        return max((end - start for start, end in self._free), default=0)
 
     def take(self, nbytes: int) -> int | None:
         """Take `nbytes` from the lowest range that holds them; returns their offset, or None where no range does."""
-        for index, length in enumerate(self._lengths):
-            if length >= nbytes:
-                offset = self._starts[index]
-                if length == nbytes:
-                    del self._starts[index], self._lengths[index]
-                else:
-                    self._starts[index] += nbytes
-                    self._lengths[index] -= nbytes
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= nbytes:
+                self._free[index : index + 1] = [(start + nbytes, end)] if end - start > nbytes else []
                 self.free_bytes -= nbytes
-                return offset
+                return start
         return None
 
     def take_pieces(self, nbytes: int) -> list[tuple[int, int]] | None:
@@ -71,29 +65,28 @@ class FreeRanges:
 
     def put(self, offset: int, nbytes: int) -> None:
         """Give back [offset, offset + nbytes), which must be taken."""
-        index = bisect_left(self._starts, offset)
-        before_end = self._starts[index - 1] + self._lengths[index - 1] if index else 0
-        after_start = self._starts[index] if index < len(self._starts) else self._end
-        assert before_end <= offset and offset + nbytes <= after_start, "a range came back twice"
+        start, end = offset, offset + nbytes
+        first = last = bisect_left(self._free, (start, 0))
+        before_end = self._free[first - 1][1] if first else 0
+        after_start = self._free[last][0] if last < len(self._free) else self._end
+        assert before_end <= start and end <= after_start, "a range came back twice"
+        if first and before_end == start:
+            first -= 1
+            start = self._free[first][0]
+        if last < len(self._free) and after_start == end:
+            end = self._free[last][1]
+            last += 1
+        self._free[first:last] = [(start, end)]
         self.free_bytes += nbytes
-        if index < len(self._starts) and offset + nbytes == after_start:
-            del self._starts[index]
-            nbytes += self._lengths.pop(index)
-        if index and before_end == offset:
-            self._lengths[index - 1] += nbytes
-        else:
-            self._starts.insert(index, offset)
-            self._lengths.insert(index, nbytes)
 
     def reset(self, taken: Iterable[tuple[int, int]]) -> None:
         """Set the taken ranges, (offset, length) each; all else is free."""
-        self._starts, self._lengths, at = [], [], 0
+        self._free, at = [], 0
         for offset, length in [*sorted(taken), (self.nbytes, 0)]:
             if offset > at:
-                self._starts.append(at)
-                self._lengths.append(offset - at)
+                self._free.append((at, offset))
             at = offset + length
-        self.free_bytes = sum(self._lengths)
+        self.free_bytes = sum(end - start for start, end in self._free)
 
 
 class Lease:
