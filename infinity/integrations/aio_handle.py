@@ -11,7 +11,6 @@ the cache could otherwise be written back over bytes written directly next to it
 
 from __future__ import annotations
 
-import abc
 import errno
 import logging
 import os
@@ -96,7 +95,7 @@ class AioHandle:
 
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Start to read `buffer`'s bytes from `file_offset` of the file; returns 0. `buffer` is filled when `wait` returns."""
-        return self._start(_Read(self._engine, buffer, os.fspath(filename), file_offset))
+        return self._start("read", buffer, os.fspath(filename), file_offset)
 
     def async_pwrite(
         self,
@@ -111,7 +110,7 @@ class AioHandle:
         if target is None:
             raise TypeError("async_pwrite needs a filename or an fd")
         path = f"/proc/self/fd/{target}" if isinstance(target, int) else os.fspath(target)
-        return self._start(_Write(self._engine, buffer, path, file_offset))
+        return self._start("write", buffer, path, file_offset)
 
     def wait(self) -> int:
         """Wait for all calls since the last wait; returns their number. Raises the first IoError after all have ended."""
@@ -140,7 +139,7 @@ class AioHandle:
         `validate`: read the file again through the page cache and compare; a difference raises IoError.
         """
         is_async, file_offset = _async_and_offset(*asynchronous, **keywords)
-        self._start(_Read(self._engine, buffer, os.fspath(filename), file_offset, validate))
+        self._start("read", buffer, os.fspath(filename), file_offset, validate)
         return 0 if is_async else self.wait()
 
     def pwrite(
@@ -153,7 +152,7 @@ class AioHandle:
     ) -> int:
         """`pwrite(buffer, filename, validate, async, file_offset=0)`; as `pread`."""
         is_async, file_offset = _async_and_offset(*asynchronous, **keywords)
-        self._start(_Write(self._engine, buffer, os.fspath(filename), file_offset, validate))
+        self._start("write", buffer, os.fspath(filename), file_offset, validate)
         return 0 if is_async else self.wait()
 
     def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
@@ -193,7 +192,8 @@ class AioHandle:
         """Whether transfers with it need no copy: a view of any handle's locked tensor, or pinned by torch."""
         return slab_of(buffer) is not None or bool(buffer.is_pinned())
 
-    def _start(self, call: _Call) -> int:
+    def _start(self, operation: str, buffer: torch.Tensor, path: str, offset: int, validate: bool = False) -> int:
+        call = _Call(self._engine, operation, buffer, path, offset, validate)
         with self._lock:
             self._pending.append(call)
         return 0
@@ -207,25 +207,27 @@ class AioHandle:
             log.warning("nobody waited for a failed call: %s", failure)
 
 
-class _Call(abc.ABC):
+class _Call:
     """One read or write of a tensor: its direct part is in flight, its edges are moved in `finish`."""
 
-    operation = ""
-
-    def __init__(self, engine: Engine, buffer: torch.Tensor, path: str, offset: int, validate: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, operation: str, buffer: torch.Tensor, path: str, offset: int, validate: bool
+    ) -> None:
+        self._operation, self._reads = operation, operation == "read"
         self._buffer = buffer  # the caller may drop it before it waits
         self._path, self._offset, self._validate = path, offset, validate
         self._nbytes = buffer.numel() * buffer.element_size()
         if offset < 0 or self._nbytes == 0:
-            raise ValueError(f"{self.operation} of {self._nbytes} bytes at offset {offset} of {path}: nothing to move")
+            raise ValueError(f"{operation} of {self._nbytes} bytes at offset {offset} of {path}: nothing to move")
         self._transfer: Transfer | None = None
         with self._open() as file:
             self._begin = min(align_up(offset, file.alignment), offset + self._nbytes)  # of the direct part
             self._end = max((offset + self._nbytes) // file.alignment * file.alignment, self._begin)
             slab, slab_offset = self._choose_memory(file.alignment)
-            self._fill()
+            if not self._reads and not self._in_tensor:
+                self._bytes.copy_(_bytes_of(buffer.cpu().contiguous()))
             if self._begin < self._end:
-                start = engine.start_read if self.operation == "read" else engine.start_write
+                start = engine.start_read if self._reads else engine.start_write
                 self._transfer = start(file, self._begin, slab, slab_offset, self._end - self._begin)
 
     def wait_direct(self) -> OSError | None:
@@ -238,7 +240,7 @@ class _Call(abc.ABC):
         return None
 
     def finish(self) -> None:
-        """Once all direct parts are done: move the edges, and validate if requested. Raises IoError."""
+        """Once all direct parts are done: move the edges, validate if requested, fill the tensor. Raises IoError."""
         try:
             self._move_edges()
             if self._validate:
@@ -247,14 +249,26 @@ class _Call(abc.ABC):
             raise
         except OSError as error:
             raise self._failure(error.errno or errno.EIO, error.strerror or str(error)) from error
+        if self._reads and not self._in_tensor:
+            _copy_bytes(self._buffer, self._bytes)
 
-    @abc.abstractmethod
     def _open(self) -> File:
-        """Open the file for reading or writing."""
-
-    @abc.abstractmethod
-    def _fill(self) -> None:
-        """Prepare the memory before the transfer starts."""
+        """Open the file: to read from one that has the bytes, or to write to one that has room for them."""
+        end = self._offset + self._nbytes
+        if self._reads:
+            file = File(self._path, fine_alignment=True, read_only=True)
+            if file.size_bytes < end:
+                raise self._failure(errno.ENODATA, f"the file has only {file.size_bytes} bytes")
+            return file
+        try:
+            file = File(self._path, fine_alignment=True)
+        except IoError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            file = File(self._path, create=True, fine_alignment=True)
+        if file.size_bytes < end:
+            file.reserve(end)  # writes that extend the file would run one at a time
+        return file
 
     def _choose_memory(self, alignment: int) -> tuple[PinnedSlab, int]:
         """Choose the memory to transfer: the tensor's, or a slab. Returns (slab, offset of the direct part in it)."""
@@ -281,11 +295,11 @@ class _Call(abc.ABC):
         if not edges:
             return
         memory = self._bytes.numpy().data
-        descriptor = os.open(self._path, (os.O_RDONLY if self.operation == "read" else os.O_WRONLY) | os.O_CLOEXEC)
+        descriptor = os.open(self._path, (os.O_RDONLY if self._reads else os.O_WRONLY) | os.O_CLOEXEC)
         try:
             for begin, end in edges:
                 piece = memory[begin - self._offset : end - self._offset]
-                if self.operation == "read":
+                if self._reads:
                     moved = os.preadv(descriptor, [piece], begin)
                 else:
                     moved = os.pwrite(descriptor, piece, begin)
@@ -302,45 +316,8 @@ class _Call(abc.ABC):
                 raise self._failure(errno.EIO, "the file holds other bytes than the tensor")
 
     def _failure(self, number: int, reason: str) -> IoError:
-        message = f"{self.operation} of {self._nbytes} bytes at offset {self._offset} of {self._path}: {reason}"
-        return IoError(message, number, self.operation, self._path, self._offset, self._nbytes)
-
-
-class _Read(_Call):
-    operation = "read"
-
-    def finish(self) -> None:
-        super().finish()
-        if not self._in_tensor:
-            _copy_bytes(self._buffer, self._bytes)
-
-    def _open(self) -> File:
-        file = File(self._path, fine_alignment=True, read_only=True)
-        if file.size_bytes < self._offset + self._nbytes:
-            raise self._failure(errno.ENODATA, f"the file has only {file.size_bytes} bytes")
-        return file
-
-    def _fill(self) -> None:
-        """Nothing to prepare: the transfer fills the memory."""
-
-
-class _Write(_Call):
-    operation = "write"
-
-    def _fill(self) -> None:
-        if not self._in_tensor:
-            self._bytes.copy_(_bytes_of(self._buffer.cpu().contiguous()))
-
-    def _open(self) -> File:
-        try:
-            file = File(self._path, fine_alignment=True)
-        except IoError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            file = File(self._path, create=True, fine_alignment=True)
-        if file.size_bytes < self._offset + self._nbytes:
-            file.reserve(self._offset + self._nbytes)  # writes that extend the file would run one at a time
-        return file
+        message = f"{self._operation} of {self._nbytes} bytes at offset {self._offset} of {self._path}: {reason}"
+        return IoError(message, number, self._operation, self._path, self._offset, self._nbytes)
 
 
 def _async_and_offset(*positional: Any, **keywords: Any) -> tuple[bool, int]:
