@@ -205,8 +205,8 @@ def test_ended_early_it_leaves_nothing_and_tells_what_it_found(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["{folder}/nowhere"], "is not there"),
-        (["{folder}/file"], "is no folder"),
+        (["{folder}/nowhere"], "does not exist: mkdir -p"),
+        (["{folder}/file"], "is not a folder"),
         (["{folder}", "--size", "1EiB"], "expected a number of bytes"),
         (["{folder}", "--size", "1000TiB"], "does not fit"),
         (["{folder}", "--size", "1MiB"], "at least"),

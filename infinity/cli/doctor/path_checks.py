@@ -45,16 +45,15 @@ _SPINNING = ("sata", "sas", "usb", "scsi")
 def check_path(section: Section, path: Path) -> None:
     """Whether the path is a folder that takes files, and how much room there is."""
     section.facts = {"path": str(path), "usable": False, "free_bytes": None, "total_bytes": None, "free_files": None}
-    refusal = _refusal(path)
-    if refusal is not None:
-        section.findings.append(refusal)
+    if (finding := refusal(path)) is not None:
+        section.findings.append(finding)
         return
     section.add("folder", Mark.OK, str(path))
     _check_room(section, path)
     section.facts["usable"] = all(finding.mark is not Mark.FAIL for finding in section.findings)
 
 
-def _refusal(path: Path) -> Finding | None:
+def refusal(path: Path) -> Finding | None:
     """Why nothing can be written in `path`, as far as that shows without trying."""
     another = "or name another folder"
     try:

@@ -7,11 +7,11 @@ profile stays.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from infinity.cli.arguments import add_json, check_file, check_plot, checked_value, count
+from infinity.cli.doctor.path_checks import refusal
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
 
@@ -102,11 +102,8 @@ def _check(options: argparse.Namespace) -> None:
 def _check_path(path: Path, options: argparse.Namespace) -> None:
     from infinity.store.run_folder import free_bytes
 
-    if not path.is_dir():
-        missing = "no folder" if path.exists() else "not there"
-        raise ConfigError(f"{path} is {missing}: name an existing folder on the drive to measure")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} is not writable: change its owner or name another folder")
+    if (finding := refusal(path)) is not None:
+        raise ConfigError(f"{finding.text}: {finding.next_move}")
     nbytes, free = _file_bytes(path, options.size, quick=options.quick), free_bytes(path)
     if nbytes > free:
         raise ConfigError(

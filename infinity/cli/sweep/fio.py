@@ -16,12 +16,10 @@ from typing import Any
 from infinity.aio import IoSettings
 from infinity.drive.measure import DriveTest, Trial, Workload
 from infinity.errors import IoError, StoreError
-from infinity.units import MIB, align_up
+from infinity.units import align_up
 
 NAME = "fio"
 """Stands where a backend would in `IoSettings`; `rings` are fio's jobs then."""
-
-IN_FLIGHT_BYTES_MAX = 512 * MIB
 
 # A job's clock starts when its buffers are ready. Unless they wait for each other, the first is done before the last has
 # begun, each has the drive to itself, and the sum of their rates is more than the drive gives.
