@@ -83,52 +83,40 @@ class AioConfig(Block):
     old_names = {"thread_count": "intra_op_parallelism", "num_threads": "intra_op_parallelism"}
 
 
-# Keys of both offload blocks.
-NvmePath = Annotated[
-    Paths | None,
-    key(
-        ...,
+class OffloadBlock(Block):
+    """What both offload blocks say."""
+
+    device: Annotated[Device, choice(Device)] = key(
+        "none", "Where this rank's part rests: none is the device that computes, cpu host memory, nvme the drives."
+    )
+    nvme_path: Paths | None = key(
+        None,
         "Folder on the drive, or a list of folders on several, over which everything is striped by their bandwidth; required "
         "when `device` is nvme.",
         in_deepspeed="One folder only.",
-    ),
-]
-PinMemory = Annotated[
-    Flag,
-    key(
-        ...,
+    )
+    pin_memory: Flag = key(
+        True,
         "Whether host memory that a GPU copies from and to is registered with it, so that copies run beside what it computes: "
         "FSDP2's own when `device` is cpu, what lies between the drives and the GPU when it is nvme.",
-    ),
-]
+    )
 
 
-class OffloadParamConfig(Block):
+class OffloadParamConfig(OffloadBlock):
     """Where parameters rest between uses (stage 3)."""
 
-    device: Annotated[Device, choice(Device)] = key(
-        "none", "Where the parameters of this rank rest: none is the device that computes, cpu host memory."
-    )
-    nvme_path: NvmePath = None
     max_in_cpu: Count = key(
         0,
         "Elements of parameters kept in host memory from step to step when `device` is nvme.",
         unit="elements",
         in_deepspeed="1e9 unless set; here nothing is cached unless asked for.",
     )
-    pin_memory: PinMemory = True
 
     ignored_keys = names_of("buffer_count buffer_size")
 
 
-class OffloadOptimizerConfig(Block):
+class OffloadOptimizerConfig(OffloadBlock):
     """Where the optimizer's state rests between steps (stages 1 to 3; nvme needs stage 3)."""
-
-    device: Annotated[Device, choice(Device)] = key(
-        "none", "Where the optimizer state of this rank rests: none is the device that computes."
-    )
-    nvme_path: NvmePath = None
-    pin_memory: PinMemory = True
 
     ratio: Share = key(
         1.0,
