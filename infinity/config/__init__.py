@@ -4,8 +4,8 @@ What each key means, which values it may take and how "auto" is filled. Runs onc
 nothing but the config file. `python -m infinity.config` prints the reference (docs/config.md).
 
 From the bottom: `rules` (what a value may be) ← `blocks`, `infinity_block`, `optimizers` (the models) ← `top_level` (the keys
-of all of it) ← `known` (every key by its path), `check` (values to a config) ← `resolve` ← `whole` (the config, and which
-values contradict each other) ← `read`, `reference`.
+of all of it) ← `known` (every key by its path), `check` (values to a config) ← `whole` (the config: which values
+contradict each other, and how "auto" is filled) ← `read`, `reference`.
 """
 
 from infinity.config.blocks import FlopsProfilerConfig, Fp16Config, ZeroConfig
