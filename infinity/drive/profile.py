@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import tempfile
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from infinity.store.files import read_small
+from infinity.store.files import read_small, write_durably
 from infinity.units import GIB, MIB, PAGE_BYTES
 
 log = logging.getLogger("infinity")
@@ -58,18 +57,13 @@ class DriveProfile:
 def save_profile(profile: DriveProfile, folder: str | os.PathLike[str]) -> Path:
     """Write `profile` into `folder`, atomically and readable by everybody; returns its path. Raises OSError."""
     path = Path(folder) / FILE_NAME
-    handle, temporary = tempfile.mkstemp(prefix=f"{FILE_NAME}.", dir=folder)
+    temporary = path.with_name(f"{FILE_NAME}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(asdict(profile), indent=2) + "\n")
-            file.flush()
-            os.fchmod(handle, 0o644)
-            os.fsync(handle)
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
+        write_durably(temporary, (json.dumps(asdict(profile), indent=2) + "\n").encode())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 
