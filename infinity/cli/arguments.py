@@ -60,6 +60,13 @@ size_or_none = checked_value(_parse_size, at_least=0)
 """As `size`, but 0 is allowed and means none."""
 
 
+def named_path(text: str) -> Path:
+    """A type for argparse: a path, which the empty text is not."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty (an unset variable?): name one")
+    return Path(text)
+
+
 def check_plot(file: Path | None) -> None:
     """Whether the file of --plot can be drawn and written. Raises ConfigError."""
     if file is not None:

@@ -11,11 +11,10 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import infinity
-from infinity.cli.arguments import size
+from infinity.cli.arguments import named_path, size
 from infinity.cli.program import run_program
 from infinity.units import format_bytes, format_count
 
@@ -56,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         _consolidate,
         "write the model in a checkpoint as safetensors, in the memory of one tensor",
     )
-    consolidate.add_argument("output", type=_path, metavar="OUT", help="the folder for the model; made if need be")
+    consolidate.add_argument("output", type=named_path, metavar="OUT", help="the folder for the model; made if need be")
     consolidate.add_argument(
         "--dtype", choices=_DTYPES, default="fp32", help="of the parameters (default: %(default)s, the masters)"
     )
@@ -73,25 +72,21 @@ def _parser() -> argparse.ArgumentParser:
         _export,
         "write an arena checkpoint as one of torch.distributed.checkpoint, which stock FSDP2 + AdamW loads",
     )
-    export.add_argument("output", type=_path, metavar="OUT", help="the folder of the new checkpoint; must not be there")
+    export.add_argument(
+        "output", type=named_path, metavar="OUT", help="the folder of the new checkpoint; must not be there"
+    )
     return parser
 
 
 def _add(commands: Any, name: str, func: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, epilog=_EPILOG)
     parser.add_argument(
-        "checkpoint", type=_path, metavar="CKPT", help="a checkpoint, or the folder that it was saved to"
+        "checkpoint", type=named_path, metavar="CKPT", help="a checkpoint, or the folder that it was saved to"
     )
     parser.add_argument("--tag", help="which one in that folder (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
     parser.set_defaults(func=func)
     return parser
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty (an unset variable?)")
-    return Path(text)
 
 
 def _info(options: argparse.Namespace) -> int:

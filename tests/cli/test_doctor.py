@@ -163,7 +163,7 @@ def test_without_a_path_the_current_directory_is_checked(nvme_path: Path) -> Non
 def test_an_empty_path_is_wrong_usage() -> None:
     done = doctor("")
     assert done.returncode == 2
-    assert "PATH is empty" in done.stderr
+    assert "the path is empty" in done.stderr
     assert done.stdout == ""
 
 

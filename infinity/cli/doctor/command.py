@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from infinity.cli.arguments import named_path
 from infinity.cli.doctor.findings import Finding, Mark, Section
 from infinity.cli.doctor.machine_checks import (
     check_backends,
@@ -68,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "path",
         nargs="?",
-        type=_path,
+        type=named_path,
         metavar="PATH",
         help="the folder meant as nvme_path (default: the current directory)",
     )
@@ -90,12 +91,6 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(path, options.path is None, sections, failures)
     return 1 if failures else 0
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("PATH is empty (an unset variable?): name a folder, or leave PATH out")
-    return Path(text)
 
 
 def _examine(path: Path) -> Iterator[Section]:

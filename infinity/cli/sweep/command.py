@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from infinity.cli.arguments import add_json, check_file, check_plot, checked_value, count
+from infinity.cli.arguments import add_json, check_file, check_plot, checked_value, count, named_path
 from infinity.cli.doctor.path_checks import refusal
 from infinity.errors import ConfigError, InfinityError
 from infinity.units import GIB, MIB, format_bytes, parse_bytes, parse_count
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "them in PATH/.infinity-drive.json. Takes about five minutes, with --quick one.",
     )
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="folder on the drive to measure (nvme_path)"
+        "paths", nargs="+", type=named_path, metavar="PATH", help="folder on the drive to measure (nvme_path)"
     )
     parser.add_argument("--quick", action="store_true", help="less exact, in about a minute")
     parser.add_argument(
