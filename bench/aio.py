@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from results import machine, save
 
+from infinity._aio import Engine
 from infinity.aio import IoEngine, IoSettings, PinnedPool, Priority, Request, probe
 from infinity.cli.sweep.fio import Fio, find_fio, version_of
 from infinity.drive.measure import DriveTest, Trial, Workload
@@ -173,7 +174,7 @@ class Small:
     def __init__(self, folder: RunFolder, backend: str) -> None:
         self.pool = PinnedPool(64 * MIB)
         self.pool.bytes.random_()
-        self.engine = IoEngine(self.pool, backend=backend, queue_depth=SMALL_DEPTH)
+        self.engine = IoEngine(self.pool)
         self.arena = Arena(folder, self.engine, name=f"small-{backend}")
         self.nbytes = GIB
         self.arena.reserve([self.nbytes], "the file of small transfers")
@@ -181,6 +182,7 @@ class Small:
         for at in range(0, self.nbytes, self.lease.nbytes):
             write = Request("write", self.arena.file, at, self.lease, 0, self.lease.nbytes, Priority.DEMAND)
             self.engine.wait(self.engine.start([write]))
+        self.core = Engine(backend=backend, queue_depth=SMALL_DEPTH, slab=self.pool.slab)
 
     def run(self, operation: str, size: int, seconds: float) -> tuple[float, float]:
         """(transfers per second, CPU seconds per million)."""
@@ -191,9 +193,7 @@ class Small:
         began = time.perf_counter()
         done = 0
         while time.perf_counter() - began < seconds:
-            self.engine.wait(
-                [self.engine.start_ranges(operation, self.arena.file, self.lease, ranges, Priority.DEMAND)]
-            )
+            self.core.start_ranges(operation, self.arena.file, self.pool.slab, ranges, Priority.DEMAND).wait()
             done += count
         elapsed = time.perf_counter() - began
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -201,6 +201,7 @@ class Small:
         return done / elapsed, cpu / done * 1e6
 
     def close(self) -> None:
+        self.core.close()
         self.engine.close()
         self.arena.close()
 

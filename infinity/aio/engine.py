@@ -227,27 +227,6 @@ class IoEngine:
         r = request
         self._core.verify(r.file, r.offset, self._pool.slab, r.lease.offset + r.lease_offset, r.length)
 
-    def start_ranges(
-        self,
-        operation: str,
-        file: File | StripedFile,
-        lease: Lease,
-        ranges: npt.NDArray[np.int64],
-        priority: Priority,
-    ) -> Transfer:
-        """Start one transfer of many small pieces; its cost in Python does not depend on their number.
-
-        Args:
-            ranges: int64 of shape (n, 3); each row is (offset in the file, offset in the lease, length), in bytes.
-        """
-        assert lease.held, "a transfer with a lease that was given back"
-        inside = (ranges[:, 1] >= 0) & (ranges[:, 1] + ranges[:, 2] <= lease.nbytes)
-        if not inside.all():
-            raise ValueError(f"range {int(np.argmin(inside))} of {len(ranges)} is not inside its lease")
-        return self._core.start_ranges(
-            operation, file, self._pool.slab, ranges + np.array([0, lease.offset, 0]), priority
-        )
-
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Wait until all transfers are done; the time counts as stall.
 
