@@ -56,12 +56,50 @@ class PinnedSlab:
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-@final
-class File:
-    """A file opened for direct transfers (O_DIRECT), or buffered, with a note, where the file system refuses that.
+class _AnyFile:
+    """What a File and a StripedFile have in common; of the latter: of all its files, in the order of the striped bytes.
+    For type checkers alone: at run time the two have no common base.
 
     After `close`, its methods and new transfers raise ValueError.
     """
+
+    @property
+    def path(self) -> str:
+        """The path as given; of several files, all, joined by commas."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What was optional and refused, a sentence each, with the next move."""
+
+    @property
+    def checked(self) -> bool:
+        """Whether it keeps checksums."""
+
+    def checksums(self, offset: int, nbytes: int) -> bytes:
+        """What the pages of [offset, offset + nbytes) must hold: 4 bytes for each, its CRC-32C, little-endian.
+
+        0 stands for an unknown page, and 1 for a CRC-32C of 0 too. Of pages that are being written: the old or the new one.
+        Raises ValueError where the file keeps no checksums or the numbers aren't multiples of 4096.
+        """
+
+    def set_checksums(self, offset: int, sums: bytes) -> None:
+        """Say that the pages from `offset` on hold this, as `checksums` returned it for the same bytes. ValueError as there."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room on the drive for at least `nbytes` bytes (fallocate), each file for its share; never shrinks a file.
+
+        Raises IoError, for example with ENOSPC. Where the file system can't reserve, the file only grows, with a note.
+        """
+
+    def sync(self) -> None:
+        """Wait until what finished writes have written is on the drive (fdatasync). Raises IoError."""
+
+    def close(self) -> None:
+        """Let go of the file. Transfers in flight keep it open until they end. May be called again."""
+
+@final
+class File(_AnyFile):
+    """A file opened for direct transfers (O_DIRECT), or buffered, with a note, where the file system refuses that."""
 
     def __init__(
         self,
@@ -86,10 +124,6 @@ class File:
         """
 
     @property
-    def path(self) -> str:
-        """The path as given."""
-
-    @property
     def direct(self) -> bool:
         """Whether transfers bypass the page cache, and so need offsets and lengths in multiples of `alignment`."""
 
@@ -99,41 +133,11 @@ class File:
         drive wants (often 512) where the kernel says so; 1 where it isn't direct."""
 
     @property
-    def notes(self) -> list[str]:
-        """What was optional and refused, a sentence each, with the next move."""
-
-    @property
     def size_bytes(self) -> int:
         """Its present size."""
 
     def fileno(self) -> int:
         """The number of its descriptor, until `close`: for opening it once more, through /proc/self/fd."""
-
-    @property
-    def checked(self) -> bool:
-        """Whether it keeps checksums."""
-
-    def checksums(self, offset: int, nbytes: int) -> bytes:
-        """What the pages of [offset, offset + nbytes) must hold: 4 bytes for each, its CRC-32C, little-endian.
-
-        0 stands for an unknown page, and 1 for a CRC-32C of 0 too. Of pages that are being written: the old or the new one.
-        Raises ValueError where the file keeps no checksums or the numbers aren't multiples of 4096.
-        """
-
-    def set_checksums(self, offset: int, sums: bytes) -> None:
-        """Say that the pages from `offset` on hold this, as `checksums` returned it for the same bytes. ValueError as there."""
-
-    def reserve(self, nbytes: int) -> None:
-        """Make room on the drive for at least `nbytes` bytes (fallocate); never shrinks the file.
-
-        Raises IoError, for example with ENOSPC. Where the file system can't reserve, the file only grows, with a note.
-        """
-
-    def sync(self) -> None:
-        """Wait until what finished writes have written is on the drive (fdatasync). Raises IoError."""
-
-    def close(self) -> None:
-        """Let go of the file. Transfers in flight keep it open until they end. May be called again."""
 
     def __enter__(self) -> File: ...
     def __exit__(
@@ -141,7 +145,7 @@ class File:
     ) -> None: ...
 
 @final
-class StripedFile:
+class StripedFile(_AnyFile):
     """Files on several drives as one: stripe k lies in `files[pattern[k % len(pattern)]]`, behind its earlier stripes.
 
     Goes wherever a File goes as the `file` of a transfer. A failure names the one file that was concerned.
@@ -153,33 +157,6 @@ class StripedFile:
         Raises ValueError where the pattern names a file that isn't there or leaves one out, or where `stripe_bytes`
         isn't a multiple of 4096.
         """
-
-    @property
-    def path(self) -> str:
-        """The paths of all files, joined by commas."""
-
-    @property
-    def notes(self) -> list[str]:
-        """Those of all files."""
-
-    @property
-    def checked(self) -> bool:
-        """Whether all files keep checksums."""
-
-    def checksums(self, offset: int, nbytes: int) -> bytes:
-        """As `File.checksums`, in the order of the bytes that are striped over the files."""
-
-    def set_checksums(self, offset: int, sums: bytes) -> None:
-        """As `File.set_checksums`."""
-
-    def reserve(self, nbytes: int) -> None:
-        """Make room for `nbytes` bytes: each file reserves its share of whole stripes. Raises IoError."""
-
-    def sync(self) -> None:
-        """As `File.sync`, for every file."""
-
-    def close(self) -> None:
-        """Close every file. May be called again."""
 
 @final
 class Priority:
@@ -193,18 +170,6 @@ class Priority:
     DEMAND: ClassVar[Priority]
     PREFETCH: ClassVar[Priority]
     WRITE_BACK: ClassVar[Priority]
-    __members__: ClassVar[Mapping[str, Priority]]
-
-    def __init__(self, value: int) -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    def __hash__(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __ne__(self, other: object, /) -> bool: ...
 
 @final
 class Transfer:
@@ -216,22 +181,6 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
-
-    @property
-    def operation(self) -> str:
-        """ "read" or "write"."""
-
-    @property
-    def path(self) -> str:
-        """Path of its file."""
-
-    @property
-    def offset(self) -> int:
-        """Where it begins in the file; of several ranges, the first."""
-
-    @property
-    def length(self) -> int:
-        """How much it moves, all ranges together."""
 
     @property
     def times(self) -> tuple[float, float, float]:
@@ -272,13 +221,9 @@ class Engine:
     ) -> None:
         """Start `rings` ring threads per drive, each with at most `queue_depth` blocks of `block_bytes` bytes in flight.
 
-        `backend` is "io_uring", "linux_aio", "threads", or "auto" for the best that works here. `slab` is registered with
-        the kernel where permitted, which saves CPU; transfers may use others too. `drives`: how many drives the files lie
-        on. `mix`: "interleaved" alternates reads and writes that wait for one drive, "bursts" lets it do one for a while,
-        then the other. `iopoll`, `sqpoll`: io_uring polls for completions, for submissions. `limits`: (bytes per second,
-        seconds of latency per block) to which each drive is slowed down, 0 for as it is; for experiments. `faults`: the
-        fields of `infinity.aio.FaultPlan`. `silence_seconds_max`: a ring whose drive answers nothing for so long fails all
-        it has, and the engine starts nothing any more; 0 for never.
+        `slab` is registered with the kernel where permitted, which saves CPU; transfers may use others too. `limits` and
+        `faults` hold the fields of `infinity.aio.DriveLimit` and `FaultPlan`. All others are as `infinity.aio.IoSettings` and
+        `IoEngine` have them.
 
         Raises ValueError for a number or a name that can't be, IoError if the named backend is refused here.
         """

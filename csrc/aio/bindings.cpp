@@ -366,10 +366,6 @@ void bind_transfer(py::module_& module) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer", py::is_final(),
                                                   "One read or write, under way or done.")
       .def_property_readonly("done", &Transfer::done)
-      .def_property_readonly("operation", [](const Transfer& one) { return operation_name(one.operation()); })
-      .def_property_readonly("path", [](const Transfer& one) { return decode(one.path()); })
-      .def_property_readonly("offset", [](const Transfer& one) { return one.ranges().front().offset; })
-      .def_property_readonly("length", &Transfer::length)
       .def_property_readonly("times",
                              [](const Transfer& one) {
                                TransferTimes times = one.times();

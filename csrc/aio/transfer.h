@@ -116,7 +116,6 @@ class Transfer {
 
   Operation operation() const noexcept { return operation_; }
   Priority priority() const noexcept { return priority_; }
-  const std::string& path() const noexcept { return path_; }
   const std::vector<Range>& ranges() const noexcept { return ranges_; }
   int64_t length() const noexcept { return length_; }  // bytes of all ranges
   bool sums_by_caller() const noexcept { return sums_by_caller_; }
