@@ -29,7 +29,7 @@ from infinity.cli.sweep.run import Sweep
 from infinity.cli.sweep.search import Choice, Effort, Standing
 from infinity.config import load_config
 from infinity.drive.describe import Disk, Drive, Queue
-from infinity.drive.measure import Workload
+from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import FILE_NAME, load_profile
 from infinity.units import GIB, KIB, MIB
 
@@ -373,13 +373,13 @@ def test_config_block_says_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_file_system_without_direct_io_is_told(
-    nvme_path: Path, hasty: None, capsys: pytest.CaptureFixture[str]
+    nvme_path: Path, hasty: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep_ = Sweep(asked_for(nvme_path), {nvme_path: 64 * MIB})
     sweep_.run()
     capsys.readouterr()
     (swept,) = sweep_._swept
     assert isinstance(swept, Swept)
-    swept.direct = False
+    monkeypatch.setattr(DriveTest, "direct", False)
     sweep_report.print_report(swept, Console(), params=None)
     assert "refuses direct I/O" in " ".join(capsys.readouterr().out.split())

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -35,21 +36,17 @@ _NVME_BYTES_PER_PARAM = 12
 """The 16-bit compute parameter, the 16-bit remainder of the master and two fp32 moments."""
 
 
+@dataclass
 class Swept:
-    """One path: its drive, its test file and its results. Holds none of the test's memory."""
+    """One path: its drive, its test, which is closed by the end and holds no memory then, and its results."""
 
-    def __init__(
-        self, path: Path, drive: Drive, test: DriveTest, search: Search, rival: fio.Fio | None, rounds: int
-    ) -> None:
-        self.path = path
-        self.drive = drive
-        self.file_bytes = test.nbytes
-        self.direct = test.direct
-        self.notes = test.notes
-        self.search = search
-        self.rival_engine = rival.io_engine if rival is not None else None
-        self.rounds = rounds
-        self.seconds = 0.0
+    path: Path
+    drive: Drive
+    test: DriveTest
+    search: Search
+    rival: fio.Fio | None
+    rounds: int
+    seconds: float = 0.0
 
 
 AllAtOnce = dict[Workload, float]
@@ -125,7 +122,7 @@ def profile_of(swept: Swept) -> DriveProfile | None:
 
 def print_report(swept: Swept, console: Console, *, params: list[int] | None) -> None:
     """Everything about one path."""
-    console.print(f"\n[bold]{swept.path}[/] on {label_of(swept.drive)}, file of {format_bytes(swept.file_bytes)}")
+    console.print(f"\n[bold]{swept.path}[/] on {label_of(swept.drive)}, file of {format_bytes(swept.test.nbytes)}")
     print_found(swept, console)
     choice = swept.search.recommended()
     if choice is None:
@@ -187,15 +184,15 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
         comparison = _compared(choice.step_bytes_per_s, usual.step_bytes_per_s)
         lines[-1] += f" That is {comparison} the defaults ({block_in_words(usual.settings.block_bytes)} x 32)."
     ratios = ratios_to_rival(swept)
-    if ratios:
+    if swept.rival is not None and ratios:
         listed = ", ".join(f"{workload} {ratio:.2f}" for workload, ratio in ratios.items())
-        lines.append(f"Relative to the best of fio ({swept.rival_engine}) in the same rounds: {listed}.")
-    if not swept.direct:
+        lines.append(f"Relative to the best of fio ({swept.rival.io_engine}) in the same rounds: {listed}.")
+    if not swept.test.direct:
         lines.append(
             "[yellow]This file system refuses direct I/O, so this is the speed of memory, not of a drive: "
             "choose a folder on a local file system such as ext4 or xfs.[/]"
         )
-    return lines + [f"[yellow]{note}[/]" for note in swept.notes if swept.direct]
+    return lines + [f"[yellow]{note}[/]" for note in swept.test.notes if swept.test.direct]
 
 
 def ratios_to_rival(swept: Swept) -> dict[str, float]:
@@ -317,17 +314,17 @@ def _path_as_json(swept: Swept, options: argparse.Namespace) -> dict[str, Any]:
             "file_system": drive.file_system,
             "layers": drive.layers,
         },
-        "file_bytes": swept.file_bytes,
-        "direct": swept.direct,
+        "file_bytes": swept.test.nbytes,
+        "direct": swept.test.direct,
         "seconds": round(swept.seconds, 1),
-        "notes": swept.notes,
+        "notes": swept.test.notes,
     }
     for workload in Workload:
         if (standing := search.fastest(workload)) is not None:
             result[workload.value] = _standing_as_json(standing, workload)
     result["backends"] = {name: _loads_as_json(swept, name) for name in search.names if name != fio.NAME}
-    if swept.rival_engine is not None:
-        result["fio"] = {"io_engine": swept.rival_engine} | _loads_as_json(swept, fio.NAME)
+    if swept.rival is not None:
+        result["fio"] = {"io_engine": swept.rival.io_engine} | _loads_as_json(swept, fio.NAME)
         result["ratio"] = ratios_to_rival(swept)
     choice = search.recommended()
     if choice is not None:
