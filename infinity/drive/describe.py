@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infinity.errors import StoreError
 from infinity.kernel_files import chosen_of, number_of, text_of
@@ -225,14 +225,13 @@ def _layer(device: Path) -> str:
 
 def _disk_of(disk: Path, sysfs: Path) -> Disk:
     size = number_of(disk / "size")
-    rotational = number_of(disk / "queue/rotational")
     return Disk(
         name=disk.name,
         model=text_of(disk / "device/model"),
         identity=_first_text(disk / "wwid", disk / "device/wwid", disk / "device/serial", disk / "serial"),
         transport=_transport(disk),
         nbytes=None if size is None else size * _SECTOR_BYTES,
-        rotational=None if rotational is None else bool(rotational),
+        rotational=_flag_of(disk / "queue/rotational"),
         numa_node=_numa_node(disk, sysfs),
     )
 
@@ -279,19 +278,13 @@ def _controllers(disk: Path) -> list[Path]:
 
 def _queue_of(device: Path) -> Queue:
     queue = _whole(device) / "queue"
-    io_poll = number_of(queue / "io_poll")
-    return Queue(
-        max_sectors_kb=number_of(queue / "max_sectors_kb"),
-        max_hw_sectors_kb=number_of(queue / "max_hw_sectors_kb"),
-        max_segments=number_of(queue / "max_segments"),
-        nr_requests=number_of(queue / "nr_requests"),
-        scheduler=chosen_of(queue / "scheduler"),
-        io_poll=None if io_poll is None else bool(io_poll),
-        write_cache=text_of(queue / "write_cache"),
-        dma_alignment=number_of(queue / "dma_alignment"),
-        logical_block_size=number_of(queue / "logical_block_size"),
-        physical_block_size=number_of(queue / "physical_block_size"),
-    )
+    readers: dict[str, Callable[[Path], Any]] = {"scheduler": chosen_of, "io_poll": _flag_of, "write_cache": text_of}
+    return Queue(**{field.name: readers.get(field.name, number_of)(queue / field.name) for field in fields(Queue)})
+
+
+def _flag_of(file: Path) -> bool | None:
+    number = number_of(file)
+    return None if number is None else bool(number)
 
 
 def _first_text(*files: Path) -> str | None:
