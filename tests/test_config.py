@@ -637,7 +637,6 @@ def test_optimizer_type_and_its_weight_decay(written: str, params: Any, kind: st
 def test_optimizer_defaults_are_those_of_torch() -> None:
     optimizer = optimizer_of("AdamW", torch_adam=True, amsgrad=False, bias_correction="true")
     assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.torch_adam) == (1e-3, (0.9, 0.999), 1e-8, True)
-    assert AdamConfig(type="Adam").weight_decay == 0.0
     assert AdamConfig() == AdamConfig(type="AdamW", weight_decay=0.01)
 
 

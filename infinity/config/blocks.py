@@ -11,7 +11,6 @@ from pydantic.config import JsonDict
 
 from infinity.config.rules import (
     BLOCK_BYTES,
-    DEPTH,
     SIZE_OR_ALL,
     STAGE,
     Amount,
@@ -25,6 +24,7 @@ from infinity.config.rules import (
     Share,
     Text,
     choice,
+    integer,
     names_of,
 )
 from infinity.units import MIB
@@ -319,7 +319,7 @@ class FlopsProfilerConfig(Block):
     profile_step: Positive = key(
         1, "So many steps are taken before the one that is measured, in its first micro-batch.", unit="step"
     )
-    module_depth: Annotated[int, DEPTH] = key(
+    module_depth: Annotated[int, integer(-1)] = key(
         -1, "Depth of nested modules down to which they are summed up by class; -1 is the innermost."
     )
     top_modules: Positive = key(1, "Classes to report at each depth, the largest first.")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import model_validator
+from typing import Annotated, ClassVar, Literal
 
 from infinity.config.blocks import Block, key
 from infinity.config.rules import (
@@ -54,13 +52,6 @@ class AdamConfig(Block):
         "fp32_optimizer_states": (True, "the state is always fp32"),
         "maximize": (False, "losses are minimised"),
     }
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_weight_decay(cls, data: Any) -> Any:
-        if isinstance(data, dict) and str(data.get("type")).lower() == "adam":
-            return {"weight_decay": 0.0, **data}
-        return data
 
 
 class SGDConfig(Block):

@@ -50,7 +50,9 @@ def integer(minimum: int) -> Rule:
 
 
 def _parse_integer(value: Any) -> int:
-    """An integer; 1e9, "1e9" and "40M" are integers too."""
+    """An integer; 1e9, "1e9" and "40M" are integers too. Of those below 0 only -1, which means all or none of something."""
+    if value in (-1, "-1"):
+        return -1
     return parse_count(value if isinstance(value, (bool, str, float)) else operator.index(value))
 
 
@@ -129,14 +131,7 @@ BLOCK_BYTES = Rule(
 CACHE_BYTES = Rule('a number of bytes such as 0 or "16GiB"', parse_bytes, lambda nbytes: nbytes >= 0)
 BUDGET_BYTES = Rule(f'at least {PAGE_BYTES} bytes such as "512MiB"', parse_bytes, lambda nbytes: nbytes >= PAGE_BYTES)
 STAGE = Rule("one of 0, 1, 2, 3", _parse_integer, lambda stage: stage in (0, 1, 2, 3))
-SIZE_OR_ALL = Rule(
-    "-1, or an integer of at least 1",
-    lambda value: -1 if value in (-1, "-1") else _parse_integer(value),
-    lambda size: size == -1 or size >= 1,
-)
-DEPTH = Rule(
-    "an integer of at least -1", lambda value: -1 if value in (-1, "-1") else _parse_integer(value), lambda d: d >= -1
-)
+SIZE_OR_ALL = Rule("-1, or an integer of at least 1", _parse_integer, lambda size: size == -1 or size >= 1)
 INTERVAL = Rule(
     "an integer of at least 0",
     lambda value: 0 if value == math.inf else _parse_integer(value),  # some launchers write Infinity for "never"
