@@ -6,7 +6,6 @@ Its own threads move the bytes; none of them ever enters Python. Any thread may 
 
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, ClassVar, TypeAlias, final
 
 import numpy as np
@@ -140,9 +139,7 @@ class File(_AnyFile):
         """The number of its descriptor, until `close`: for opening it once more, through /proc/self/fd."""
 
     def __enter__(self) -> File: ...
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 @final
 class StripedFile(_AnyFile):
@@ -240,33 +237,6 @@ class Engine:
     def block_bytes(self) -> int:
         """Bytes of a block; the last one of a transfer may be smaller."""
 
-    def start_read(
-        self,
-        file: File | StripedFile,
-        offset: int,
-        slab: PinnedSlab,
-        slab_offset: int,
-        length: int,
-        priority: Priority = Priority.PREFETCH,
-    ) -> Transfer:
-        """Start reading `length` bytes at `offset` of `file` to `slab_offset` of `slab`. Returns at once.
-
-        Raises ValueError naming the numbers if the range isn't inside the slab or, for a direct file, a number isn't a
-        multiple of 4096; ValueError if file or engine is closed. The queue has no limit of its own: what bounds it is
-        the memory that each transfer needs.
-        """
-
-    def start_write(
-        self,
-        file: File | StripedFile,
-        offset: int,
-        slab: PinnedSlab,
-        slab_offset: int,
-        length: int,
-        priority: Priority = Priority.WRITE_BACK,
-    ) -> Transfer:
-        """Start writing `length` bytes at `slab_offset` of `slab` to `offset` of `file`. As `start_read`."""
-
     def start_batch(self, requests: Sequence[_Request], *, sums_by_caller: bool = False) -> list[Transfer]:
         """Start many transfers with one lock and one wake, in the order given.
 
@@ -274,14 +244,16 @@ class Engine:
         that are written (`verify`, `File.set_checksums`).
 
         Each request is (operation, file, offset, slab, slab_offset, length, priority), the operation being "read" or
-        "write". All or none: everything is checked before anything starts. Raises ValueError as `start_read`, TypeError
-        for a request of another shape.
+        "write". All or none: everything is checked before anything starts. Returns at once: the queue has no limit of its
+        own, what bounds it is the memory that each transfer needs. Raises ValueError naming the numbers if a range isn't
+        inside its slab or, for a direct file, a number isn't a multiple of 4096; ValueError if file or engine is closed;
+        TypeError for a request of another shape.
         """
 
     def verify(self, file: File | StripedFile, offset: int, slab: PinnedSlab, slab_offset: int, length: int) -> None:
         """Hold `length` bytes at `slab_offset`, which were read from `offset` of `file`, against the checksums of their pages.
 
-        Raises IntegrityError as the read would have, ValueError as `start_read` and `File.checksums`.
+        Raises IntegrityError as the read would have, ValueError as `start_batch` and `File.checksums`.
         """
 
     def start_ranges(
@@ -294,7 +266,7 @@ class Engine:
     ) -> Transfer:
         """Start one transfer of many ranges: rows of (offset, slab_offset, length), int64, shape (n, 3).
 
-        For many small pieces: Python pays once, whatever n is. Raises ValueError as `start_read`.
+        For many small pieces: Python pays once, whatever n is. Raises ValueError as `start_batch`.
         """
 
     def counters(self) -> dict[str, Any]:
@@ -326,9 +298,7 @@ class Engine:
         """
 
     def __enter__(self) -> Engine: ...
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None, /
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 def probe() -> list[tuple[str, bool, str]]:
     """(backend, available, reason) for every backend, best first; the reason says what would help."""

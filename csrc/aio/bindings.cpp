@@ -374,13 +374,6 @@ void bind_transfer(py::module_& module) {
       .def("wait", &wait_for_transfer);
 }
 
-template <Operation operation>
-std::shared_ptr<Transfer> start(Engine& engine, const py::object& file, int64_t offset,
-                                std::shared_ptr<PinnedSlab> slab, int64_t slab_offset, int64_t length,
-                                Priority priority) {
-  return engine.start({operation, volume_of(file), std::move(slab), {{offset, slab_offset, length}}, priority});
-}
-
 void bind_engine(py::module_& module) {
   PYBIND11_NUMPY_DTYPE(Timing, queued, submitted, done, bytes, drive, operation, priority, failed);
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", py::is_final(), "Moves bytes on threads of its own.")
@@ -404,10 +397,6 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("backend", &Engine::backend)
       .def_property_readonly("notes", [](const Engine& engine) { return decode_all(engine.notes()); })
       .def_property_readonly("block_bytes", [](const Engine& engine) { return engine.options().block_bytes; })
-      .def("start_read", &start<Operation::kRead>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
-           py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kPrefetch)
-      .def("start_write", &start<Operation::kWrite>, py::arg("file"), py::arg("offset"), py::arg("slab").none(false),
-           py::arg("slab_offset"), py::arg("length"), py::arg("priority") = Priority::kWriteBack)
       .def("start_batch", &start_batch, py::arg("requests"), py::kw_only(), py::arg("sums_by_caller") = false)
       .def("verify", &verify, py::arg("file"), py::arg("offset"), py::arg("slab").none(false), py::arg("slab_offset"),
            py::arg("length"))

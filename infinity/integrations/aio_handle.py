@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from infinity._aio import Engine, File, PinnedSlab, Transfer
+from infinity._aio import Engine, File, PinnedSlab, Priority, Transfer
 from infinity.errors import IoError
 from infinity.integrations.locked_memory import free_locked_tensor, new_locked_tensor, slab_of
 from infinity.units import GIB, MIB, PAGE_BYTES, align_up
@@ -227,8 +227,9 @@ class _Call:
             if not self._reads and not self._in_tensor:
                 self._bytes.copy_(_bytes_of(buffer.cpu().contiguous()))
             if self._begin < self._end:
-                start = engine.start_read if self._reads else engine.start_write
-                self._transfer = start(file, self._begin, slab, slab_offset, self._end - self._begin)
+                priority = Priority.PREFETCH if self._reads else Priority.WRITE_BACK
+                request = operation, file, self._begin, slab, slab_offset, self._end - self._begin, priority
+                [self._transfer] = engine.start_batch([request])
 
     def wait_direct(self) -> OSError | None:
         """Wait for the direct part; returns its error, if any."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity._aio import Engine, File, PinnedSlab, Priority, StripedFile, direct_alignment, probe
+from infinity._aio import Engine, File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, probe
 from infinity.errors import IoError
 
 KIB = 1 << 10
@@ -42,6 +42,26 @@ def file(tmp_path: Path) -> Iterator[File]:
     with File(tmp_path / "rank0.arena", create=True) as opened:
         opened.reserve(8 * MIB)
         yield opened
+
+
+def start_read(
+    engine: Engine,
+    file: File | StripedFile,
+    offset: int,
+    slab: PinnedSlab,
+    slab_offset: int,
+    length: int,
+    priority: Priority = Priority.PREFETCH,
+) -> Transfer:
+    [transfer] = engine.start_batch([("read", file, offset, slab, slab_offset, length, priority)])
+    return transfer
+
+
+def start_write(
+    engine: Engine, file: File | StripedFile, offset: int, slab: PinnedSlab, slab_offset: int, length: int
+) -> Transfer:
+    [transfer] = engine.start_batch([("write", file, offset, slab, slab_offset, length, Priority.WRITE_BACK)])
+    return transfer
 
 
 def test_probe_lists_every_backend_with_a_reason() -> None:
@@ -110,9 +130,9 @@ def test_round_trip(backend: str, file: File, slab: PinnedSlab) -> None:
     with Engine(backend=backend, block_bytes=64 * KIB, queue_depth=4, slab=slab) as engine:
         assert (engine.backend, engine.block_bytes) == (backend, 64 * KIB)
         view[PAGE : PAGE + len(data)] = data
-        write = engine.start_write(file, 2 * PAGE, slab, PAGE, len(data))
+        write = start_write(engine, file, 2 * PAGE, slab, PAGE, len(data))
         write.wait()
-        read = engine.start_read(file, 2 * PAGE, slab, 4 * MIB, len(data), Priority.DEMAND)
+        read = start_read(engine, file, 2 * PAGE, slab, 4 * MIB, len(data), Priority.DEMAND)
         read.wait()
         assert bytes(view[4 * MIB : 4 * MIB + len(data)]) == data
         assert read.done
@@ -143,7 +163,7 @@ def test_ranges_move_each_to_its_place(backend: str, file: File, slab: PinnedSla
     ranges = np.stack([order * PAGE, np.arange(pieces) * PAGE, np.full(pieces, PAGE)], axis=1)
     with Engine(backend=backend, slab=slab) as engine:
         engine.start_ranges("write", file, slab, ranges).wait()
-        read = engine.start_read(file, 0, slab, MIB, pieces * PAGE)
+        read = start_read(engine, file, 0, slab, MIB, pieces * PAGE)
         read.wait()
     wanted = np.empty((pieces, PAGE), np.uint8)
     wanted[order] = data[: pieces * PAGE].reshape(pieces, PAGE)
@@ -168,7 +188,7 @@ def test_striped_file_is_a_file(backend: str, tmp_path: Path, slab: PinnedSlab) 
     striped.reserve(2 * MIB)
     with Engine(backend=backend, slab=slab, drives=2) as engine:
         engine.start_batch([("write", striped, PAGE, slab, 0, len(data), Priority.WRITE_BACK)])[0].wait()
-        engine.start_read(striped, PAGE, slab, 4 * MIB, len(data)).wait()
+        start_read(engine, striped, PAGE, slab, 4 * MIB, len(data)).wait()
         written = [drive["written_bytes"] for drive in engine.counters()["drives"]]
     assert bytes(memoryview(slab)[4 * MIB : 4 * MIB + len(data)]) == data
     assert sum(written) == len(data) and written[1] > written[0]
@@ -181,7 +201,7 @@ def test_striped_file_is_a_file(backend: str, tmp_path: Path, slab: PinnedSlab) 
 def test_files_and_drives_must_fit(tmp_path: Path, slab: PinnedSlab) -> None:
     with File(tmp_path / "c", create=True, drive=1) as file, Engine(slab=slab) as engine:
         with pytest.raises(ValueError, match="drive 1"):
-            engine.start_read(file, 0, slab, 0, PAGE)
+            start_read(engine, file, 0, slab, 0, PAGE)
         with pytest.raises(ValueError, match="two files"):
             StripedFile([file], pattern=[0], stripe_bytes=PAGE)
     with pytest.raises(ValueError, match="drive"):
@@ -191,8 +211,8 @@ def test_files_and_drives_must_fit(tmp_path: Path, slab: PinnedSlab) -> None:
 def test_timings_come_as_an_array(file: File, slab: PinnedSlab) -> None:
     with Engine(slab=slab) as engine:
         for length in (PAGE, MIB):
-            engine.start_write(file, 0, slab, 0, length).wait()
-        engine.start_read(file, 0, slab, 0, PAGE, Priority.DEMAND).wait()
+            start_write(engine, file, 0, slab, 0, length).wait()
+        start_read(engine, file, 0, slab, 0, PAGE, Priority.DEMAND).wait()
         timings = engine.take_timings()
         assert len(engine.take_timings()) == 0
     assert timings["bytes"].tolist() == [PAGE, MIB, PAGE]
@@ -209,7 +229,7 @@ def test_each_drive_of_a_striped_transfer_has_a_timing(tmp_path: Path, slab: Pin
     striped = StripedFile(files, pattern=[0, 1, 0], stripe_bytes=64 * KIB)
     with Engine(slab=slab, drives=2, rings=rings, block_bytes=64 * KIB) as engine:
         striped.reserve(3 * MIB)
-        transfer = engine.start_write(striped, 0, slab, 0, 3 * MIB)
+        transfer = start_write(engine, striped, 0, slab, 0, 3 * MIB)
         transfer.wait()
         timings = engine.take_timings()
         counted = [drive["written_bytes"] for drive in engine.counters()["drives"]]
@@ -280,7 +300,7 @@ def test_demand_overtakes_what_is_queued(backend: str, file: File, slab: PinnedS
 
 def test_failure_has_everything_and_is_raised_at_every_wait(backend: str, file: File, slab: PinnedSlab) -> None:
     with Engine(backend=backend, slab=slab) as engine:
-        transfer = engine.start_read(file, 6 * MIB, slab, 0, 4 * MIB)
+        transfer = start_read(engine, file, 6 * MIB, slab, 0, 4 * MIB)
         for _ in range(2):
             with pytest.raises(IoError) as caught:
                 transfer.wait()
@@ -297,23 +317,23 @@ def test_errno_of_the_kernel_comes_through(backend: str, slab: PinnedSlab) -> No
         pytest.skip("Linux AIO knows no character devices")
     words = r"write 4 KiB at offset 0 of /dev/full: ENOSPC \(No space left on device\)"
     with File("/dev/full") as full, Engine(backend=backend) as engine, pytest.raises(IoError, match=words):
-        engine.start_write(full, 0, slab, 0, PAGE).wait()
+        start_write(engine, full, 0, slab, 0, PAGE).wait()
 
 
 def test_close_raises_the_failure_that_nobody_saw(backend: str, file: File, slab: PinnedSlab) -> None:
     engine = Engine(backend=backend)
-    engine.start_read(file, 100 * MIB, slab, 0, PAGE)
+    start_read(engine, file, 100 * MIB, slab, 0, PAGE)
     with pytest.raises(IoError, match="the file ends before"):
         engine.close()
     engine.close()
     with pytest.raises(ValueError, match="engine is closed"):
-        engine.start_read(file, 0, slab, 0, PAGE)
+        start_read(engine, file, 0, slab, 0, PAGE)
 
 
 def test_leaving_the_block_does_not_hide_its_exception(backend: str, file: File, slab: PinnedSlab) -> None:
     def fail_twice() -> None:
         with Engine(backend=backend) as engine:
-            engine.start_read(file, 100 * MIB, slab, 0, PAGE)
+            start_read(engine, file, 100 * MIB, slab, 0, PAGE)
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -343,9 +363,9 @@ def test_direct_files_need_alignment_and_buffered_ones_do_not(backend: str, file
         for numbers in ((1, 0, PAGE), (0, 1, PAGE), (0, 0, 100)):
             if file.direct:
                 with pytest.raises(ValueError, match="multiples of 4096"):
-                    engine.start_read(file, numbers[0], slab, numbers[1], numbers[2])
+                    start_read(engine, file, numbers[0], slab, numbers[1], numbers[2])
             else:
-                engine.start_read(file, numbers[0], slab, numbers[1], numbers[2]).wait()
+                start_read(engine, file, numbers[0], slab, numbers[1], numbers[2]).wait()
 
 
 def test_a_file_takes_what_the_drive_takes_where_asked(backend: str, tmp_path: Path, slab: PinnedSlab) -> None:
@@ -355,24 +375,24 @@ def test_a_file_takes_what_the_drive_takes_where_asked(backend: str, tmp_path: P
         finest = file.alignment
         random_view = memoryview(slab)
         random_view[: 3 * PAGE] = random.randbytes(3 * PAGE)
-        engine.start_write(file, 3 * finest, slab, finest, PAGE + finest).wait()
-        engine.start_read(file, 3 * finest, slab, 4 * PAGE + finest, PAGE + finest).wait()
+        start_write(engine, file, 3 * finest, slab, finest, PAGE + finest).wait()
+        start_read(engine, file, 3 * finest, slab, 4 * PAGE + finest, PAGE + finest).wait()
         start = 4 * PAGE + finest
         assert random_view[start : start + PAGE + finest] == random_view[finest : PAGE + 2 * finest]
         assert file.size_bytes == PAGE + 4 * finest
         if finest > 1:
             with pytest.raises(ValueError, match=f"multiples of {finest}"):
-                engine.start_read(file, finest - 1, slab, 0, finest)
+                start_read(engine, file, finest - 1, slab, 0, finest)
 
 
 def test_a_file_that_one_may_only_read(backend: str, tmp_path: Path, slab: PinnedSlab) -> None:
     path = tmp_path / "read_only"
     path.write_bytes(b"x" * PAGE)
     with File(path, read_only=True) as file, Engine(backend=backend) as engine:
-        engine.start_read(file, 0, slab, 0, PAGE).wait()
+        start_read(engine, file, 0, slab, 0, PAGE).wait()
         assert bytes(memoryview(slab)[:PAGE]) == b"x" * PAGE
         with pytest.raises(IoError):
-            engine.start_write(file, 0, slab, 0, PAGE).wait()
+            start_write(engine, file, 0, slab, 0, PAGE).wait()
 
 
 def test_a_slab_around_memory_of_someone_else(backend: str, file: File) -> None:
@@ -383,9 +403,9 @@ def test_a_slab_around_memory_of_someone_else(backend: str, file: File) -> None:
     borrowed = PinnedSlab.around(address, 2 * PAGE)
     assert (borrowed.address, borrowed.nbytes) == (address, 2 * PAGE)
     with Engine(backend=backend) as engine:
-        engine.start_write(file, 0, borrowed, 0, 2 * PAGE).wait()
+        start_write(engine, file, 0, borrowed, 0, 2 * PAGE).wait()
         inside[:] = 0
-        engine.start_read(file, 0, borrowed, 0, PAGE).wait()
+        start_read(engine, file, 0, borrowed, 0, PAGE).wait()
     del borrowed
     assert (inside[:PAGE] == 7).all()
     assert (inside[PAGE:] == 0).all()
@@ -404,7 +424,7 @@ def test_requests_of_another_shape_are_refused(backend: str, file: File, slab: P
         closed = File(file.path)
         closed.close()
         with pytest.raises(ValueError, match="is closed"):
-            engine.start_read(closed, 0, slab, 0, PAGE)
+            start_read(engine, closed, 0, slab, 0, PAGE)
 
 
 def test_engine_options_are_checked() -> None:
@@ -434,7 +454,7 @@ def test_file_closed_under_a_transfer_stays_open_for_it(backend: str, tmp_path: 
     file = File(path, create=True)
     memoryview(slab)[:MIB] = b"y" * MIB
     with Engine(backend=backend, queue_depth=1, block_bytes=PAGE) as engine:
-        transfer = engine.start_write(file, 0, slab, 0, MIB)
+        transfer = start_write(engine, file, 0, slab, 0, MIB)
         file.close()
         transfer.wait()
     assert path.read_bytes() == b"y" * MIB
@@ -446,7 +466,7 @@ def test_dropped_objects_outlive_their_transfer(backend: str, tmp_path: Path) ->
     slab = PinnedSlab(MIB, huge_pages=False)
     memoryview(slab)[:] = b"z" * MIB
     engine = Engine(backend=backend, queue_depth=1, block_bytes=PAGE, slab=slab)
-    engine.start_write(file, 0, slab, 0, MIB)
+    start_write(engine, file, 0, slab, 0, MIB)
     del file, slab
     gc.collect()
     del engine  # not closed: finishes its work first
@@ -467,7 +487,7 @@ def test_waiting_lets_other_python_threads_run(backend: str, file: File, slab: P
     with Engine(backend=backend, queue_depth=1, block_bytes=PAGE) as engine:
         thread.start()
         for _ in range(100):  # on a busy machine the other thread may get no turn during one wait
-            transfer = engine.start_read(file, 0, slab, 0, 8 * MIB)
+            transfer = start_read(engine, file, 0, slab, 0, 8 * MIB)
             transfer.wait()
             _, submitted, done = transfer.times
             seen = any(submitted <= at <= done for at in ticks)
@@ -499,7 +519,7 @@ def test_ctrl_c_gets_through_a_wait(backend: str, file: File, slab: PinnedSlab) 
 def _in_child(engine: Engine, file: File, slab: PinnedSlab, path: str) -> int:
     """What a forked DataLoader worker does with objects of its parent: mostly nothing, and it must not hang."""
     try:
-        engine.start_read(file, 0, slab, 0, PAGE)
+        start_read(engine, file, 0, slab, 0, PAGE)
     except RuntimeError as error:
         if "forked child" not in str(error):
             return 2
@@ -529,7 +549,7 @@ def _in_child(engine: Engine, file: File, slab: PinnedSlab, path: str) -> int:
 def test_forked_child_neither_hangs_nor_harms(backend: str, file: File, tmp_path: Path) -> None:
     slab = PinnedSlab(8 * MIB)
     engine = Engine(backend=backend, queue_depth=1, block_bytes=PAGE, slab=slab)
-    transfer = engine.start_read(file, 0, slab, 0, 8 * MIB)
+    transfer = start_read(engine, file, 0, slab, 0, 8 * MIB)
     waiter = threading.Thread(target=transfer.wait)
     waiter.start()
     child = os.fork()
@@ -565,7 +585,7 @@ def test_forked_worker_that_exits_normally_ends(backend: str, file: File, slab: 
         worker.start()
         worker.join(20)
         assert worker.exitcode == 0
-        engine.start_write(file, 0, slab, 0, PAGE).wait()
+        start_write(engine, file, 0, slab, 0, PAGE).wait()
 
 
 def test_nothing_is_kept_after_close(backend: str, file: File) -> None:
@@ -573,7 +593,7 @@ def test_nothing_is_kept_after_close(backend: str, file: File) -> None:
     slab = PinnedSlab(64 * MIB)
     address = slab.address
     engine = Engine(backend=backend, slab=slab)
-    transfer = engine.start_read(file, 0, slab, 0, MIB)
+    transfer = start_read(engine, file, 0, slab, 0, MIB)
     transfer.wait()
     engine.close()
     assert _mapped(address)
@@ -606,7 +626,7 @@ def test_small_pages_at_the_end_of_a_slab_cut_no_transfer(nvme_path: Path) -> No
         with Engine(backend="io_uring", block_bytes=4 * MIB, queue_depth=1, slab=slab) as engine:
             for _ in range(3000):
                 before = int(statistics.read_text().split()[0])
-                engine.start_read(file, 0, slab, 0, 4 * MIB).wait()
+                start_read(engine, file, 0, slab, 0, 4 * MIB).wait()
                 fewest = min(fewest, int(statistics.read_text().split()[0]) - before)
                 if 0 < fewest <= expected:
                     break
@@ -618,7 +638,7 @@ def test_small_pages_at_the_end_of_a_slab_cut_no_transfer(nvme_path: Path) -> No
         file.reserve(4 * MIB)
         whole = PinnedSlab(4 * MIB)
         with Engine(backend="io_uring", slab=whole) as engine:
-            engine.start_write(file, 0, whole, 0, 4 * MIB).wait()
+            start_write(engine, file, 0, whole, 0, 4 * MIB).wait()
         # Where huge pages lie apart in memory, either takes one more; small pages would make it five.
         assert 0 < fewest_requests(PinnedSlab(5 * MIB), 2) <= fewest_requests(whole, 1) + 1
 
