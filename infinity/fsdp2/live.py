@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from infinity.config import ZeroConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.names import clean_name
-from infinity.fsdp2.sharding import in_backward, outlined_groups
+from infinity.fsdp2.sharding import in_backward, outlined_groups, owner_of
 from infinity.fsdp2.wrap import gather_small_as_one, largest_part, modules_to_wrap
 from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live, stack_of
 from infinity.units import format_count
@@ -80,8 +80,9 @@ class Outline:
         names = ("root", *numels)
         modules = (model, *(by_name[name] for name in numels))
         places = {name: place for place, name in enumerate(names)}
+        owners = {"", *numels}
         inner = [
-            LiveGroup(numel, _outer(name, places), _may_linger(module))
+            LiveGroup(numel, places.get(owner_of(name, owners)), _may_linger(module))
             for (name, numel), module in zip(numels.items(), modules[1:], strict=True)
         ]
         return Outline(names, modules, (root, *inner))
@@ -283,14 +284,6 @@ class LiveParameters:
         for module in self._of(sorted(groups)):
             module.unshard()  # is on its way already: waits for it
             module.reshard()
-
-
-def _outer(name: str, places: dict[str, int]) -> int | None:
-    while name:
-        name = name.rpartition(".")[0]
-        if name in places:
-            return places[name]
-    return None
 
 
 def _may_linger(module: nn.Module) -> bool:

@@ -187,7 +187,7 @@ def outlined_groups(model: nn.Module, wrap: Sequence[nn.Module]) -> list[GroupOu
     owners = dict.fromkeys(clean_name(name) for name, module in model.named_modules() if module in chosen)
     members: dict[str, list[ParameterOutline]] = {owner: [] for owner in owners}
     for parameter, names in parameter_names(model).items():
-        members[_owner(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
+        members[owner_of(names[0], owners)].append(ParameterOutline(names[0], parameter.shape, parameter.requires_grad))
     return [GroupOutline(owner or "root", tuple(group), 2 if owner else 1) for owner, group in members.items() if group]
 
 
@@ -208,13 +208,22 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
             )
     members: dict[str, list[ShardedParameter]] = {owner: [] for owner in modules}
     for parameter, names in parameter_names(model).items():
-        owner = _owner(names[0], modules)
+        owner = owner_of(names[0], modules)
         members[owner].append(ShardedParameter(names, parameter, _checked(names[0], parameter)))
     return [
         ShardedGroup(owner or "root", modules[owner], tuple(group), _gathers(modules[owner], not owner))
         for owner, group in members.items()
         if group
     ]
+
+
+def owner_of(name: str, owners: Container[str]) -> str:
+    """The nearest module above `name` that is an FSDP2 group."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in owners:
+            return name
+    raise ConfigError("the root module must be an FSDP2 group too: call fully_shard(model) after its parts")
 
 
 def gathered_dtype(model: nn.Module) -> torch.dtype:
@@ -258,33 +267,21 @@ def _apply_unless_it_converts(
 
 def _gathers(module: FSDPModule, root: bool) -> int:
     """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
-    stays = all(group.post_forward_mesh_info is None for group in _parameter_groups(module))
-    root_stays = root and getattr(
-        module._get_fsdp_state(), "_auto_reshard_after_forward", True
-    )  # always in older torch
+    state = module._get_fsdp_state()
+    stays = all(group.post_forward_mesh_info is None for group in _groups_of(state))
+    root_stays = root and getattr(state, "_auto_reshard_after_forward", True)  # always in older torch
     return 1 if stays or root_stays else 2
 
 
 def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
-    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in _parameter_groups(module))
-
-
-def _parameter_groups(module: FSDPModule) -> list[Any]:
-    return _groups_of(module._get_fsdp_state())
+    return any(
+        group.post_forward_mesh_info not in (None, group.mesh_info) for group in _groups_of(module._get_fsdp_state())
+    )
 
 
 def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
     return [group for group in groups if group is not None]
-
-
-def _owner(name: str, owners: Container[str]) -> str:
-    """The nearest module above `name` that is an FSDP2 group."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in owners:
-            return name
-    raise ConfigError("the root module must be an FSDP2 group too: call fully_shard(model) after its parts")
 
 
 def _checked(name: str, parameter: nn.Parameter) -> DTensor:
