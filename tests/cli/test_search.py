@@ -23,7 +23,6 @@ from infinity.cli.sweep.search import (
     Effort,
     Search,
     Standing,
-    default_settings,
     prefer,
     step_bytes_per_s,
 )
@@ -142,7 +141,7 @@ def test_prefers_few_in_flight_where_more_gains_nothing() -> None:
 def test_defaults_are_measured_in_the_final_rounds() -> None:
     search = search_on(ModelDrive(latency_seconds=0.02), QUICK)
     search.run()
-    usual, chosen = search.choice_of(default_settings("io_uring")), search.recommended()
+    usual, chosen = search.choice_of(IoSettings("io_uring")), search.recommended()
     assert usual is not None
     assert chosen is not None
     assert all(standing.rounds == QUICK.rounds for standing in usual.of.values())

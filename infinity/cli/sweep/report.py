@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 import infinity
+from infinity.aio import IoSettings
 from infinity.cli.sweep import fio
-from infinity.cli.sweep.search import Choice, Search, Standing, default_settings
+from infinity.cli.sweep.search import Choice, Search, Standing
 from infinity.drive.describe import Drive
 from infinity.drive.measure import DriveTest, Workload
 from infinity.drive.profile import DriveProfile
@@ -179,7 +180,7 @@ def verdict(swept: Swept, choice: Choice) -> list[str]:
         f"reads and writes {'in bursts' if settings.mix == 'bursts' else 'interleaved'}. "
         f"The bytes of a training step then move at {_gib(choice.step_bytes_per_s)}."
     )
-    usual = swept.search.choice_of(default_settings(settings.backend))
+    usual = swept.search.choice_of(IoSettings(settings.backend))
     if usual is not None and usual.settings != settings:
         comparison = _compared(choice.step_bytes_per_s, usual.step_bytes_per_s)
         lines[-1] += f" That is {comparison} the defaults ({block_in_words(usual.settings.block_bytes)} x 32)."
@@ -330,7 +331,7 @@ def _path_as_json(swept: Swept, options: argparse.Namespace) -> dict[str, Any]:
     if choice is not None:
         result |= config_block(choice)
         result["recommended"] = _choice_as_json(choice)
-        usual = search.choice_of(default_settings(choice.settings.backend))
+        usual = search.choice_of(IoSettings(choice.settings.backend))
         result["default"] = _choice_as_json(usual) if usual is not None else None
         result["endurance"] = wear_of(drive, choice)
     return result

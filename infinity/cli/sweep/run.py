@@ -30,7 +30,7 @@ from infinity.cli.sweep.report import (
     print_report,
     profile_of,
 )
-from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search, default_settings
+from infinity.cli.sweep.search import QUICK, THOROUGH, Effort, Search
 from infinity.drive.describe import drive_of
 from infinity.drive.measure import FILE_BYTES_MIN, POOL_BYTES, DriveTest, Trial, Workload
 from infinity.drive.profile import save_profile
@@ -116,7 +116,7 @@ class Sweep:
             began = time.monotonic()
             activity, size = f"{path}: writing the test file", f"{nbytes / GIB:.1f} GiB"
             test.fill(lambda done: self._show(progress, swept, f"{activity}, {done / GIB:.1f} of {size}"))
-            usual = default_settings(self._backends()[0])
+            usual = IoSettings(self._backends()[0])
             rate = max(measure(workload, usual, self._effort.trial_seconds).bytes_per_s for workload in Workload)
             in_flight_bytes_max = max(_QUEUE_BYTES_MIN, int(rate * _QUEUE_SECONDS_MAX))
             search.run()

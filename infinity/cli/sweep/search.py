@@ -240,7 +240,7 @@ class Search:
 
     def _candidates(self) -> list[IoSettings]:
         """Settings that may serve all workloads: the best of each backend, cheap ones that are as good, and the defaults."""
-        candidates = [default_settings(self.backends[0])]
+        candidates = [IoSettings(self.backends[0])]
         for name in self.backends:
             mixed = self.best(name, Workload.MIXED)
             for workload in Workload:
@@ -266,7 +266,7 @@ class Search:
         choices = sorted(self._choices(self._short), key=lambda choice: -choice.step_bytes_per_s)
         chosen = [choice.settings for choice in choices[: self.effort.finalists - 1]]
         chosen += [prefer(choices).settings] if choices else []
-        chosen += [choice.settings for choice in choices if choice.settings == default_settings(self.backends[0])]
+        chosen += [choice.settings for choice in choices if choice.settings == IoSettings(self.backends[0])]
         entries = []
         for workload in Workload:
             entries += [(workload, _as_tried(workload, settings)) for settings in chosen]
@@ -298,11 +298,6 @@ class Search:
                 of = {Workload.READ: read, Workload.WRITE: write, Workload.MIXED: mixed}
                 choices.append(Choice(settings, rate, of))
         return choices
-
-
-def default_settings(backend: str) -> IoSettings:
-    """The settings of a training run without config and profile."""
-    return IoSettings(backend)
 
 
 def prefer(choices: Sequence[Choice]) -> Choice:
