@@ -10,7 +10,6 @@ from infinity.aio import IoSettings, probe
 from infinity.config import Config
 from infinity.drive.describe import default_block_bytes, drive_of
 from infinity.drive.profile import DriveProfile, load_profile
-from infinity.errors import StoreError
 from infinity.store.placement import step_bandwidth
 from infinity.units import MIB, format_bytes
 
@@ -73,10 +72,7 @@ def _block_bytes(profile: DriveProfile | None, paths: Sequence[str]) -> int:
     folder = Path(paths[0]).absolute()
     while not folder.exists():
         folder = folder.parent
-    try:
-        return default_block_bytes(drive_of(folder))
-    except StoreError:
-        return MIB
+    return default_block_bytes(drive_of(folder))
 
 
 def _queue_depth(profile: DriveProfile | None, block_bytes: int) -> int:

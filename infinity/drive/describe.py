@@ -21,6 +21,7 @@ _BLOCK_BYTES_MAX = 8 * MIB
 _BLOCK_BYTES_UNKNOWN = 1 * MIB
 _SECTOR_BYTES = 512
 """The unit of `size` in sysfs, whatever the sectors of the drive."""
+_IDENTITIES = ("wwid", "device/wwid", "device/serial", "serial")
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _disk_of(disk: Path, sysfs: Path) -> Disk:
     return Disk(
         name=disk.name,
         model=text_of(disk / "device/model"),
-        identity=_first_text(disk / "wwid", disk / "device/wwid", disk / "device/serial", disk / "serial"),
+        identity=next((text for name in _IDENTITIES if (text := text_of(disk / name))), None),
         transport=_transport(disk),
         nbytes=None if size is None else size * _SECTOR_BYTES,
         rotational=_flag_of(disk / "queue/rotational"),
@@ -285,7 +286,3 @@ def _queue_of(device: Path) -> Queue:
 def _flag_of(file: Path) -> bool | None:
     number = number_of(file)
     return None if number is None else bool(number)
-
-
-def _first_text(*files: Path) -> str | None:
-    return next((text for file in files if (text := text_of(file))), None)
