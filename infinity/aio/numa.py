@@ -28,7 +28,7 @@ def near(node: int | None, notes: list[str]) -> Iterator[None]:
     Does nothing where the node is unknown (None) or the only one, or where the user has set a policy (numactl). If the kernel
     refuses, the reason is appended to `notes`.
     """
-    if node is None or not _has_several_nodes() or _policy() != _DEFAULT:
+    if node is None or len(list(NODES.glob("node[0-9]*"))) < 2 or _policy() != _DEFAULT:
         yield
         return
     mask = (ctypes.c_ulong * (_NODES_MAX // 64))()
@@ -59,7 +59,3 @@ def _call(call: int, *args: object) -> int:
         return 38  # ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
     return 0 if libc.syscall(numbers[call], *args) == 0 else ctypes.get_errno()
-
-
-def _has_several_nodes() -> bool:
-    return len(list(NODES.glob("node[0-9]*"))) > 1

@@ -34,8 +34,7 @@ def new_locked_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def free_locked_tensor(tensor: torch.Tensor) -> bool:
     """Forget a tensor of `new_locked_tensor`, whose memory is freed with its last view; returns whether it is one."""
-    with _lock:
-        return _forget(tensor.data_ptr())
+    return _forget(tensor.data_ptr())
 
 
 def slab_of(tensor: torch.Tensor) -> PinnedSlab | None:
