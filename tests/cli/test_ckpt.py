@@ -109,7 +109,7 @@ def test_a_model_is_the_masters_in_the_wanted_type(
         assert len(files) > 1
         assert all(len(load_file(f)) == 1 or f.stat().st_size < 2048 + 1000 for f in files)
     with safe_open(files[0], framework="pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
+        assert opened.metadata() == {"format": "pt", "writer": "infinity"}
 
 
 def test_a_consolidated_model_is_loaded_straight_into_the_arena(
