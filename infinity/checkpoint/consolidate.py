@@ -7,6 +7,7 @@ are written piece by piece. (A tensor that another program cut in another way is
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from abc import ABC, abstractmethod
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from infinity.checkpoint.checks import damaged, verify_file
 from infinity.checkpoint.dcp_storage import Reader
 from infinity.checkpoint.draft import check_space, failing_as
-from infinity.checkpoint.manifest import Manifest, damage, find_checkpoint, load_manifest
+from infinity.checkpoint.manifest import Manifest, find_checkpoint, load_manifest
 from infinity.checkpoint.model_files import ModelFiles
 from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.errors import CheckpointError
@@ -127,26 +129,27 @@ class _DcpModel(StoredModel):
     """The model of a checkpoint of torch.distributed.checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.manifest = path, load_manifest(path)
+        manifest = load_manifest(path)
         self._reader = Reader(path)
-        self._verified: set[str] = set()
-        if self.manifest is not None:
-            self._verify(".metadata")
+        self._verify = (
+            functools.cache(functools.partial(verify_file, path, manifest)) if manifest else lambda name: None
+        )
+        self._verify(".metadata")
         tensors = {
             name.removeprefix(_PREFIX): tensor
             for name, tensor in self._reader.tensors().items()
             if name.startswith(_PREFIX)
         }
-        super().__init__(path, self.manifest, tensors)
-        if not self.tensors:
-            raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
+        super().__init__(path, manifest, tensors)
+        if not tensors:
+            raise CheckpointError(f"{path} holds no model: no tensor's name begins with {_PREFIX!r}")
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         stored = self.tensors[name]
         shape = tuple(stored.size)
         chunks = sorted((c for c in stored.chunks if math.prod(c.sizes)), key=lambda chunk: tuple(chunk.offsets))
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-            raise self._wrong(name, "its parts don't make up the whole")
+            raise damaged(self.path, f"{name}: its parts don't make up the whole")
         if _are_rows(chunks, shape):
             for chunk in chunks:
                 yield self._read(name, chunk).reshape(-1)
@@ -160,35 +163,20 @@ class _DcpModel(StoredModel):
     def _read(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         info = self._reader.read_metadata().storage_data.get(MetadataIndex(_PREFIX + name, chunk.offsets))
         if info is None:
-            raise self._wrong(name, "a part of it is in no file")
-        if self.manifest is not None:
-            self._verify(info.relative_path)
+            raise damaged(self.path, f"{name}: a part of it is in no file")
+        self._verify(info.relative_path)
         file = self.path / info.relative_path
         try:
             with self._reader.fs.create_stream(file, "rb") as stream:
                 part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever torch.load makes of arbitrary bytes
-            why = next(iter(str(error).splitlines()), type(error).__name__)  # the EOFError of an empty file has no text
-            raise CheckpointError(f"{file} is damaged ({why}): load another checkpoint") from None
+            raise damaged(file, error) from None
         stored: TensorStorageMetadata = self.tensors[name]
         fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
         if not fits or part.dtype is not stored.properties.dtype:
-            raise CheckpointError(f"{file} is damaged (it holds something else than a part of {name})")
+            raise damaged(file, f"it holds something else than a part of {name}")
         whole: torch.Tensor = part.detach()
         return whole
-
-    def _verify(self, file: str) -> None:
-        assert self.manifest is not None
-        if file in self._verified:
-            return
-        if file not in self.manifest.files:
-            raise CheckpointError(f"{self.path / file} is damaged (the manifest doesn't know it)")
-        for _, why in damage(self.path, self.manifest, [file]):
-            raise CheckpointError(f"{self.path / file} is damaged ({why}): load another checkpoint")
-        self._verified.add(file)
-
-    def _wrong(self, name: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is damaged ({name}: {why}): load another checkpoint")
 
 
 def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:

@@ -314,7 +314,7 @@ def test_a_file_of_no_bytes_is_damaged(copy: Path, capsys: pytest.CaptureFixture
     manifest.files["__0_0.distcp"] = StoredFile(0, hashlib.sha256(b"").hexdigest())
     (folder / "manifest.json").write_bytes(manifest.to_json())
     assert main(["consolidate", str(folder), str(copy / "out")]) == 1
-    assert re.search(r"__0_0\.distcp is damaged \(EOFError\): load another", capsys.readouterr().err)
+    assert re.search(r"__0_0\.distcp is damaged \(EOFError\): there is also the tag", capsys.readouterr().err)
 
 
 def test_help_loads_nothing_heavy() -> None:
