@@ -46,10 +46,6 @@ class PinnedSlab:
         """Whether at least a part lay in huge pages when it was allocated."""
 
     @property
-    def locked(self) -> bool:
-        """Whether it is locked in memory."""
-
-    @property
     def notes(self) -> list[str]:
         """What was optional and refused, a sentence each, with the next move."""
 
@@ -179,10 +175,6 @@ class Transfer:
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks."""
 
-    @property
-    def times(self) -> tuple[float, float, float]:
-        """When it was queued, its first block submitted, and all of it done; 0.0 for what is still to come."""
-
     def wait(self) -> None:
         """Wait until it is done, without the GIL; Ctrl-C gets through.
 
@@ -308,14 +300,11 @@ def direct_alignment(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     takes none. None where kernel (before Linux 6.1) or file system don't say. Raises IoError with the errno.
     """
 
-def crc32c(data: bytes | bytearray | memoryview | PinnedSlab, crc: int = 0) -> int:
-    """The CRC-32C of `data` (anything whose bytes lie one behind the other); `crc`: of what comes before it."""
-
 def crc32c_ways() -> list[str]:
-    """How this processor can compute it, the way in use first: "avx512", "sse4.2", "table"."""
+    """How this processor can compute the CRC-32C of a page, the way in use first: "avx512", "sse4.2", "table"."""
 
 def page_checksums(data: bytes | bytearray | memoryview | PinnedSlab, *, way: str = "") -> bytes:
-    """What `File.checksums` returns for a range that holds `data`; `way`: of `crc32c_ways`, to compute it.
+    """What `File.checksums` returns for a range that holds `data`, whose bytes lie one behind the other.
 
-    Raises ValueError where that isn't whole pages, or there is no such way.
+    `way`: of `crc32c_ways`, to compute it. Raises ValueError where that isn't whole pages, or there is no such way.
     """

@@ -238,12 +238,6 @@ class Bytes {
   Py_buffer view_{};
 };
 
-uint32_t crc32c_of(const py::object& object, uint32_t crc) {
-  Bytes bytes(object);
-  py::gil_scoped_release release;
-  return crc32c(bytes.data(), bytes.size(), crc);
-}
-
 // Sums of pages are little-endian to Python, and to files.
 py::bytes packed(const std::vector<PageSum>& sums) {
   std::string text;
@@ -298,7 +292,6 @@ void bind_slab(py::module_& module) {
       .def_property_readonly("nbytes", &PinnedSlab::bytes)
       .def_property_readonly("address", [](const PinnedSlab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
       .def_property_readonly("huge_pages", &PinnedSlab::huge_pages)
-      .def_property_readonly("locked", &PinnedSlab::locked)
       .def_property_readonly("notes", [](const PinnedSlab& slab) { return decode_all(slab.notes()); });
 }
 
@@ -366,11 +359,6 @@ void bind_transfer(py::module_& module) {
   py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer", py::is_final(),
                                                   "One read or write, under way or done.")
       .def_property_readonly("done", &Transfer::done)
-      .def_property_readonly("times",
-                             [](const Transfer& one) {
-                               TransferTimes times = one.times();
-                               return py::make_tuple(times.queued, times.submitted, times.done);
-                             })
       .def("wait", &wait_for_transfer);
 }
 
@@ -446,7 +434,6 @@ PYBIND11_MODULE(_aio, module) {
   aio::bind_transfer(module);
   aio::bind_engine(module);
   module.def("probe", &aio::probe);
-  module.def("crc32c", &aio::crc32c_of, py::arg("data"), py::arg("crc") = 0);
   module.def("crc32c_ways", [] {
     py::list names;
     for (const infinity::Crc32c& way : infinity::crc32c_ways()) names.append(way.name);

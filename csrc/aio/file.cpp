@@ -47,18 +47,10 @@ int64_t finest_alignment(int fd) {
   return kPageBytes;
 }
 
-// Closes `fd` where that fails.
 void lock_alone(int fd, const std::string& path) {
   struct stat status{};
-  int error_number = 0;
-  if (fstat(fd, &status) != 0 || flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    error_number = errno;
-  } else if (!S_ISREG(status.st_mode)) {
-    error_number = EINVAL;
-  }
-  if (error_number == 0) return;
-  close_kept_from_children(fd, [fd] { ::close(fd); });
-  fail("lock", path, error_number);
+  if (fstat(fd, &status) != 0 || flock(fd, LOCK_EX | LOCK_NB) != 0) fail("lock", path, errno);
+  if (!S_ISREG(status.st_mode)) fail("lock", path, EINVAL);
 }
 
 }  // namespace
@@ -71,17 +63,23 @@ File::File(const std::string& path, const FileOptions& options) : path_(path) {
               (options.exclusive ? O_NOFOLLOW | O_NONBLOCK : 0);
   int fd = uninterrupted([&] { return open_kept_from_children([&] { return ::open(path.c_str(), flags, 0600); }); });
   if (fd < 0) fail("open", path, errno);
-  if (options.exclusive) lock_alone(fd, path);
-  // Asked for after opening: open(O_CREAT | O_DIRECT) may leave a new file behind when it is refused.
-  direct_ = fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT) == 0;
-  if (!direct_) {
-    notes_.push_back("the file system of " + path + " refuses O_DIRECT (" + format_errno(errno) +
-                     "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
+  std::shared_ptr<const Descriptor> descriptor;
+  try {
+    if (options.exclusive) lock_alone(fd, path);
+    // Asked for after opening: open(O_CREAT | O_DIRECT) may leave a new file behind when it is refused.
+    direct_ = fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT) == 0;
+    if (!direct_) {
+      notes_.push_back("the file system of " + path + " refuses O_DIRECT (" + format_errno(errno) +
+                       "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
+    }
+    int64_t alignment = direct_ && options.fine_alignment ? finest_alignment(fd) : kPageBytes;
+    auto checksums = options.checksums ? std::make_unique<Checksums>(/*zeros=*/options.create) : nullptr;
+    descriptor = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums));
+  } catch (...) {  // nobody owns it yet
+    close_kept_from_children(fd, [fd] { ::close(fd); });
+    throw;
   }
-  int64_t alignment = direct_ && options.fine_alignment ? finest_alignment(fd) : kPageBytes;
-  auto checksums = options.checksums ? std::make_unique<Checksums>(/*zeros=*/options.create) : nullptr;
-  volume_ = std::make_shared<const Volume>(
-      std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums)));
+  volume_ = std::make_shared<const Volume>(std::move(descriptor));
 }
 
 void File::reserve(int64_t bytes) {

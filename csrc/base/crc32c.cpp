@@ -40,24 +40,19 @@ constexpr Tables make_tables() {
 
 constexpr Tables kTables = make_tables();
 
-uint32_t bytes_by_table(const std::byte* bytes, size_t length, uint32_t crc) {
-  uint32_t state = ~crc;
-  for (; length >= 8; bytes += 8, length -= 8) {
-    uint32_t next = 0;
-    for (size_t i = 0; i < 8; ++i) {
-      uint32_t before = i < 4 ? (state >> (8 * i)) & 0xff : 0;
-      next ^= kTables[7 - i][before ^ static_cast<uint32_t>(bytes[i])];
-    }
-    state = next;
-  }
-  for (; length > 0; ++bytes, --length) {
-    state = (state >> 8) ^ kTables[0][(state ^ static_cast<uint32_t>(*bytes)) & 0xff];
-  }
-  return ~state;
-}
-
 void pages_by_table(const std::byte* pages, size_t count, uint32_t* sums) {
-  for (size_t i = 0; i < count; ++i) sums[i] = bytes_by_table(pages + i * kPage, kPage, 0);
+  for (; count > 0; --count, pages += kPage) {
+    uint32_t state = ~0U;
+    for (const std::byte* at = pages; at < pages + kPage; at += 8) {
+      uint32_t next = 0;
+      for (size_t i = 0; i < 8; ++i) {
+        uint32_t before = i < 4 ? (state >> (8 * i)) & 0xff : 0;
+        next ^= kTables[7 - i][before ^ static_cast<uint32_t>(at[i])];
+      }
+      state = next;
+    }
+    *sums++ = ~state;
+  }
 }
 
 #if defined(__x86_64__) || defined(INFINITY_ARM)
@@ -66,19 +61,12 @@ void pages_by_table(const std::byte* pages, size_t count, uint32_t* sums) {
 #if defined(__x86_64__)
 #define INFINITY_CRC __attribute__((target("sse4.2")))
 using State = uint64_t;
-INFINITY_CRC inline State with_byte(State state, std::byte byte) {
-  return _mm_crc32_u8(static_cast<uint32_t>(state), static_cast<uint8_t>(byte));
-}
 INFINITY_CRC inline State with_eight(State state, uint64_t bytes) {
   return _mm_crc32_u64(state, bytes);
 }
 #else
 #define INFINITY_CRC
 using State = uint32_t;
-inline State with_byte(State state, std::byte byte) {
-  asm(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(state) : "r"(static_cast<uint32_t>(byte)));
-  return state;
-}
 inline State with_eight(State state, uint64_t bytes) {
   asm(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(state) : "r"(bytes));
   return state;
@@ -89,13 +77,6 @@ uint64_t load(const std::byte* bytes) {
   uint64_t value;
   std::memcpy(&value, bytes, sizeof value);
   return value;
-}
-
-INFINITY_CRC uint32_t bytes_by_instruction(const std::byte* bytes, size_t length, uint32_t crc) {
-  State state = ~crc;
-  for (; length >= 8; bytes += 8, length -= 8) state = with_eight(state, load(bytes));
-  for (; length > 0; ++bytes, --length) state = with_byte(state, *bytes);
-  return ~static_cast<uint32_t>(state);
 }
 
 // The instruction takes 8 bytes each cycle, but needs three for a result: four pages at a time keep it busy. Memory is
@@ -119,7 +100,11 @@ INFINITY_CRC void pages_by_instruction(const std::byte* pages, size_t count, uin
     sums[2] = ~static_cast<uint32_t>(c);
     sums[3] = ~static_cast<uint32_t>(d);
   }
-  for (size_t i = 0; i < count; ++i) sums[i] = bytes_by_instruction(pages + i * kPage, kPage, 0);
+  for (; count > 0; --count, pages += kPage) {
+    State state = ~0U;
+    for (const std::byte* at = pages; at < pages + kPage; at += 8) state = with_eight(state, load(at));
+    *sums++ = ~static_cast<uint32_t>(state);
+  }
 }
 
 #undef INFINITY_CRC
@@ -217,23 +202,19 @@ const std::vector<Crc32c>& crc32c_ways() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2")) {
       if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) {
-        ways.push_back({"avx512", bytes_by_instruction, pages_by_avx512});
+        ways.push_back({"avx512", pages_by_avx512});
       }
-      ways.push_back({"sse4.2", bytes_by_instruction, pages_by_instruction});
+      ways.push_back({"sse4.2", pages_by_instruction});
     }
 #elif defined(INFINITY_ARM)
     if ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0) {
-      ways.push_back({"armv8", bytes_by_instruction, pages_by_instruction});
+      ways.push_back({"armv8", pages_by_instruction});
     }
 #endif
-    ways.push_back({"table", bytes_by_table, pages_by_table});
+    ways.push_back({"table", pages_by_table});
     return ways;
   }());
   return ways;
-}
-
-uint32_t crc32c(const std::byte* bytes, size_t length, uint32_t crc) {
-  return crc32c_ways().front().bytes(bytes, length, crc);
 }
 
 void sum_pages(const std::byte* pages, size_t count, PageSum* sums, const Crc32c& way) {

@@ -10,19 +10,15 @@ namespace infinity {
 // What a checksum is of, and what a direct transfer is aligned to wherever it runs.
 inline constexpr int64_t kPageBytes = 4096;
 
-// Of any bytes; `crc`: of those that come before them.
-uint32_t crc32c(const std::byte* bytes, size_t length, uint32_t crc = 0);
-
 // The sum of a page is its CRC-32C, 4 bytes; 0 stands for a page of which nobody knows what it holds, and so a CRC-32C
 // of 0 is kept as 1.
 using PageSum = uint32_t;
 inline constexpr PageSum kUnknownPage = 0;
 
-// A way of computing it: of bytes as above, and of each of so many pages that lie one behind the other. The latter is
-// faster than one by one, as no page waits for another.
+// A way of computing it, of each of so many pages that lie one behind the other: faster than one by one, as no page
+// waits for another.
 struct Crc32c {
   const char* name;
-  uint32_t (*bytes)(const std::byte*, size_t, uint32_t);
   void (*pages)(const std::byte*, size_t, uint32_t*);
 };
 

@@ -1,65 +1,13 @@
 // Bytes, errno values and failures in words.
 #include "base/error.h"
 
-#include <cerrno>
 #include <cstdio>
 #include <system_error>
 
+// In glibc from 2.32 on; elsewhere the number stands in a name's place.
+extern "C" __attribute__((weak)) const char* strerrorname_np(int error_number) noexcept;
+
 namespace infinity {
-namespace {
-
-// The names of the errors that storage, memory limits and sandboxes give; glibc's own table is newer than some systems.
-const char* errno_name(int error_number) {
-  switch (error_number) {
-#define INFINITY_NAME(name) \
-  case name:                \
-    return #name
-    INFINITY_NAME(EPERM);
-    INFINITY_NAME(ENOENT);
-    INFINITY_NAME(EINTR);
-    INFINITY_NAME(EIO);
-    INFINITY_NAME(ENXIO);
-    INFINITY_NAME(EBADF);
-    INFINITY_NAME(EAGAIN);
-    INFINITY_NAME(ENOMEM);
-    INFINITY_NAME(EACCES);
-    INFINITY_NAME(EFAULT);
-    INFINITY_NAME(EBUSY);
-    INFINITY_NAME(EEXIST);
-    INFINITY_NAME(ENODEV);
-    INFINITY_NAME(ENOTDIR);
-    INFINITY_NAME(EISDIR);
-    INFINITY_NAME(EINVAL);
-    INFINITY_NAME(ENFILE);
-    INFINITY_NAME(EMFILE);
-    INFINITY_NAME(EFBIG);
-    INFINITY_NAME(ENOSPC);
-    INFINITY_NAME(ESPIPE);
-    INFINITY_NAME(EROFS);
-    INFINITY_NAME(ENOSYS);
-    INFINITY_NAME(ELOOP);
-    INFINITY_NAME(ENODATA);
-    INFINITY_NAME(ETIME);
-    INFINITY_NAME(ENOLINK);
-    INFINITY_NAME(EOVERFLOW);
-    INFINITY_NAME(EILSEQ);
-    INFINITY_NAME(EBADMSG);
-    INFINITY_NAME(EOPNOTSUPP);
-    INFINITY_NAME(ENOBUFS);
-    INFINITY_NAME(ETIMEDOUT);
-    INFINITY_NAME(ESTALE);
-    INFINITY_NAME(EDQUOT);
-    INFINITY_NAME(ECANCELED);
-    INFINITY_NAME(EREMOTEIO);
-    INFINITY_NAME(ENAMETOOLONG);
-    INFINITY_NAME(ETXTBSY);
-#undef INFINITY_NAME
-    default:
-      return nullptr;
-  }
-}
-
-}  // namespace
 
 std::string format_bytes(int64_t bytes) {
   static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
@@ -76,7 +24,7 @@ std::string format_bytes(int64_t bytes) {
 }
 
 std::string format_errno(int error_number) {
-  const char* name = errno_name(error_number);
+  const char* name = strerrorname_np != nullptr ? strerrorname_np(error_number) : nullptr;
   std::string text = name != nullptr ? name : "errno " + std::to_string(error_number);
   return text + " (" + std::generic_category().message(error_number) + ")";
 }

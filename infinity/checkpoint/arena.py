@@ -20,18 +20,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -45,10 +45,10 @@ from infinity.checkpoint.training_state import encode
 from infinity.errors import CheckpointError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
-from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import Record
-from infinity.store.files import StoredFile, read_small, write_durably
+from infinity.store.files import StoredFile, parse_json, read_small, replace_durably, write_durably
 from infinity.store.layout import MOMENTS, Field
 from infinity.swap import SwapManager
 from infinity.units import MIB
@@ -60,8 +60,6 @@ _PIECE_NUMEL = 1 << 20
 
 ALONE_SECONDS_MIN = 60.0
 """How long, at least, rank 0 waits for the other ranks where it ends alone."""
-
-_FILES = TypeAdapter(dict[str, StoredFile])
 
 
 class Saving:
@@ -86,7 +84,7 @@ class Saving:
 
     def finish_if_copied(self) -> bool:
         """Name the checkpoint if all ranks have copied; whether it has its name. A collective. `finish` raises failures."""
-        if self._failure is None and _all_agree(self._is_copied()):
+        if self._failure is None and all(from_all_ranks(self._is_copied())):
             try:
                 self.finish()
             except Exception as error:
@@ -279,29 +277,19 @@ def _write_training_state(
 
 def _report(draft: Draft, rank: int, files: dict[str, StoredFile]) -> None:
     """Write a list of the rank's files next to the checkpoint; an empty one says that it failed. Raises OSError."""
-    path = draft.work_folder / f"rank{rank}.json"
-    written = path.with_suffix(".partial")
-    write_durably(written, _FILES.dump_json(files))
-    written.rename(path)
+    listed = json.dumps({name: asdict(file) for name, file in files.items()})
+    replace_durably(draft.work_folder / f"rank{rank}.json", listed.encode())
 
 
 def _read_report(draft: Draft, rank: int) -> dict[str, StoredFile] | None:
     """The list that `_report` wrote for a rank; None where there is none yet."""
     try:
-        files = _FILES.validate_json(read_small(draft.work_folder / f"rank{rank}.json", MIB), strict=True)
+        files = parse_json(dict[str, StoredFile], read_small(draft.work_folder / f"rank{rank}.json", MIB))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the report of rank {rank} can't be read ({error})") from None
     return files if files.keys() <= {record_name(rank), arena_name(rank)} else {}
-
-
-def _all_agree(agrees: bool) -> bool:
-    if dist.get_world_size() == 1:
-        return agrees
-    votes = [agrees] * dist.get_world_size()
-    dist.all_gather_object(votes, agrees)
-    return all(votes)
 
 
 def _record_of(swap: SwapManager, snapshot: Snapshot, identity: str, step: int, unpaged_state: bytes) -> Record:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from infinity.checkpoint.manifest import FILE_NAME, damage, is_checkpoint, load_manifest, others
+from infinity.checkpoint.manifest import FILE_NAME, Manifest, damage, is_checkpoint, load_manifest, others
 from infinity.errors import CheckpointError
 
 log = logging.getLogger("infinity")
@@ -26,11 +26,17 @@ def verify(path: Path, parsed: Iterable[str], *, everything: bool) -> None:
             log.warning("%s has no %s: its files can't be verified", path, FILE_NAME)
         return
     names = set(parsed)
-    if unknown := names - manifest.files.keys():
-        raise damaged(path, f"its manifest doesn't know {', '.join(sorted(unknown))}")
     if everything:
         names.update(sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
-    for name, why in damage(path, manifest, sorted(names)):
+    for name in sorted(names):
+        verify_file(path, manifest, name)
+
+
+def verify_file(path: Path, manifest: Manifest, name: str) -> None:
+    """Compare one file of the checkpoint `path` with its manifest. Raises CheckpointError where it differs."""
+    if name not in manifest.files:
+        raise damaged(path / name, "its manifest doesn't know it")
+    for _, why in damage(path, manifest, [name]):
         raise damaged(path / name, why)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from infinity.checkpoint.checks import check_resumable
 from infinity.checkpoint.training_state import decode, encode
 from infinity.errors import CheckpointError, ConfigError, InfinityError, StoreError, in_words
-from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.commit import SUM_BYTES, Commit, Record, bits
 from infinity.store.durable import DurableRun
 from infinity.swap import SwapManager
@@ -261,8 +261,7 @@ def _agree(run: DurableRun, resume: bool | Literal["must"]) -> tuple[int | None,
         run.where,
         resume == "must",
     )
-    everywhere: list[_Commits] = [here] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
+    everywhere = from_all_ranks(here)
     launch = everywhere[0].launch
     if not any(of_rank.commits or of_rank.damaged for of_rank in everywhere):
         _check_may_start_anew(everywhere)

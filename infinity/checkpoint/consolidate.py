@@ -7,13 +7,11 @@ are written piece by piece. (A tensor that another program cut in another way is
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import math
 import os
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,31 +22,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from infinity.checkpoint.checks import damaged, verify_file
 from infinity.checkpoint.dcp_storage import Reader
-from infinity.checkpoint.draft import check_space
-from infinity.checkpoint.manifest import Manifest, damage, find_checkpoint, load_manifest
+from infinity.checkpoint.draft import check_space, failing_as
+from infinity.checkpoint.manifest import Manifest, find_checkpoint, load_manifest
+from infinity.checkpoint.model_files import ModelFiles
 from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.errors import CheckpointError
-from infinity.store.files import file_in_the_way, sync
+from infinity.store.files import file_in_the_way
 from infinity.store.layout import Field
 from infinity.units import parse_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PREFIX = "model."
 _PIECE_NUMEL = 4 << 20
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The names of dtypes in safetensors."""
 
 Progress = Callable[[int], None]
 
@@ -142,26 +129,27 @@ class _DcpModel(StoredModel):
     """The model of a checkpoint of torch.distributed.checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.manifest = path, load_manifest(path)
+        manifest = load_manifest(path)
         self._reader = Reader(path)
-        self._verified: set[str] = set()
-        if self.manifest is not None:
-            self._verify(".metadata")
+        self._verify = (
+            functools.cache(functools.partial(verify_file, path, manifest)) if manifest else lambda name: None
+        )
+        self._verify(".metadata")
         tensors = {
             name.removeprefix(_PREFIX): tensor
             for name, tensor in self._reader.tensors().items()
             if name.startswith(_PREFIX)
         }
-        super().__init__(path, self.manifest, tensors)
-        if not self.tensors:
-            raise CheckpointError(f"{self.path} holds no model: no tensor's name begins with {_PREFIX!r}")
+        super().__init__(path, manifest, tensors)
+        if not tensors:
+            raise CheckpointError(f"{path} holds no model: no tensor's name begins with {_PREFIX!r}")
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         stored = self.tensors[name]
         shape = tuple(stored.size)
         chunks = sorted((c for c in stored.chunks if math.prod(c.sizes)), key=lambda chunk: tuple(chunk.offsets))
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-            raise self._wrong(name, "its parts don't make up the whole")
+            raise damaged(self.path, f"{name}: its parts don't make up the whole")
         if _are_rows(chunks, shape):
             for chunk in chunks:
                 yield self._read(name, chunk).reshape(-1)
@@ -175,35 +163,20 @@ class _DcpModel(StoredModel):
     def _read(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
         info = self._reader.read_metadata().storage_data.get(MetadataIndex(_PREFIX + name, chunk.offsets))
         if info is None:
-            raise self._wrong(name, "a part of it is in no file")
-        if self.manifest is not None:
-            self._verify(info.relative_path)
+            raise damaged(self.path, f"{name}: a part of it is in no file")
+        self._verify(info.relative_path)
         file = self.path / info.relative_path
         try:
             with self._reader.fs.create_stream(file, "rb") as stream:
                 part = torch.load(self._reader._slice_file(stream, info), map_location="cpu", weights_only=True)
         except Exception as error:  # whatever torch.load makes of arbitrary bytes
-            why = next(iter(str(error).splitlines()), type(error).__name__)  # the EOFError of an empty file has no text
-            raise CheckpointError(f"{file} is damaged ({why}): load another checkpoint") from None
+            raise damaged(file, error) from None
         stored: TensorStorageMetadata = self.tensors[name]
         fits = isinstance(part, torch.Tensor) and part.shape == torch.Size(chunk.sizes)
         if not fits or part.dtype is not stored.properties.dtype:
-            raise CheckpointError(f"{file} is damaged (it holds something else than a part of {name})")
+            raise damaged(file, f"it holds something else than a part of {name}")
         whole: torch.Tensor = part.detach()
         return whole
-
-    def _verify(self, file: str) -> None:
-        assert self.manifest is not None
-        if file in self._verified:
-            return
-        if file not in self.manifest.files:
-            raise CheckpointError(f"{self.path / file} is damaged (the manifest doesn't know it)")
-        for _, why in damage(self.path, self.manifest, [file]):
-            raise CheckpointError(f"{self.path / file} is damaged ({why}): load another checkpoint")
-        self._verified.add(file)
-
-    def _wrong(self, name: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is damaged ({name}: {why}): load another checkpoint")
 
 
 def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) -> bool:
@@ -216,29 +189,6 @@ def _are_rows(chunks: Sequence[ChunkStorageMetadata], shape: tuple[int, ...]) ->
             return False
         row += chunk.sizes[0]
     return True
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One file of the output: the tensors in it, with dtype and shape."""
-
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(_nbytes(dtype, shape) for dtype, shape in self.tensors.values())
-
-    def header(self) -> bytes:
-        """The bytes before those of the tensors: 8 bytes of length, then JSON, padded to 8 bytes."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        for name, (dtype, shape) in self.tensors.items():
-            nbytes = _nbytes(dtype, shape)
-            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
-            at += nbytes
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
 
 
 def consolidate(
@@ -262,94 +212,27 @@ def consolidate(
     Raises CheckpointError where the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
     nothing is left in it then.
     """
-    with open_model(directory, tag) as model:
-        return _consolidate(model, Path(output), dtype, max_shard_bytes, progress)
-
-
-def _consolidate(
-    model: StoredModel, root: Path, dtype: torch.dtype, max_shard_bytes: int, progress: Callable[[int], Progress]
-) -> list[Path]:
-    if (file := file_in_the_way(root)) is not None:
-        raise CheckpointError(f"{file} is a file, not a folder: name another")
-    parts = _plan(model, dtype, max_shard_bytes)
-    total = sum(part.nbytes for part in parts)
-    made = not root.exists()
-    identity = secrets.token_hex(8)  # another process may have the same number, on another machine
-    temporary = [root / f".part{number}-{identity}.safetensors" for number in range(len(parts))]
-    index = root / f".index-{identity}.json"
-    try:
-        _make_output(root, total)
-        tell = progress(total)
-        for part, path in zip(parts, temporary, strict=True):
-            _write_part(model, part, path, tell)
-        return _publish(root, parts, temporary, index)
-    except OSError as error:
-        raise CheckpointError(f"writing the model to {root} failed ({error.strerror}): free space there") from None
-    finally:
-        for path in [*temporary, index]:
-            path.unlink(missing_ok=True)
-        if made and root.is_dir() and not any(root.iterdir()):
-            root.rmdir()
-
-
-def _plan(model: StoredModel, dtype: torch.dtype, max_shard_bytes: int) -> list[_Part]:
-    parts: list[_Part] = [_Part({})]
-    nbytes = 0  # of the last one
-    for name in model.names:
-        entry = model.dtype_as(name, dtype), model.shape(name)
-        if entry[0] not in _NAMES:
-            raise CheckpointError(f"{name} has the type {entry[0]}, which safetensors files don't hold")
-        if parts[-1].tensors and nbytes + _nbytes(*entry) > max_shard_bytes:
-            parts.append(_Part({}))
-            nbytes = 0
-        parts[-1].tensors[name] = entry
-        nbytes += _nbytes(*entry)
-    return parts
-
-
-def _make_output(root: Path, nbytes: int) -> None:
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{root} can't be written to ({error.strerror}): name another folder") from None
-    if any(root.glob("model*.safetensors*")):
-        raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
-    check_space(root, nbytes, "the model")
-
-
-def _write_part(model: StoredModel, part: _Part, path: Path, tell: Progress) -> None:
-    with path.open("xb") as file:
-        file.write(part.header())
-        for name, (dtype, _) in part.tensors.items():
-            for piece in model.pieces(name):
-                for numbers in piece.split(_PIECE_NUMEL):
-                    file.write(numbers.to(dtype).view(torch.uint8).numpy().data)
-                    tell(numbers.numel() * dtype.itemsize)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _publish(root: Path, parts: list[_Part], temporary: list[Path], index: Path) -> list[Path]:
-    """Give the files their names; the index, which readers look for, last."""
-    count = len(parts)
-    names = ["model.safetensors"]
-    if count > 1:
-        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part.tensors}
-        whole = {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": where}
-        index.write_text(json.dumps(whole, indent=2) + "\n")
-        sync(index)
-    for path, name in zip(temporary, names, strict=True):
-        path.rename(root / name)
-    if count > 1:
-        names.append("model.safetensors.index.json")
-        index.rename(root / names[-1])
-    sync(root)
-    return [root / name for name in names]
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * dtype.itemsize
+    root = Path(output)
+    with open_model(directory, tag) as model, failing_as(f"writing the model to {root}"):
+        if (file := file_in_the_way(root)) is not None:
+            raise CheckpointError(f"{file} is a file, not a folder: name another")
+        if any(root.glob("model*.safetensors*")):
+            raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
+        tensors = {name: (model.dtype_as(name, dtype), model.shape(name)) for name in model.names}
+        made = not root.exists()
+        files: ModelFiles | None = None
+        try:
+            files = ModelFiles(root, tensors, bytes_max=max_shard_bytes)
+            check_space(root, files.nbytes, "the model")
+            files.tell = progress(files.nbytes)
+            for name in tensors:
+                files.add(name, model.pieces(name))
+            return files.finish()
+        finally:
+            if files is not None:
+                files.clean_up()
+            if made and root.is_dir() and not any(root.iterdir()):
+                root.rmdir()
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from infinity.checkpoint import model_files
 from infinity.checkpoint.checks import check_resumable, check_same_model, damaged, refusing, verify
 from infinity.checkpoint.dcp_storage import Planner, Reader, Writer, cause_of
 from infinity.checkpoint.draft import check_space, draft_of, failing_as, manifest_of
@@ -31,6 +31,7 @@ from infinity.checkpoint.training_state import RANDOM_STATES, decode, encode
 from infinity.errors import CheckpointError
 from infinity.fsdp2.materialize import named_full_tensors
 from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.files import StoredFile, open_regular, write_durably
@@ -124,32 +125,35 @@ def save_16bit(directory: str | os.PathLike[str], model: nn.Module, dtype: torch
     """
     root = Path(directory)
     reshard(model)
-    buffers = buffer_names(model, persistent=True)
-    parts: ModelFiles | None = None
+    scalars = scalar_names(model)
+    buffers = {names[0]: buffer.detach() for buffer, names in buffer_names(model, persistent=True).items()}
+    tensors = {
+        names[0]: (dtype, () if names[0] in scalars else tuple(p.shape)) for p, names in parameter_names(model).items()
+    } | {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
+    files: ModelFiles | None = None
     task = f"writing the model to {root}"
     failure: Exception | None = None
     try:
         with raise_on_all_ranks(), failing_as(task):
             if dist.get_rank() == 0:
-                parts = ModelFiles(root)
-                nbytes = sum(p.numel() * dtype.itemsize for p in model.parameters())
-                check_space(root, nbytes + sum(b.numel() * b.itemsize for b in buffers), "the model")
+                files = ModelFiles(root, tensors, bytes_max=model_files.SAFETENSORS_BYTES_MAX)
+                check_space(root, files.nbytes, "the model")
         for name, tensor in named_full_tensors(model, dtype):
-            if parts is not None and failure is None:  # after a failure the others still need this rank to gather
+            if files is not None and failure is None:  # after a failure the others still need this rank to gather
                 try:
-                    parts.add(name, tensor)
-                except (OSError, SafetensorError) as error:
+                    files.add(name, [tensor])
+                except OSError as error:
                     failure = error
         with raise_on_all_ranks(), failing_as(task):
             if failure is not None:
                 raise failure
-            if parts is not None:
-                for buffer, names in buffers.items():
-                    parts.add(names[0], buffer.detach().cpu())
-                parts.finish()
+            if files is not None:
+                for name, buffer in buffers.items():
+                    files.add(name, [buffer.cpu()])
+                files.finish()
     finally:
-        if parts is not None:
-            parts.clean_up()
+        if files is not None:
+            files.clean_up()
 
 
 def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

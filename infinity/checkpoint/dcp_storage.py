@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,38 +58,22 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
 
-class _HashingFile(io.RawIOBase):
-    """A file that is written from its beginning to its end, and hashed."""
+class _HashingFile(io.BufferedWriter):
+    """A new file that is written from its beginning to its end, and hashed."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        super().__init__(create_private(path).detach())
         self.digest = hashlib.sha256()
         self.nbytes = 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        self._file.write(data)
         self.nbytes += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def tell(self) -> int:
-        return self.nbytes
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
+        return super().write(data)
 
     def fileno(self) -> int:
-        self._file.flush()  # the caller wants to sync
-        return self._file.fileno()
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
+        self.flush()  # the caller wants to sync
+        return super().fileno()
 
 
 class CarefulFiles(FileSystem):
@@ -105,7 +89,7 @@ class CarefulFiles(FileSystem):
             with open_regular(path) as file:
                 yield file
             return
-        with _HashingFile(create_private(path)) as written:
+        with _HashingFile(path) as written:
             yield written
         self.written[Path(path).name] = StoredFile(written.nbytes, written.digest.hexdigest())
 

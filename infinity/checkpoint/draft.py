@@ -25,9 +25,9 @@ from infinity.checkpoint.manifest import (
     LATEST,
     Manifest,
     StateFormat,
+    damage,
     find_checkpoint,
     load_manifest,
-    missing,
     read_latest,
     remove_named,
 )
@@ -35,7 +35,7 @@ from infinity.checkpoint.work_folder import WorkFolder, abandoned, work_path
 from infinity.errors import CheckpointError, IntegrityError
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
-from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.files import StoredFile, is_own_folder, sync, write_durably
 from infinity.store.run_folder import free_bytes
 from infinity.units import format_bytes
@@ -74,7 +74,7 @@ class Draft:
     def write_manifest(self, manifest: Manifest) -> None:
         """Write the last file. Raises CheckpointError where another file is not there as written: the ranks see different
         folders, or the file system lost it."""
-        for name, why in missing(self.folder, manifest):
+        for name, why in damage(self.folder, manifest, contents=False):
             raise CheckpointError(
                 f"{self.task} failed (of what the ranks wrote, {name} is {why}): save to a folder that all ranks share"
             )
@@ -112,8 +112,7 @@ class Draft:
 
         Raises CheckpointError on all ranks where it failed on one.
         """
-        everything: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everything, files)
+        everything = from_all_ranks(files)
         with raise_on_all_ranks():
             if dist.get_rank() == 0:
                 all_files = {name: file for of_rank in everything for name, file in of_rank.items()}
@@ -166,9 +165,7 @@ def clear_abandoned(root: Path) -> None:
 
 def draft_of(directory: str | os.PathLike[str], tag: str) -> Draft:
     """A draft with the same folder on all ranks. A collective."""
-    everywhere = [""] * dist.get_world_size()
-    dist.all_gather_object(everywhere, secrets.token_hex(8))
-    return Draft(Path(directory), tag, everywhere[0])
+    return Draft(Path(directory), tag, from_all_ranks(secrets.token_hex(8))[0])
 
 
 def find(directory: str | os.PathLike[str], tag: str | None) -> Path:

@@ -6,7 +6,6 @@ result is like a checkpoint that `save_checkpoint` writes in the format "dcp".
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import secrets
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from infinity.checkpoint.dcp_storage import Writer, cause_of
-from infinity.checkpoint.draft import check_space
+from infinity.checkpoint.draft import check_space, failing_as
 from infinity.checkpoint.manifest import FILE_NAME, find_checkpoint
 from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.checkpoint.training_state import encode
@@ -77,7 +76,8 @@ def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress
     state, values = _state_of(stored)
     total = sum(tensor.nbytes for tensor in values.values())
     partial = final.parent / f".infinity-export-{secrets.token_hex(8)}"
-    with _failing_as(final):
+    task = f"writing the checkpoint {final}"
+    with failing_as(task):
         if final.exists() and (not final.is_dir() or any(final.iterdir())):
             raise CheckpointError(f"{final} is there already: remove it, or name another folder")
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ def _export(stored: StoredArena, final: Path, progress: Callable[[int], Progress
         partial.mkdir(mode=0o700)
     try:
         writer = Writer(partial)
-        _write(state, _Planner(stored, values, progress(total)), writer, final)
-        with _failing_as(final):
+        _write(state, _Planner(stored, values, progress(total)), writer, task)
+        with failing_as(task):
             _complete(stored, partial, writer.written)
             partial.rename(final)
             sync(final.parent)
@@ -189,7 +189,7 @@ def _cut(item: WriteItem) -> Iterator[WriteItem]:
         )
 
 
-def _write(state: dict[str, Any], planner: _Planner, writer: Writer, final: Path) -> None:
+def _write(state: dict[str, Any], planner: _Planner, writer: Writer, task: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -198,7 +198,7 @@ def _write(state: dict[str, Any], planner: _Planner, writer: Writer, final: Path
         cause = cause_of(error)
         if isinstance(cause, CheckpointError):
             raise cause from None
-        raise CheckpointError(f"writing the checkpoint {final} failed: {cause}") from None
+        raise CheckpointError(f"{task} failed: {cause}") from None
 
 
 def _complete(stored: StoredArena, partial: Path, files: dict[str, StoredFile]) -> None:
@@ -210,13 +210,3 @@ def _complete(stored: StoredArena, partial: Path, files: dict[str, StoredFile]) 
         files[f"rank{rank}.pt"] = StoredFile(len(content), sha256(content).hexdigest())
     write_durably(partial / FILE_NAME, replace(stored.manifest, state_format="dcp", files=files).to_json())
     sync(partial)
-
-
-@contextlib.contextmanager
-def _failing_as(final: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"writing the checkpoint {final} failed ({error.strerror}): name another folder"
-        ) from None

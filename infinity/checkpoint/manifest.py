@@ -9,16 +9,15 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from infinity.errors import CheckpointError
-from infinity.store.files import StoredFile, open_regular, read_small
+from infinity.store.files import StoredFile, open_regular, parse_json, read_small
 from infinity.units import MIB
 
 FILE_NAME = "manifest.json"
@@ -75,21 +74,11 @@ class Manifest:
         return (json.dumps(asdict(self), indent=1, sort_keys=True) + "\n").encode()
 
 
-def parse_manifest(content: bytes) -> Manifest:
-    """Parse `content`. Raises ValueError saying what is wrong."""
-    try:
-        return TypeAdapter(Manifest).validate_json(content, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
-
-
 def load_manifest(checkpoint: Path) -> Manifest | None:
     """The manifest in a checkpoint's folder, None where there is none. Raises CheckpointError where it can't be read."""
     path = checkpoint / FILE_NAME
     try:
-        return parse_manifest(read_small(path, _NBYTES_MAX))
+        return parse_json(Manifest, read_small(path, _NBYTES_MAX))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -150,28 +139,17 @@ def damage(
     manifest: Manifest,
     names: list[str] | None = None,
     progress: Callable[[int], None] = lambda nbytes: None,
+    *,
+    contents: bool = True,
 ) -> Iterator[tuple[str, str]]:
     """(file, what is wrong with it) for every file, of `names` if given, that differs from the manifest.
 
-    `progress` is called with the number of bytes read since the last call.
+    `progress` is called with the number of bytes read since the last call. Without `contents`, only that each is there with
+    its length.
     """
     for name in sorted(manifest.files) if names is None else names:
-        if why := _wrong(checkpoint / name, manifest.files[name], progress):
+        if why := _wrong(checkpoint / name, manifest.files[name], progress, contents):
             yield name, why
-
-
-def missing(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """(file, what is wrong with it) for every file that isn't there with its length: `damage` without reading any."""
-    for name, stored in sorted(manifest.files.items()):
-        try:
-            status = (checkpoint / name).lstat()
-        except FileNotFoundError:
-            yield name, "missing"
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            yield name, "no file"
-        elif status.st_size != stored.nbytes:
-            yield name, f"{status.st_size} bytes instead of {stored.nbytes}"
 
 
 def remove_named(checkpoint: Path, manifest: Manifest) -> None:
@@ -187,7 +165,7 @@ def remove_named(checkpoint: Path, manifest: Manifest) -> None:
         checkpoint.rmdir()
 
 
-def _wrong(path: Path, stored: StoredFile, progress: Callable[[int], None]) -> str:
+def _wrong(path: Path, stored: StoredFile, progress: Callable[[int], None], contents: bool) -> str:
     digest, nbytes = hashlib.sha256(), 0
     try:
         with open_regular(path) as file:
@@ -195,6 +173,8 @@ def _wrong(path: Path, stored: StoredFile, progress: Callable[[int], None]) -> s
             if size != stored.nbytes:
                 progress(stored.nbytes)
                 return f"{size} bytes instead of {stored.nbytes}"
+            if not contents:
+                return ""
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
                 nbytes += len(piece)
@@ -204,5 +184,5 @@ def _wrong(path: Path, stored: StoredFile, progress: Callable[[int], None]) -> s
         return "missing"
     except OSError as error:
         progress(stored.nbytes - nbytes)
-        return f"can't be read ({error.strerror})"
+        return f"unreadable ({error.strerror})"
     return "" if digest.hexdigest() == stored.sha256 else "its bytes are not those that were written (SHA-256)"

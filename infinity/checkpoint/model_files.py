@@ -9,41 +9,58 @@ index names it where there are several. Files of others keep their names; only o
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
+import math
 import os
 import secrets
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from infinity.checkpoint.draft import clear_abandoned
 from infinity.checkpoint.work_folder import WorkFolder
+from infinity.errors import CheckpointError
 from infinity.store.files import open_regular, read_small, sync
 from infinity.units import GIB, MIB
 
 log = logging.getLogger("infinity")
 
 SAFETENSORS_BYTES_MAX = 2 * GIB
-"""Bytes per file of a 16-bit model, and in memory at once while saving."""
+"""Bytes per file of a 16-bit model."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _WRITER = {"writer": "infinity"}
 _HEADER_BYTES_MAX = 100 * MIB
+_PIECE_NUMEL = 4 << 20
+"""Elements that are converted and written at once."""
+
+Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""dtype and shape of tensors, by name."""
 
 
 class ModelFiles:
-    """Collects tensors in memory and writes a file per SAFETENSORS_BYTES_MAX; files get their names when all are written."""
+    """Writes a model's tensors one after another; the files get their names when all are written. Holds no tensor.
 
-    def __init__(self, root: Path) -> None:
-        """Raises OSError, CheckpointError where nothing can be written to `root`."""
-        self._root = root
-        self._files: list[list[str]] = []
-        self._part: dict[str, torch.Tensor] = {}
-        self._part_bytes = 0
-        self._total_bytes = 0
+    tensors: those that will be added, in that order. bytes_max: of a file; a larger tensor has a file to itself. nbytes: of all
+    tensors. tell: called with the number of bytes just written.
+    """
+
+    def __init__(self, root: Path, tensors: Tensors, *, bytes_max: int) -> None:
+        """Raises OSError where nothing can be written to `root`, CheckpointError also for a dtype that files don't hold."""
+        self._root, self._tensors = root, tensors
+        self.tell: Callable[[int], None] = lambda nbytes: None
+        self._files = _cut(tensors, bytes_max)
+        self._headers = [_header({name: tensors[name] for name in names}) for names in self._files]
+        self.nbytes = sum(_nbytes(*entry) for entry in tensors.values())
+        self._begun = 0
+        self._file: BinaryIO | None = None
         self._named: list[Path] = []
         """Files that have their names but belong to no model yet."""
         self._identity = secrets.token_hex(4)
@@ -51,31 +68,41 @@ class ModelFiles:
         clear_abandoned(root)
         self._work = WorkFolder.make(root, secrets.token_hex(8), SINGLE)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Raises OSError, SafetensorError."""
-        nbytes = tensor.numel() * tensor.itemsize
-        if self._part and self._part_bytes + nbytes > SAFETENSORS_BYTES_MAX:
-            self._flush()
-        self._part[name] = tensor.contiguous()
-        self._part_bytes += nbytes
-        self._total_bytes += nbytes
+    def add(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Write the next tensor, whose elements come in `pieces` (on the CPU), one behind the other. Raises OSError."""
+        if self._begun < len(self._files) and name == self._files[self._begun][0]:
+            self._end_file()
+            self._file = self._path(self._begun).open("xb")
+            self._file.write(self._headers[self._begun])
+            self._begun += 1
+        assert self._file is not None
+        dtype, _ = self._tensors[name]
+        for piece in pieces:
+            for numbers in piece.reshape(-1).split(_PIECE_NUMEL):
+                self._file.write(numbers.to(dtype).view(torch.uint8).numpy().data)
+                self.tell(numbers.numel() * dtype.itemsize)
 
-    def finish(self) -> None:
-        """Name the files: see [Note: A model in the place of another]. Raises OSError, SafetensorError."""
-        self._flush()
+    def finish(self) -> list[Path]:
+        """Name the files, the index last: see [Note: A model in the place of another]. Raises OSError."""
+        self._end_file()
         former = _parts_of(self._root / INDEX)
         if len(self._files) == 1:
-            self._take_place(self._path(0), SINGLE)
+            named = [self._take_place(self._path(0), SINGLE)]
             self._free(INDEX)
         else:
-            self._take_place(self._indexed(), INDEX)
+            index = self._indexed()
+            named = [*self._named, self._take_place(index, INDEX)]
             self._free(SINGLE)
         for path in former:
             path.unlink()
         sync(self._root)
+        return named
 
     def clean_up(self) -> None:
         """Remove files that have become no model. Idempotent."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
         for path in self._named:
             path.unlink(missing_ok=True)
         self._named.clear()
@@ -93,19 +120,20 @@ class ModelFiles:
             self._named.append(self._root / name)
             weight_map.update(dict.fromkeys(tensors, name))
         sync(self._root)
-        index = {"metadata": {"total_size": self._total_bytes, **_WRITER}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": self.nbytes, **_WRITER}, "weight_map": weight_map}
         written = self._work.new / INDEX
         written.write_text(json.dumps(index, indent=2) + "\n")  # with the permissions of the other files
         sync(written)
         return written
 
-    def _take_place(self, written: Path, name: str) -> None:
+    def _take_place(self, written: Path, name: str) -> Path:
         """Rename the file to the name that readers look for."""
         if not _is_ours(self._root / name):
             self._move_aside(name)
-        written.rename(self._root / name)
+        place = written.rename(self._root / name)
         self._named.clear()
         sync(self._root)
+        return place
 
     def _free(self, name: str) -> None:
         """Remove, or move aside, the file that a model written in the other way has left."""
@@ -120,16 +148,54 @@ class ModelFiles:
             (self._root / name).rename(self._root / aside)
             log.warning("%s was not written by save_16bit_model: it is %s now", self._root / name, aside)
 
-    def _flush(self) -> None:
-        path = self._path(len(self._files))
-        save_file(self._part, path, metadata={"format": "pt", **_WRITER})
-        sync(path)
-        self._files.append(list(self._part))
-        self._part.clear()
-        self._part_bytes = 0
+    def _end_file(self) -> None:
+        if self._file is not None:
+            with self._file as file:
+                file.flush()
+                os.fsync(file.fileno())
 
     def _path(self, number: int) -> Path:
         return self._work.new / f"part{number}.safetensors"
+
+
+def _cut(tensors: Tensors, bytes_max: int) -> list[list[str]]:
+    """The names of the tensors in each file."""
+    files: list[list[str]] = []
+    room = -1
+    for name, entry in tensors.items():
+        nbytes = _nbytes(*entry)
+        if nbytes > room:
+            files.append([])
+            room = max(bytes_max, nbytes)
+        files[-1].append(name)
+        room -= nbytes
+    return files
+
+
+def _header(tensors: Tensors) -> bytes:
+    """The bytes before those of the tensors: 8 bytes of length, then JSON, padded to 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **_WRITER}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + _nbytes(dtype, shape)
+        try:
+            entries[name] = {"dtype": _name_of(dtype), "shape": list(shape), "data_offsets": [at, end]}
+        except KeyError:
+            raise CheckpointError(f"{name} has the type {dtype}, which safetensors files don't hold") from None
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    """As safetensors calls it. Raises KeyError for a dtype that it doesn't have."""
+    return str(json.loads(save({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"])
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _is_ours(path: Path) -> bool:

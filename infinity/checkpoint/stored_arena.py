@@ -7,6 +7,7 @@ by field (infinity/store/commit.py, snapshot.py).
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.checks import check_resumable, damaged
+from infinity.checkpoint.checks import check_resumable, damaged, verify_file
 from infinity.checkpoint.commits import ties_of, unpaged_state_of
-from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, damage, load_manifest, others
+from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, load_manifest, others
 from infinity.checkpoint.snapshot import Snapshot, rows_of
 from infinity.checkpoint.training_state import RANDOM_STATES
 from infinity.errors import CheckpointError
@@ -118,7 +119,8 @@ class StoredArena:
             )
         self.manifest = manifest
         self._ranks: dict[int, RankState] = {}
-        self._verified: set[str] = set()
+        self.verify = functools.cache(functools.partial(verify_file, path, manifest))
+        """Compares the file of this name with the manifest, once. Raises CheckpointError."""
         first = self.rank(0)
         self.shards = first.layout.shards
         """Number of ranks that each parameter is sharded over. Further ranks are replicas and have stored no arena."""
@@ -181,15 +183,6 @@ class StoredArena:
         for state, _, _ in self._rows(self._numbers[name], start, numel):
             self.verify(arena_name(state.layout.rank))
         return self.read(name, field, start, numel)
-
-    def verify(self, name: str) -> None:
-        """Compare a file with the manifest, once. Raises CheckpointError."""
-        if name in self._verified:
-            return
-        listed = name in self.manifest.files
-        for _, why in damage(self.path, self.manifest, [name]) if listed else [(name, "its manifest doesn't know it")]:
-            raise damaged(self.path / name, why)
-        self._verified.add(name)
 
     def _rows(self, number: int, start: int, numel: int) -> Iterator[tuple[RankState, int, int]]:
         """(rank's files, first element in its shard, count) of the pieces of elements [start, start + numel)."""

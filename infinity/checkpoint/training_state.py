@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from infinity.errors import CheckpointError
+from infinity.store.files import parse_json
 
 RANDOM_STATES = frozenset({"rng", "rng_device"})
 """Keys that a new rank does not take from another rank."""
@@ -61,20 +62,10 @@ def _packed(training_state: Mapping[str, Any]) -> dict[str, Any]:
 def _unpacked(state: dict[str, Any]) -> dict[str, Any]:
     steps, groups = state.get("steps"), state.get("group_names")
     if isinstance(steps, dict) and isinstance(steps.get(_NAMES), str):
-        names, values = _strings(steps[_NAMES]), steps.get(_VALUES)
+        names, values = parse_json(list[str], steps[_NAMES]), steps.get(_VALUES)
         if not isinstance(values, torch.Tensor) or values.shape != (len(names),):
             raise ValueError(f"it has no number of steps for each of {len(names)} parameters")
         state["steps"] = {name: value.clone() for name, value in zip(names, values.unbind(), strict=True)}
     if isinstance(groups, str):
-        listed = json.loads(groups)
-        if not isinstance(listed, list):
-            raise ValueError("the names of its parameter groups are something else")
-        state["group_names"] = [_strings(json.dumps(names)) for names in listed]
+        state["group_names"] = parse_json(list[list[str]], groups)
     return state
-
-
-def _strings(listed: str) -> list[str]:
-    names = json.loads(listed)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("what should be names is something else")
-    return names

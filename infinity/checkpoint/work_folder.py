@@ -23,9 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
-
-from infinity.store.files import is_own_folder, sync
+from infinity.store.files import is_own_folder, parse_json, sync
 
 PREFIX = ".infinity-saving-"
 _ABOUT = "about.json"
@@ -138,10 +136,7 @@ def _take(path: Path) -> WorkFolder | None:
 
 def _parse(content: bytes) -> About:
     """Raises ValueError where the content is not from a save of ours."""
-    try:
-        about = TypeAdapter(About).validate_json(content, strict=True)
-    except ValidationError:
-        raise ValueError("it is something else") from None
+    about = parse_json(About, content)
     if about.target != Path(about.target).name or about.target in ("", ".", ".."):
         raise ValueError(f"{about.target!r} is no name")
     return about

@@ -97,15 +97,18 @@ class _InPlace:
         return self._staged
 
 
-class _Filled(_InPlace):
-    def __init__(self, filled: torch.Tensor, reads: Sequence[DirectRead]) -> None:
-        super().__init__(filled)
-        self._reads = reads
+class Filled:
+    """Device memory that reads fill, or have filled; `copied` stands for all of them."""
+
+    def __init__(self, copied: InFlightCopy, reads: Sequence[DirectRead]) -> None:
+        self.copy_event = copied.copy_event
+        self._copied, self._reads = copied, reads
 
     def on_device(self) -> torch.Tensor:
+        self.copy_event.wait()
         for read in self._reads:
             read.check()
-        return super().on_device()
+        return self._copied.on_device()
 
 
 class CpuDevice:
@@ -126,7 +129,7 @@ class CpuDevice:
 
     def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
         filled = torch.empty(numel, dtype=dtype)
-        return _Filled(filled, fill(filled, None))
+        return Filled(_InPlace(filled), fill(filled, None))
 
     def copy_event(self) -> CopyEvent:
         return AlreadyCopied()

@@ -20,14 +20,10 @@ stream, which reuses it in order; its host bytes are free when its copy event ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from infinity.aio import PinnedSlab
 from infinity.device.cuda import CudaRuntime
-from infinity.device.direct import DirectRead
-from infinity.device.staging import CopyEvent, CpuDevice, Device, Fill, InFlightCopy
+from infinity.device.staging import CopyEvent, CpuDevice, Device, Fill, Filled, InFlightCopy
 
 
 def device_for(torch_device: torch.device) -> Device:
@@ -62,20 +58,6 @@ class _Copied:
         return self._taken
 
 
-class _Filled:
-    """Device memory that reads fill, or have filled."""
-
-    def __init__(self, copied: _Copied, reads: Sequence[DirectRead]) -> None:
-        self.copy_event = copied.copy_event
-        self._copied, self._reads = copied, reads
-
-    def on_device(self) -> torch.Tensor:
-        self.copy_event.wait()
-        for read in self._reads:
-            read.check()
-        return self._copied.on_device()
-
-
 class StreamDevice:
     """Copies while the device computes; asynchronous where the host memory could be pinned."""
 
@@ -84,18 +66,13 @@ class StreamDevice:
     def __init__(self, runtime: CudaRuntime) -> None:
         self.torch_device = runtime.torch_device
         self._runtime = runtime
+        self.register, self.unregister = runtime.pin, runtime.unpin
         self._h2d = runtime.new_stream()
         self._d2h = runtime.new_stream()
 
     @property
     def numa_node(self) -> int | None:
         return self._runtime.numa_node
-
-    def register(self, slab: PinnedSlab) -> str | None:
-        return self._runtime.pin(slab)
-
-    def unregister(self, slab: PinnedSlab) -> None:
-        self._runtime.unpin(slab)
 
     def start_h2d(self, staged: torch.Tensor) -> InFlightCopy:
         taken = self._runtime.empty(staged.numel(), staged.dtype, self._h2d)
@@ -105,7 +82,7 @@ class StreamDevice:
     def start_filling(self, numel: int, dtype: torch.dtype, fill: Fill) -> InFlightCopy:
         filled = self._runtime.empty(numel, dtype, self._h2d)
         reads = fill(filled, self._h2d)
-        return _Filled(_Copied(self._runtime, filled, self._h2d.record_event()), reads)
+        return Filled(_Copied(self._runtime, filled, self._h2d.record_event()), reads)
 
     def copy_event(self) -> CopyEvent:
         return StreamCopyEvent(self._h2d.record_event())

@@ -168,17 +168,12 @@ class Routes:
     def _around(self, names: Sequence[str]) -> str | None:
         """The class of the innermost module around all of the groups `names` that is called; None where that is the model."""
         modules = {clean_name(name): module for name, module in self._model.named_modules()}
-        parts = [name.split(".")[:-1] for name in names]
-        common = []
-        for column in zip(*parts, strict=False):
-            if len(set(column)) > 1:
-                break
-            common.append(column[0])
-        while common:
-            module = modules[".".join(common)]
+        columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+        common = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns)]
+        for end in range(len(common), 0, -1):
+            module = modules[".".join(common[:end])]
             if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
                 return type(module).__name__.removeprefix("FSDP")
-            common.pop()
         return None
 
     def _left(self) -> str | None:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from infinity import errors
 from infinity.errors import InfinityError, IoError, StoreError
+
+_T = TypeVar("_T")
+
+
+def from_all_ranks(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
+    """What each rank of `group` (all there are where None) has passed, by rank. A collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @contextlib.contextmanager
@@ -33,9 +43,7 @@ def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Excep
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     report = None if error is None else (dist.get_rank(), type(error).__name__, str(error))
-    reports: list[tuple[int, str, str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, report, group=group)
-    failed = next((other for other in reports if other is not None), None)
+    failed = next((other for other in from_all_ranks(report, group) if other is not None), None)
     return None if failed is None else restated(*failed)
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from infinity.ranks.all_ranks import from_all_ranks
+
 End = tuple[str, int]
 """Address and port."""
 _MAPPED = "::ffff:"
@@ -43,9 +45,7 @@ def find_links(store: dist.Store) -> list[Link]:
     """This rank's links to all others, as far as they are connected now. A collective."""
     links = [link for link in _connections() if _port_of(store) not in (link.here[1], link.there[1])]
     ours = {(link.here, link.there) for link in links}
-    everywhere: list[set[tuple[End, End]]] = [ours] * dist.get_world_size()
-    dist.all_gather_object(everywhere, ours)
-    others = set().union(*(ends for rank, ends in enumerate(everywhere) if rank != dist.get_rank()))
+    others = set().union(*(ends for rank, ends in enumerate(from_all_ranks(ours)) if rank != dist.get_rank()))
     return [link for link in links if (link.there, link.here) in others]
 
 

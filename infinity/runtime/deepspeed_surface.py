@@ -231,7 +231,7 @@ class DeepSpeedSurface:
     # The weights alone.
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> bool:
-        """Write the model in the dtype of compute as safetensors. A collective; holds 2 GiB at most on rank 0.
+        """Write the model in the dtype of compute as safetensors. A collective; rank 0 holds a tensor at a time.
 
         `save_filename` is accepted: the files have the names that readers of safetensors look for.
         """

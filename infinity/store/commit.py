@@ -14,10 +14,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
+from infinity.store.files import parse_json
 from infinity.store.layout import MOMENTS, Layout
 from infinity.units import GIB
 
@@ -43,7 +44,6 @@ _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Bits = Annotated[str, Field(pattern=r"^[01]*$")]
 _Id = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ def parse_record(content: bytes, layout: ArenaLayout | None = None) -> Record:
     if int(line[1]) < VERSION:
         head, layout_json = _renamed(head), _renamed(layout_json)
     if layout is None or layout_json != layout.as_json:
-        layout = _parse(ArenaLayout, layout_json)
-    record = Record(_parse(Commit, head), layout, ties, unpaged_state, sums)
+        layout = parse_json(ArenaLayout, layout_json)
+    record = Record(parse_json(Commit, head), layout, ties, unpaged_state, sums)
     _check_counts(record)
     return record
 
@@ -187,14 +187,6 @@ def _hash(sections: Sequence[bytes]) -> str:
         digest.update(len(section).to_bytes(8, "little"))
         digest.update(section)
     return digest.hexdigest()
-
-
-def _parse(kind: type[_T], content: bytes) -> _T:
-    try:
-        return TypeAdapter(kind).validate_json(content, strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
 
 
 def _check_counts(record: Record) -> None:

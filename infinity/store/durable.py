@@ -52,7 +52,7 @@ from typing import Any
 from infinity.aio import File
 from infinity.errors import CheckpointError, IoError, StoreError
 from infinity.store.commit import RECORD_BYTES_MAX, Record, parse_record
-from infinity.store.files import is_own_folder, read_small, remove_file, sync, write_durably
+from infinity.store.files import is_own_folder, read_small, remove_file, replace_durably, sync
 from infinity.store.placement import file_bytes
 from infinity.store.run_folder import Folder, keep_from_children, make_writable
 from infinity.units import MIB, format_bytes
@@ -108,11 +108,7 @@ class DurableFolder(Folder):
 
     def note(self, about: dict[str, Any]) -> None:
         """Replace the note about this rank's files. Raises OSError."""
-        partial = self.path / f".{self.file('json').name}.partial"
-        partial.unlink(missing_ok=True)
-        write_durably(partial, (json.dumps(about) + "\n").encode())
-        partial.rename(self.file("json"))
-        sync(self.path)
+        replace_durably(self.file("json"), (json.dumps(about) + "\n").encode())
 
     def others(self) -> set[str]:
         """Other ranks with records here, as their files name them ("rank1")."""
@@ -219,16 +215,10 @@ class DurableRun:
 
     def write(self, record: Record) -> None:
         """Write the record of a commit whose state is on the drive already. Raises OSError."""
-        folder = self.folders[0]
-        final = self._slot(record.commit.sequence)
-        partial = folder.path / f".{final.name}.partial"
-        remove_file(partial)
         content = record.to_bytes()
         if len(content) > RECORD_BYTES_MAX:  # it could not be read
             raise OSError(errno.EFBIG, f"its record has more than {format_bytes(RECORD_BYTES_MAX)}")
-        write_durably(partial, content)
-        partial.rename(final)
-        sync(folder.path)
+        replace_durably(self._slot(record.commit.sequence), content)
         if not self._shares_noted:
             for other in self.folders[1:]:
                 other.note(other.noted() | {_COMMITTED: True})

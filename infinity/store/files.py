@@ -13,14 +13,16 @@ import errno
 import os
 import stat
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, TypeVar
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from infinity.errors import StoreError
 from infinity.units import format_bytes
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class StoredFile:
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-def create_private(path: str | os.PathLike[str]) -> BinaryIO:
+def create_private(path: str | os.PathLike[str]) -> BufferedWriter:
     """Create a file for writing, mode 0600 whatever the umask. Raises OSError, also where the name is taken."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "wb")
@@ -69,6 +71,15 @@ def read_small(path: str | os.PathLike[str], nbytes_max: int) -> bytes:
     return content
 
 
+def parse_json(kind: type[_T], content: bytes | str) -> _T:
+    """`content` as a `kind`, each of its fields checked. Raises ValueError that says what is wrong, and where."""
+    try:
+        return TypeAdapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))) from None
+
+
 def remove_file(path: Path) -> None:
     """Remove a file of ours, if it exists. Raises OSError; StoreError where a folder is in its place."""
     try:
@@ -87,6 +98,18 @@ def write_durably(path: str | os.PathLike[str], content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """As `write_durably`, but in the place of a file that may have the name: at any instant the whole of one of them has it.
+
+    Its name lasts on return, too. If killed before, `.NAME.partial` may stay.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    remove_file(partial)
+    write_durably(partial, content)
+    partial.rename(path)
+    sync(path.parent)
 
 
 def sync(path: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity
-from infinity._aio import crc32c, crc32c_ways, page_checksums
+from infinity._aio import crc32c_ways, page_checksums
 from infinity.aio import File, IoEngine, PinnedPool, Priority, Request, StripedFile
 from infinity.errors import IntegrityError
 
@@ -81,10 +81,19 @@ def flip(path: Path | str, bit: int) -> None:
         os.close(descriptor)
 
 
+def crc32c(data: bytes) -> int:
+    """Bit by bit, as RFC 3720 defines it."""
+    state = 0xFFFFFFFF
+    for byte in data:
+        state ^= byte
+        for _ in range(8):
+            state = state >> 1 ^ (0x82F63B78 if state & 1 else 0)
+    return state ^ 0xFFFFFFFF
+
+
 def test_the_sum_is_crc32c() -> None:
     assert crc32c_ways()[-1] == "table"
     assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(b"6789", crc32c(memoryview(b"12345"))) == 0xE3069283
     data = random.Random(0).randbytes(3 * PAGE)
     sums = [crc32c(data[at : at + PAGE]) for at in range(0, len(data), PAGE)]
     assert page_checksums(data) == b"".join(each.to_bytes(4, "little") for each in sums)

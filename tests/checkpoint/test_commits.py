@@ -369,7 +369,7 @@ def test_a_commit_that_fails_leaves_the_one_before(
             if fails == "leave_one":
                 patch.setattr(DurableRun, fails, full)
             else:
-                patch.setattr(f"infinity.store.durable.{fails}", full)
+                patch.setattr(f"infinity.store.files.{fails}", full)
             with pytest.raises(infinity.StoreError, match="No space left"):
                 engine.commit()
         raise Crash
@@ -420,7 +420,7 @@ def test_a_training_goes_on_after_a_commit_that_failed(nvme_path: Path, monkeypa
         engine.commit()
         losses.append(step(engine))
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.store.durable.write_durably", full)
+            patch.setattr("infinity.store.files.write_durably", full)
             with pytest.raises(infinity.StoreError, match="free space there"):
                 engine.commit()
         losses += [step(engine), step(engine)]

@@ -683,17 +683,17 @@ def test_an_empty_parameter_group_is_saved_and_loaded(nvme_path: Path, tmp_path:
 def test_a_16_bit_model_that_cannot_be_written_leaves_nothing(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = model_files.save_file
+    ended = ModelFiles._end_file
     written: list[Path] = []
 
-    def full(tensors: Any, path: Path, **options: Any) -> None:
+    def full(files: ModelFiles) -> None:
+        ended(files)
+        written.extend(files._work.new.glob("*.safetensors"))
         if written:
             raise OSError(28, "No space left on device")
-        saved(tensors, path, **options)
-        written.append(path)
 
     monkeypatch.setattr(model_files, "SAFETENSORS_BYTES_MAX", 3000)
-    monkeypatch.setattr(model_files, "save_file", full)
+    monkeypatch.setattr(ModelFiles, "_end_file", full)
     with engine_for(nvme_path) as engine:
         with pytest.raises(infinity.CheckpointError, match=r"No space left on device.*free space there"):
             engine.save_16bit_model(tmp_path)
@@ -722,14 +722,15 @@ def test_a_16_bit_model_is_the_masters_rounded(
 
 
 def write_model(root: Path, value: float) -> None:
-    parts = ModelFiles(root)
+    tensors = {f"w{number}": (torch.float32, (4,)) for number in range(3)}
+    files = ModelFiles(root, tensors, bytes_max=model_files.SAFETENSORS_BYTES_MAX)
     try:
-        for number in range(3):
-            parts.add(f"w{number}", torch.full((4,), value))
-        parts.finish()
-        parts.clean_up()
+        for name in tensors:
+            files.add(name, [torch.full((4,), value)])
+        files.finish()
+        files.clean_up()
     finally:
-        parts._work.release()  # as the death of a process does
+        files._work.release()  # as the death of a process does
 
 
 def read_model(root: Path, entry: str) -> set[float]:

@@ -187,7 +187,7 @@ def test_what_cannot_be_is_an_error_in_a_line(
     before = sorted(saved.parent.iterdir())
     assert "is there already" in told(str(saved), str(saved))
     assert "is there already" in told(str(saved), str(saved / "latest"))
-    assert "failed (File exists): name another folder" in told(str(saved), str(saved / "latest" / "out"))
+    assert "File exists" in told(str(saved), str(saved / "latest" / "out"))
     assert "is not a folder" in told(str(tmp_path / "nothing"), str(tmp_path / "out"))
     with monkeypatch.context() as patched:
         patched.setattr("infinity.checkpoint.draft.free_bytes", lambda path: 4000)

@@ -19,9 +19,9 @@ from infinity.checkpoint.manifest import (
     damage,
     find_checkpoint,
     load_manifest,
-    parse_manifest,
 )
 from infinity.errors import CheckpointError
+from infinity.store.files import parse_json
 
 HASH = "0" * 64
 VALUES = st.recursive(
@@ -52,22 +52,24 @@ def manifest(**changes: Any) -> dict[str, Any]:
     )
 )
 def test_what_is_written_is_read(made: Manifest) -> None:
-    assert parse_manifest(made.to_json()) == made
+    assert parse_json(Manifest, made.to_json()) == made
 
 
 @pytest.mark.inputs
 @hypothesis.given(st.binary(max_size=200) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_anything_else_is_refused_in_words(content: bytes) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        parse_manifest(content)
+        parse_json(Manifest, content)
 
 
 @pytest.mark.inputs
 @hypothesis.given(st.sampled_from(sorted(manifest())), VALUES)
 def test_a_changed_field_is_refused_or_keeps_its_type(field: str, value: Any) -> None:
     with contextlib.suppress(ValueError):
-        parsed = parse_manifest(json.dumps(manifest(**{field: value})).encode())
-        assert type(getattr(parsed, field)) is type(getattr(parse_manifest(json.dumps(manifest()).encode()), field))
+        parsed = parse_json(Manifest, json.dumps(manifest(**{field: value})).encode())
+        assert type(getattr(parsed, field)) is type(
+            getattr(parse_json(Manifest, json.dumps(manifest()).encode()), field)
+        )
 
 
 @pytest.mark.inputs
@@ -77,25 +79,25 @@ def test_changed_bytes_are_refused_or_a_manifest(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 5))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(ValueError):
-        assert isinstance(parse_manifest(bytes(content)), Manifest)
+        assert isinstance(parse_json(Manifest, bytes(content)), Manifest)
 
 
 @pytest.mark.parametrize("name", ["../a", "a/b", "/etc/passwd", "..", ".", "", "a\0b", "a\n", "x" * 300])
 def test_no_name_leads_out_of_the_folder(name: str) -> None:
     with pytest.raises(ValueError, match="pattern"):
-        parse_manifest(json.dumps(manifest(files={name: {"nbytes": 1, "sha256": HASH}})).encode())
+        parse_json(Manifest, json.dumps(manifest(files={name: {"nbytes": 1, "sha256": HASH}})).encode())
 
 
 def test_what_is_no_json_is_told_without_a_place() -> None:
     with pytest.raises(ValueError, match=r"^Invalid JSON"):
-        parse_manifest(b"{")
+        parse_json(Manifest, b"{")
     with pytest.raises(ValueError, match=r"^ranks: "):
-        parse_manifest(json.dumps(manifest(ranks="two")).encode())
+        parse_json(Manifest, json.dumps(manifest(ranks="two")).encode())
 
 
 def test_a_deep_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r".+"):
-        parse_manifest(b"[" * 100_000)
+        parse_json(Manifest, b"[" * 100_000)
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from durable_training import Case, Crash, make, step, weights
 import infinity
 from infinity.checkpoint import commits, training_state
 from infinity.runtime.engine_state import EngineState
-from infinity.store import commit, durable
+from infinity.store import commit, files
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -77,7 +77,7 @@ def training_in_memory(nvme_path: Path, steps: int) -> list[list[float]]:
 def test_a_record_that_the_drive_lost_something_of_is_refused_and_leaves_the_one_before(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_durably = durable.write_durably
+    write_durably = files.write_durably
 
     def flip_a_bit(path: Path, content: bytes) -> None:
         write_durably(path, content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
@@ -87,7 +87,7 @@ def test_a_record_that_the_drive_lost_something_of_is_refused_and_leaves_the_one
         engine.commit()
         losses.append(step(engine))
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "write_durably", flip_a_bit)
+            patch.setattr(files, "write_durably", flip_a_bit)
             with pytest.raises(infinity.CheckpointError, match=r"can't be read back .*SHA-256"):
                 engine.commit()
         raise Crash
@@ -210,8 +210,7 @@ def test_a_first_commit_that_was_never_made_by_all_is_none(
     run = SimpleNamespace(records={}, damaged=[], others=[], began_without_commit=None, where="here")
     mine = commits._Commits(ours, [], [], None, OF_RUN, "here", resume == "must")
     other = commits._Commits(theirs, damaged, [], began, OF_RUN, "there", resume == "must")
-    monkeypatch.setattr(commits.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(commits.dist, "all_gather_object", lambda into, _: into.__setitem__(slice(None), [mine, other]))
+    monkeypatch.setattr(commits, "from_all_ranks", lambda _: [mine, other])
     if anew:
         assert commits._agree(run, resume) == (None, OF_RUN)  # type: ignore[arg-type]
     else:

@@ -109,7 +109,7 @@ def test_a_model_is_the_masters_in_the_wanted_type(
         assert len(files) > 1
         assert all(len(load_file(f)) == 1 or f.stat().st_size < 2048 + 1000 for f in files)
     with safe_open(files[0], framework="pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
+        assert opened.metadata() == {"format": "pt", "writer": "infinity"}
 
 
 def test_a_consolidated_model_is_loaded_straight_into_the_arena(
@@ -314,7 +314,7 @@ def test_a_file_of_no_bytes_is_damaged(copy: Path, capsys: pytest.CaptureFixture
     manifest.files["__0_0.distcp"] = StoredFile(0, hashlib.sha256(b"").hexdigest())
     (folder / "manifest.json").write_bytes(manifest.to_json())
     assert main(["consolidate", str(folder), str(copy / "out")]) == 1
-    assert re.search(r"__0_0\.distcp is damaged \(EOFError\): load another", capsys.readouterr().err)
+    assert re.search(r"__0_0\.distcp is damaged \(EOFError\): there is also the tag", capsys.readouterr().err)
 
 
 def test_help_loads_nothing_heavy() -> None:

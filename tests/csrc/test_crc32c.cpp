@@ -1,4 +1,4 @@
-// The checksum against the vectors of RFC 3720, and every way of computing it against the slowest.
+// Every way of computing the checksum of a page against its definition, and that against the vectors of RFC 3720.
 #include "base/crc32c.h"
 
 #include <array>
@@ -23,16 +23,28 @@ std::vector<std::byte> random_bytes(size_t length, uint32_t seed) {
   return bytes;
 }
 
+// Bit by bit, as the RFC defines it.
+uint32_t crc32c(const std::byte* bytes, size_t length) {
+  uint32_t state = ~0U;
+  for (size_t i = 0; i < length; ++i) {
+    state ^= static_cast<uint32_t>(bytes[i]);
+    for (int bit = 0; bit < 8; ++bit) state = (state >> 1) ^ ((state & 1) != 0 ? 0x82f63b78 : 0);
+  }
+  return ~state;
+}
+
 }  // namespace
 
 // Registered before any test runs, so that it is called when everything that the tests have made for good is destroyed:
 // as a ring may sum pages when the process ends. The address sanitizer sees what is gone.
 const bool kSumsAtTheEnd = std::atexit([] {
-                             constexpr std::array<std::byte, 32> kZeros{};
-                             if (crc32c(kZeros.data(), kZeros.size()) != 0x8a9136aa) std::abort();
+                             constexpr std::array<std::byte, 4096> kZeros{};
+                             PageSum sum = 0;
+                             sum_pages(kZeros.data(), 1, &sum);
+                             if (sum != 0x98f94189) std::abort();
                            }) == 0;
 
-TEST_CASE("CRC-32C gives the vectors of RFC 3720 (B.4), whole and in parts") {
+TEST_CASE("CRC-32C gives the vectors of RFC 3720 (B.4)") {
   REQUIRE(kSumsAtTheEnd);
   std::vector<std::byte> zeros(32, std::byte{0});
   std::vector<std::byte> ones(32, std::byte{0xff});
@@ -45,20 +57,11 @@ TEST_CASE("CRC-32C gives the vectors of RFC 3720 (B.4), whole and in parts") {
   for (char digit : std::string("123456789")) digits.push_back(static_cast<std::byte>(digit));
   std::vector<std::pair<std::vector<std::byte>, uint32_t>> vectors{
       {{}, 0}, {zeros, 0x8a9136aa}, {ones, 0x62a8ab43}, {up, 0x46dd794e}, {down, 0x113fdb5c}, {digits, 0xe3069283}};
-  for (const Crc32c& way : crc32c_ways()) {
-    CAPTURE(way.name);
-    for (const auto& [bytes, sum] : vectors) {
-      CHECK(way.bytes(bytes.data(), bytes.size(), 0) == sum);
-      for (size_t cut = 0; cut <= bytes.size(); ++cut) {
-        CHECK(way.bytes(bytes.data() + cut, bytes.size() - cut, way.bytes(bytes.data(), cut, 0)) == sum);
-      }
-    }
-  }
+  for (const auto& [bytes, sum] : vectors) CHECK(crc32c(bytes.data(), bytes.size()) == sum);
 }
 
 TEST_CASE("every way gives the same sums for any number of pages, at any address") {
   REQUIRE(std::string(crc32c_ways().back().name) == "table");
-  const Crc32c& table = crc32c_ways().back();
   constexpr size_t kPages = 9;
   std::vector<std::byte> bytes = random_bytes((kPages + 1) * 4096, 7);
   std::fill(bytes.begin(), bytes.begin() + 4096, std::byte{0});
@@ -68,7 +71,7 @@ TEST_CASE("every way gives the same sums for any number of pages, at any address
       for (size_t count = 0; count <= kPages; ++count) {
         std::vector<uint32_t> sums(kPages + 1, 42);
         way.pages(bytes.data() + shift, count, sums.data());
-        for (size_t i = 0; i < count; ++i) REQUIRE(sums[i] == table.bytes(bytes.data() + shift + i * 4096, 4096, 0));
+        for (size_t i = 0; i < count; ++i) REQUIRE(sums[i] == crc32c(bytes.data() + shift + i * 4096, 4096));
         REQUIRE(sums[count] == 42);
       }
     }

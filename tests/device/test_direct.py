@@ -23,7 +23,7 @@ from launch import ranks
 from quiet import come_to_rest
 
 import infinity
-from infinity.device import CpuDevice, StreamDevice, direct, direct_reader_for, streams
+from infinity.device import CpuDevice, StreamDevice, direct, direct_reader_for, staging
 from infinity.device.direct import DirectReader
 from infinity.errors import IoError
 from infinity.swap import direct as direct_reads
@@ -226,9 +226,9 @@ def checked_too_soon(filled: Any) -> torch.Tensor:
 
 
 BUGS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "given out before it was read": (streams._Filled, "on_device", without_a_wait),
-    "given out without a note of who uses it": (streams._Filled, "on_device", without_a_note),
-    "held to be right before it was read": (streams._Filled, "on_device", checked_too_soon),
+    "given out before it was read": (staging.Filled, "on_device", without_a_wait),
+    "given out without a note of who uses it": (staging.Filled, "on_device", without_a_note),
+    "held to be right before it was read": (staging.Filled, "on_device", checked_too_soon),
 }
 
 

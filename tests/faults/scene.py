@@ -21,7 +21,7 @@ from torch import nn
 import infinity
 from infinity.aio import File
 from infinity.checkpoint.commits import Commits
-from infinity.store import durable
+from infinity.store import files
 from infinity.store.durable import DurableRun
 
 STEPS = 4
@@ -115,7 +115,7 @@ def say(*words: object) -> None:
 
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
     "before the sync": (File, "sync", False),
-    "before the record": (durable, "write_durably", False),
+    "before the record": (files, "write_durably", False),
     "before its name": (Path, "rename", False),
     "after its name": (Path, "rename", True),
     "before the barrier": (DurableRun, "write", True),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity.checkpoint import dcp as checkpoint
-from infinity.checkpoint import model_files
+from infinity.checkpoint.model_files import ModelFiles
 from infinity.swap.shard import PagedShard
 
 
@@ -153,7 +153,7 @@ def set_by_one(folder: Path) -> None:
 def writing_rank_fails(folder: Path) -> None:
     """Only rank 0 writes a 16-bit model; when it can't, the others don't wait for it."""
     engine, *_ = infinity.initialize(model=model(), config=config(folder))
-    with engine, mock.patch.object(model_files, "save_file", _failing(OSError)):
+    with engine, mock.patch.object(ModelFiles, "add", _failing(OSError)):
         try:
             engine.save_16bit_model(folder / "m")
         except infinity.CheckpointError as error:
