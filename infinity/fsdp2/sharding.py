@@ -254,7 +254,7 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
 
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:
     """Have a group gathered and reduced by these, where that is FSDP2's own way now. At any time between passes."""
-    for group in _parameter_groups(module):
+    for group in _groups_of(module._get_fsdp_state()):
         if type(group._all_gather_comm) is DefaultAllGather:
             group._all_gather_comm = gather
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
