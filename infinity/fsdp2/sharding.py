@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError, InfinityError
@@ -248,6 +250,15 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
             module.load_state_dict(replaced, strict=False, assign=True)
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
+
+
+def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:
+    """Have a group gathered and reduced by these, where that is FSDP2's own way now. At any time between passes."""
+    for group in _groups_of(module._get_fsdp_state()):
+        if type(group._all_gather_comm) is DefaultAllGather:
+            group._all_gather_comm = gather
+        if type(group._reduce_scatter_comm) is DefaultReduceScatter:
+            group._reduce_scatter_comm = reduction
 
 
 def _apply_unless_it_converts(

@@ -20,6 +20,7 @@ from torch import nn
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
+from infinity.fsdp2.buffers import reuse_buffers
 from infinity.fsdp2.sharding import (
     GroupOutline,
     ShardedGroup,
@@ -251,6 +252,8 @@ class SwapManager:
             replacements = paging.take_over(groups, resumes=resumes)
         self._paging = paging
         paging.install(model, groups, replacements)
+        if not self._device.is_discrete:
+            reuse_buffers(groups, alone=alone)
         return paging
 
     def check_fits(
