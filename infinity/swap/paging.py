@@ -292,6 +292,7 @@ class Paging:
             self._check_thread()
             self._thread = threading.get_ident()
             self.leave_unfinished_pass(at_root=True)
+            self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             self.policy.begin_pass(trains=module.training and torch.is_grad_enabled())
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
