@@ -132,12 +132,16 @@ class GradientLap:
         self._update_coming(leave=behind)
 
     def forget_coming(self) -> None:
-        """A backward begins: what an exception left of the one before is not updated any more."""
-        self._coming.clear()
+        """A backward begins: what an exception left of the one before is not updated speculatively any more."""
+        if not self.in_backward:
+            self._coming.clear()
 
     def check_complete(self) -> None:
-        """Raise InfinityError where an exception ended `take`, or where this step would forget gradients that were taken for
-        another optimizer, or that one has forgotten these."""
+        """Raise InfinityError where an exception ended `take` or the updates in the backward (the values are torn then), or
+        where this step would forget gradients that were taken for another optimizer, or that one has forgotten these."""
+        if self._coming and self.in_backward:  # FSDP2's own part of that backward may be over
+            self._paging.paged.health.tear("an update in the backward (interrupted)")
+            self._paging.paged.health.check_not_torn()
         if any(shard.gradient is GradientState.TAKING for shard in self._shards):
             raise InfinityError(
                 "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
@@ -211,9 +215,10 @@ class GradientLap:
         self.norms[parameter] = norm
 
     def _update_coming(self, *, leave: int = 0) -> None:
-        """Update the groups whose gradients are on their way, but for the last `leave`."""
+        """Update the groups whose gradients are on their way, but for the last `leave`. An exception leaves what isn't."""
         while len(self._coming) > leave:
-            self._paging.update_in_backward(*self._coming.pop(0))
+            self._paging.update_in_backward(*self._coming[0])
+            del self._coming[0]
 
 
 def move_out(parameter: nn.Parameter) -> None:

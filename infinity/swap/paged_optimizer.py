@@ -76,9 +76,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0, prepared: bool = False
     ) -> float | None:
         """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
+
+        `prepared`: `prepare` was called, before the change of the model's health that this is a part of.
 
         Returns when all are updated, or will be before anybody sees them (`PagingOptions.update`); the last writes go on in
         the background.
@@ -89,7 +91,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._paging.paged.health.is_changing:  # else the engine has prepared it, outside of the change
+        if not prepared:
             self.prepare(grad_scale)
         with self._paging.paged.health.change("an optimizer step"):
             self.apply(grad_scale)
@@ -135,6 +137,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def skip(self) -> None:
         """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
+        self._paging.paged.health.check_not_ahead()
         self._speculation.note(as_expected=False)
         self._end_backward()
         self._paging.end_step()
