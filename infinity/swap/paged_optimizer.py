@@ -61,7 +61,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 trained_shard(parameter)
         self._expected: float | None = None
         self._speculation = SpeculationPolicy()
-        self._stepped_ahead: dict[nn.Parameter, tuple[Any, ...]] = {}
+        self._stepped_speculatively: dict[nn.Parameter, tuple[Any, ...]] = {}
         """How parameters were stepped for the step to accept: `Stepping.how`."""
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
         """Where parameters come in `param_groups`, for the backward that goes on."""
@@ -187,7 +187,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.lap.take(group)
             self._paging.policy.take_gradients(group)
             if is_last and self._expected is not None and self._speculation.speculates:
-                self._update_ahead(group, parameters, self._expected)
+                self._update_speculatively(group, parameters, self._expected)
 
     def _update_in_backward(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived."""
@@ -198,7 +198,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._note_step_of(step)
         self.lap.queue_update(group, updates, {step.parameter: step.settings for step in stepping.values()})
 
-    def _update_ahead(self, group: PagedGroup, parameters: list[nn.Parameter], grad_scale: float) -> None:
+    def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter], grad_scale: float) -> None:
         """Update what can be of a group whose gradients were taken, for the step to accept."""
         speculation = self._paging.paged.updates.speculation
         stepping = self._stepping(grad_scale, parameters)
@@ -206,7 +206,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
             for step in stepping.values():
-                self._stepped_ahead[step.parameter] = step.how
+                self._stepped_speculatively[step.parameter] = step.how
             self.lap.queue(group, updates)
 
     def _accept(self, stepping: Mapping[int, Stepping]) -> set[PagedSubGroup]:
@@ -215,7 +215,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         speculation = self._paging.paged.updates.speculation
         for sub in [*speculation]:
             steps = [stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping]
-            if not steps or any(self._stepped_ahead.get(step.parameter) != step.how for step in steps):
+            if not steps or any(self._stepped_speculatively.get(step.parameter) != step.how for step in steps):
                 speculation.discard(sub)
         accepted = {*speculation}
         speculation.accept()
@@ -245,7 +245,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _end_backward(self) -> None:
         self.lap.end()
-        self._stepped_ahead.clear()
+        self._stepped_speculatively.clear()
         self._places.clear()
 
     def init_state(self) -> None:

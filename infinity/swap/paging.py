@@ -171,7 +171,7 @@ class Paging:
         """
         pending, speculative = self.paged.updates, self.options.speculative
         around = pending.compute_staged if speculative else pending.backward_update
-        run = pending.run_ahead if speculative else pending.run_in_backward
+        run = pending.run_speculative if speculative else pending.run_in_backward
         with self.entered():
             self.parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
             self.policy.begin_update(group)

@@ -61,7 +61,7 @@ class PendingUpdates:
         self.speculation = Speculation(stager)
         self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
-        """The sub-group whose update is RUNNING, and the ties that it had before."""
+        """The sub-group whose update is running, and the ties that it had before."""
         self.stepped: tuple[PagedSubGroup, ...] = ()
 
     def __iter__(self) -> Iterator[PagedSubGroup]:
@@ -224,14 +224,14 @@ class PendingUpdates:
         self._update_staged(sub, update, compute)
         self.write_back(sub)
 
-    def run_ahead(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
+    def run_speculative(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update one in its other slot, for the step to accept: see [Note: Speculative updates] in speculation.py."""
         with self._undo_on_error(sub):
             self._update_staged(sub, update, compute)
             ties = sub.ties
             self._undo()
         self.speculation.begin(sub, ties)  # first, as a write that fails discards it
-        self._slots.write_ahead(sub)
+        self._slots.write_other_slot(sub)
 
     def _update_staged(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update a sub-group in its lease, which is in use after it."""
@@ -287,7 +287,7 @@ class PendingUpdates:
             self.point(group)
 
     def recover(self) -> None:
-        """An exception ended an update at whatever line: one that was RUNNING is PENDING again, and none is made ahead."""
+        """An exception ended an update at whatever line: one that was running waits again, and none is speculative any more."""
         self._undo()
         self.speculation.discard_all()
         self.point_all()
