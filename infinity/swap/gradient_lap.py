@@ -174,7 +174,7 @@ class GradientLap:
         self._applied.clear()
         for shard in self._shards:
             shard.move_gradient_to(GradientState.NONE)
-        self._paging.paged.health.arrive()
+        self._paging.paged.health.note_all_stepped()
 
     def left(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the gradient that is in `.grad`; None where there is none, or it was taken.

@@ -24,7 +24,7 @@ class Health(enum.Enum):
 
     WHOLE = "whole"
     """Those of one step. They may be used, stored and changed."""
-    AHEAD = "ahead"
+    PART_STEPPED = "part-stepped"
     """Those of one step in some groups, which the backward has updated, and of the step before it in the rest. The backward may
     go on, and the step makes them whole; nobody else may use or set them."""
     TORN = "torn"
@@ -48,7 +48,7 @@ class ModelHealth:
 
     def tear(self, why: str) -> None:
         """From now on the values are not those of one step."""
-        if self.state in (Health.WHOLE, Health.AHEAD):
+        if self.state in (Health.WHOLE, Health.PART_STEPPED):
             self._why, self.state = why, Health.TORN
         if self.state is not Health.CLOSED:
             self._on_ill()
@@ -68,14 +68,14 @@ class ModelHealth:
         if self.state is Health.TORN:
             self.state, self._why = Health.WHOLE, ""
 
-    def go_ahead(self) -> None:
+    def note_part_stepped(self) -> None:
         """The backward updates a group."""
         if self.state is Health.WHOLE:
-            self.state = Health.AHEAD
+            self.state = Health.PART_STEPPED
 
-    def arrive(self) -> None:
-        """The step that the backward went ahead of is there."""
-        if self.state is Health.AHEAD:
+    def note_all_stepped(self) -> None:
+        """The step of which the backward updated a part is over."""
+        if self.state is Health.PART_STEPPED:
             self.state = Health.WHOLE
 
     @contextlib.contextmanager
@@ -102,11 +102,11 @@ class ModelHealth:
     def check_whole(self) -> None:
         """Raise InfinityError when the values are not those of one step, naming why, and the next move."""
         self.check_not_torn()
-        self.check_not_ahead()
+        self.check_not_part_stepped()
 
-    def check_not_ahead(self) -> None:
+    def check_not_part_stepped(self) -> None:
         """Raise InfinityError between the first update of a backward and the end of its step."""
-        if self.state is Health.AHEAD:
+        if self.state is Health.PART_STEPPED:
             raise InfinityError(
                 "the backward has updated a part of the model already, and step() has not been called: until then its "
                 "parameters can't be used, looked at or set; call step() first, or set infinity.update "

@@ -137,7 +137,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def skip(self) -> None:
         """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
-        self._paging.paged.health.check_not_ahead()
+        self._paging.paged.health.check_not_part_stepped()
         self._speculation.note(as_expected=False)
         self._end_backward()
         self._paging.end_step()
@@ -145,7 +145,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def discard(self) -> None:
         """Forget the gradients, because all values are set anew; until they are, a step that the backward began is torn."""
         health = self._paging.paged.health
-        if health.state is Health.AHEAD:
+        if health.state is Health.PART_STEPPED:
             health.tear("a step that was not taken to its end")
         self._end_backward()
         self._paging.policy.discard_step()
@@ -168,7 +168,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
         self.lap.hide_taken()
         super().zero_grad(set_to_none)
-        if self._paging.paged.health.state is not Health.AHEAD:
+        if self._paging.paged.health.state is not Health.PART_STEPPED:
             self._end_backward()
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _update_in_backward(self, group: PagedGroup) -> None:
         """Update a group with the gradients that arrived."""
-        self._paging.paged.health.go_ahead()
+        self._paging.paged.health.note_part_stepped()
         stepping = self._stepping(1.0, self.lap.arrived(group))
         updates = self._updates_of(group.members, stepping, lambda sub: None)
         for step in stepping.values():
@@ -267,7 +267,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
-        self._paging.paged.health.check_not_ahead()
+        self._paging.paged.health.check_not_part_stepped()
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
             moments = {name: loaded[name] for name in self.moments if loaded.get(name) is not None}

@@ -269,7 +269,7 @@ class Paging:
         assert model is not None
         began = self.policy.in_pass or self._in_use or self._broken
         unfinished = abandon_unfinished_pass(model, root_may_run=at_root and not began)
-        if unfinished and self.paged.health.state is Health.AHEAD:
+        if unfinished and self.paged.health.state is Health.PART_STEPPED:
             self.paged.health.tear("a backward that an exception ended")
         if unfinished or began:
             self.recover()
