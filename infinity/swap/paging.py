@@ -170,8 +170,8 @@ class Paging:
         speculative.
         """
         pending, speculative = self.paged.updates, self.options.speculative
-        around = pending.compute_staged if speculative else pending.backward_update
-        run = pending.run_speculative if speculative else pending.run_in_backward
+        around = pending.compute_staged if speculative else pending.applying
+        run = pending.run_speculative if speculative else pending.run_applied
         with self.entered():
             self.parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
             self.policy.begin_update(group)

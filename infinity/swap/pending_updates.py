@@ -41,8 +41,8 @@ class PendingUpdates:
 
     Iterates over those that wait, in the order of the step.
 
-    `stepped`: what the last step updates, done or not, in its order. `in_backward`: whether groups are updated in the backward
-    where that is possible.
+    `stepped`: what the last step updates, done or not, in its order. `updates_in_backward`: whether groups are updated in the
+    backward where that is possible, to stay or speculatively.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class PendingUpdates:
         health: ModelHealth,
         stager: Stager,
         *,
-        in_backward: bool,
+        updates_in_backward: bool,
     ) -> None:
         self._groups, self._sub_groups = groups, sub_groups
         self._slots, self._health, self._stager = slots, health, stager
-        self._in_backward = in_backward
+        self._updates_in_backward = updates_in_backward
         self.speculation = Speculation(stager)
         self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
@@ -187,8 +187,8 @@ class PendingUpdates:
     # In the backward, where nothing waits.
 
     @contextlib.contextmanager
-    def backward_update(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
-        """Around the updates of members of a group whose gradients came: see [Note: Updates in the backward].
+    def applying(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
+        """Around the updates, to stay, of members of a group whose gradients came: see [Note: Updates in the backward].
 
         The lease holds the group's compute parameters, where its masters need them. Raises IoError when a transfer failed.
         After any failure the values are torn.
@@ -202,7 +202,7 @@ class PendingUpdates:
     @contextlib.contextmanager
     def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
         """The lease of a group's compute parameters, where the masters need these; forgotten afterwards, as they are old."""
-        assert self._in_backward and not any(sub in self._pending for sub in updated)
+        assert self._updates_in_backward and not any(sub in self._pending for sub in updated)
         chunk = group.completes
         compute = self._stager.acquire(chunk) if chunk is not None else None
         try:
@@ -213,8 +213,8 @@ class PendingUpdates:
             group.forget(self._stager)
             self.point(group)
 
-    def run_in_backward(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
-        """Update one whose compute parameter is in its group's lease, or in host memory; inside `backward_update`."""
+    def run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
+        """Update one whose compute parameter is in its group's lease, or in host memory; inside `applying`."""
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
         if not sub.moves:
@@ -294,7 +294,7 @@ class PendingUpdates:
 
     def _point_sub_group(self, sub: PagedSubGroup) -> None:
         group = self.group_of(sub)
-        staged_with_group = self._in_backward and group is not None and group.chunk is not None
+        staged_with_group = self._updates_in_backward and group is not None and group.chunk is not None
         sub.chunk.reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
 
 
