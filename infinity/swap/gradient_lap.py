@@ -23,7 +23,7 @@ from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.paging import Paging
 from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
-from infinity.swap.taken_gradient import StandIn, TakenGradient, refusal
+from infinity.swap.taken_gradient import RefusingGradient, StandIn, refusal
 
 
 class GradientLap:
@@ -178,7 +178,7 @@ class GradientLap:
         if stand_in is not None and not stand_in.is_shown:
             raise refusal(trained_shard(parameter).name)
         local = local_of(parameter.grad) if parameter.grad is not None else None
-        return None if isinstance(local, TakenGradient) else local
+        return None if isinstance(local, RefusingGradient) else local
 
     def check_untouched(self) -> None:
         """Raise InfinityError where somebody set `.grad` of a gradient that was taken, which would have no effect."""

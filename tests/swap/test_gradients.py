@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity import PagingOptions
 from infinity.swap.stager import Stager
-from infinity.swap.taken_gradient import TakenGradient
+from infinity.swap.taken_gradient import RefusingGradient
 from infinity.swap.waiting_gradients import WaitingGradients
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -65,7 +65,7 @@ def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
 
 def is_taken(grad: Any) -> bool:
     """Whether `.grad` refuses to be used."""
-    return isinstance(grad._local_tensor, TakenGradient)
+    return isinstance(grad._local_tensor, RefusingGradient)
 
 
 def assert_same(engines: list[infinity.Engine]) -> None:
