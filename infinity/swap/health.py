@@ -5,9 +5,10 @@ One object per model, asked before its values are used. Used by one thread at a 
 [Note: What an exception may end]
 An exception can end a pass at any line, an asynchronous one (KeyboardInterrupt) at any line of ours too. So whatever changes
 the values is a *change*, a section of its own that is begun in one place and over in another: values are old before it and
-new after it, and torn where anything ends it in between. Changes are few, short, and named. All else that a pass keeps (what
-is staged, gathered, expected, on its way) can be made anew from what rests on the drive, and is, by whoever finds a pass that
-never ended: see `Paging.recover`.
+new after it, and torn where anything ends it in between. Changes are few, short, and named. Gradients
+can't be made anew: they stay, and of those that were being taken it is known (`GradientState.TAKING`). All else that a pass
+keeps (what is staged, gathered, on its way) can be made anew from what rests on the drive, and is, by whoever finds a pass
+that never ended: see `Paging.recover`.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
-        """All of a step that may fail and leave everything as it was: checks, and updates that the last step left."""
+        """All of a step that comes before its own changes: checks, updates that the last step left, which may tear the values
+        where they fail, and the taking of gradients that came."""
         self._paging.leave_unfinished_pass()
         with self._paging.entered():
             self._paging.paged.health.check_not_torn()

@@ -233,7 +233,8 @@ class Paging:
         """Where no pass is going on: make anew all that one leaves which an exception ended, at whatever line.
 
         What was staged, gathered or on its way is dropped, what was being written is waited for, and a change of values that
-        never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients stay as they are.
+        never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients and their
+        lap stay as they are.
         """
         with self._lock:
             if self.paged.health.state is not Health.CLOSED:
