@@ -96,7 +96,7 @@ class HostBuffers:
         slab = self._slab_with(nbytes) or self._make_room(nbytes)
         if slab is None:
             return None
-        if slab.is_idle:
+        if slab in self._idle.get(slab.nbytes, ()):  # not where an exception ended an earlier call behind this
             self._idle[slab.nbytes].remove(slab)
         offset = slab.ranges.take(nbytes)
         assert offset is not None

@@ -25,7 +25,7 @@ from infinity.runtime.loss_scale import LossScale
 from infinity.runtime.observe import Progress, StepMeter
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapStats, TraceSummary
-from infinity.swap.taken_gradient import TakenGradient
+from infinity.swap.taken_gradient import RefusingGradient
 from infinity.swap.timeline import Timeline
 
 E = TypeVar("E", bound="DeepSpeedSurface")
@@ -170,7 +170,7 @@ class DeepSpeedSurface:
         """Memory of this rank, in bytes, that holds reduced gradients now: in `.grad`, or where they wait for their update."""
         shown = (p.grad for group in self.optimizer.param_groups for p in group["params"])
         local = (local_of(grad) for grad in shown if grad is not None)
-        in_grad = sum(grad.nbytes for grad in local if not isinstance(grad, TakenGradient))
+        in_grad = sum(grad.nbytes for grad in local if not isinstance(grad, RefusingGradient))
         return self._storage.paging.waiting_gradients.held_bytes + in_grad
 
     # What a step took.

@@ -217,7 +217,7 @@ class Engine(DeepSpeedSurface):
         if self._loss_scale.may_overflow:
             self._note_overflow(factor is None)
         if factor is not None:
-            self._updater.step(grad_scale=factor)
+            self._updater.step(grad_scale=factor, prepared=True)
             if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
         else:

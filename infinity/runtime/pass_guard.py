@@ -33,7 +33,7 @@ class Pass(enum.Enum):
 
 
 class Gradients(enum.Enum):
-    """What the gradients of the step that is due are. (Those that the backward applied already are `Health.AHEAD`.)"""
+    """What the gradients of the step that is due are. (Those that the backward applied already are `Health.PART_STEPPED`.)"""
 
     NONE = "no gradients"
     """None came since the last step, or they were dropped. A step can't be taken; a checkpoint can."""
@@ -126,7 +126,7 @@ class PassGuard:
             return
         if kind is Pass.STEP and isinstance(error, (InfinityError, OSError)):
             return  # before anything was changed
-        if self.health.state is Health.AHEAD:
+        if self.health.state is Health.PART_STEPPED:
             self.health.tear(why)
         else:
             self._note_partial(why)
@@ -161,7 +161,7 @@ class PassGuard:
         """As `Engine.zero_grad`."""
         self.settle()
         self.health.check_not_torn()
-        if self.health.state is Health.AHEAD:
+        if self.health.state is Health.PART_STEPPED:
             raise InfinityError(
                 "the gradients were applied in the backward already and can't be taken back: call step() after each backward, "
                 'or set infinity.update to "forward"'

@@ -1,9 +1,9 @@
 """Floor 8. The gradient lap: from FSDP2's reduce-scatter, over a wait in memory or on NVMe, into the update of its sub-groups.
 
-Reads top-down: `came` is what autograd sets off for each parameter; what is due then is `take` (the gradients wait) or
-`queue_update` (their group is updated in the backward). The step that follows runs or defers the updates: see
-pending_updates.py. Used by the training thread, and by autograd's threads on its behalf; see infinity/swap/README.md for a lap
-by example.
+Reads top-down. FSDP2 reduces a gradient and calls `PagedOptimizer._gradient_came`, where the lap forks with the last one that
+`came` of a group: `take` (the gradients wait), `take` and `queue` (they wait, and a speculative update is made), or
+`note_applied` and `queue` (an update that stays). The step that follows makes the others: see pending_updates.py. Used by the
+training thread, and by autograd's threads on its behalf; see infinity/swap/README.md for a lap by example.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.paging import Paging
 from infinity.swap.shard import GradientState, PagedShard
 from infinity.swap.sub_group import PagedSubGroup, SubGroupUpdate
-from infinity.swap.taken_gradient import StandIn, TakenGradient, refusal
+from infinity.swap.taken_gradient import RefusingGradient, StandIn, refusal
 
 
 class GradientLap:
     """Follows the gradients of one model's trained parameters from one step to the next."""
 
     def __init__(self, paging: Paging, parameters: Iterable[nn.Parameter]) -> None:
-        self._paging = paging
+        self._paging, self._gradients_wait = paging, paging.options.gradients_wait
         self._shards = [trained_shard(parameter) for parameter in parameters]
         shards = paging.paged.shards
-        self._expected = {
+        self._gradient_counts = {
             group: sum(shards[index].trained and shards[index].resident is None for index in group.shards)
             for group in paging.paged.groups
         }
@@ -49,11 +49,6 @@ class GradientLap:
         """What `.grad` shows of gradients that were taken; made once."""
         self._shown: dict[nn.Parameter, StandIn] = {}
         """Those that it shows."""
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether groups are updated as soon as their gradients are reduced, which don't wait."""
-        return not self._paging.options.gradients_wait
 
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
         """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
@@ -71,13 +66,13 @@ class GradientLap:
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
                 '(PagingOptions.update) to "forward" for a model that is used more than once per step'
             )
-        if self.in_backward and not self._paging.policy.gradients_are_final(group):
+        if not self._gradients_wait and not self._paging.policy.gradients_are_final(group):
             return None
         arrived = self._arrived.setdefault(group, [])
         if shard.gradient is not GradientState.ARRIVED:
             shard.move_gradient_to(GradientState.ARRIVED)
             arrived.append(parameter)
-        return group if len(arrived) == self._expected[group] else None
+        return group if len(arrived) == self._gradient_counts[group] else None
 
     def take(self, group: PagedGroup) -> None:
         """Keep the gradients that arrived of a group until the update, and note their norms. `.grad` refuses to be used after
@@ -100,7 +95,7 @@ class GradientLap:
 
     def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
-        if not self.in_backward:
+        if self._gradients_wait:
             for group in list(self._arrived):
                 self.take(group)
         return self.norms
@@ -109,10 +104,8 @@ class GradientLap:
         """Those whose gradients came of a group, in their order."""
         return list(self._arrived[group])
 
-    def queue_update(
-        self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate], settings: Mapping[nn.Parameter, Any]
-    ) -> None:
-        """Update a group with the gradients that arrived, or begin to bring them to the host and update the one before.
+    def note_applied(self, group: PagedGroup, settings: Mapping[nn.Parameter, Any]) -> None:
+        """The gradients that arrived of a group are about to be applied.
 
         `settings`: with which each parameter is updated; those of the step must be the same.
         """
@@ -121,10 +114,10 @@ class GradientLap:
             self._note_norm(parameter)
             self._applied[parameter] = used
             trained_shard(parameter).move_gradient_to(GradientState.APPLIED)
-        self.queue(group, updates)
 
     def queue(self, group: PagedGroup, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
-        """Update members of a group as soon as their gradients are in host memory, which are on their way there."""
+        """Update members of a group as soon as their gradients are in host memory, which are on their way there: on a CPU now,
+        else behind the next group's, or when the backward ends."""
         behind = self._paging.groups_coming
         if behind and not self._coming:
             Variable._execution_engine.queue_callback(self._update_coming)
@@ -132,12 +125,16 @@ class GradientLap:
         self._update_coming(leave=behind)
 
     def forget_coming(self) -> None:
-        """A backward begins: what an exception left of the one before is not updated any more."""
-        self._coming.clear()
+        """A backward begins: what an exception left of the one before is not updated speculatively any more."""
+        if self._gradients_wait:
+            self._coming.clear()
 
     def check_complete(self) -> None:
-        """Raise InfinityError where an exception ended `take`, or where this step would forget gradients that were taken for
-        another optimizer, or that one has forgotten these."""
+        """Raise InfinityError where an exception ended `take` or the updates in the backward (the values are torn then), or
+        where this step would forget gradients that were taken for another optimizer, or that one has forgotten these."""
+        if self._coming and not self._gradients_wait:  # FSDP2's own part of that backward may be over
+            self._paging.paged.health.tear("an update in the backward (interrupted)")
+            self._paging.paged.health.check_not_torn()
         if any(shard.gradient is GradientState.TAKING for shard in self._shards):
             raise InfinityError(
                 "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
@@ -170,7 +167,7 @@ class GradientLap:
         self._applied.clear()
         for shard in self._shards:
             shard.move_gradient_to(GradientState.NONE)
-        self._paging.paged.health.arrive()
+        self._paging.paged.health.note_all_stepped()
 
     def left(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the gradient that is in `.grad`; None where there is none, or it was taken.
@@ -181,7 +178,7 @@ class GradientLap:
         if stand_in is not None and not stand_in.is_shown:
             raise refusal(trained_shard(parameter).name)
         local = local_of(parameter.grad) if parameter.grad is not None else None
-        return None if isinstance(local, TakenGradient) else local
+        return None if isinstance(local, RefusingGradient) else local
 
     def check_untouched(self) -> None:
         """Raise InfinityError where somebody set `.grad` of a gradient that was taken, which would have no effect."""
@@ -211,9 +208,10 @@ class GradientLap:
         self.norms[parameter] = norm
 
     def _update_coming(self, *, leave: int = 0) -> None:
-        """Update the groups whose gradients are on their way, but for the last `leave`."""
+        """Update the groups whose gradients are on their way, but for the last `leave`. An exception leaves what isn't."""
         while len(self._coming) > leave:
-            self._paging.update_in_backward(*self._coming.pop(0))
+            self._paging.update_in_backward(*self._coming[0])
+            del self._coming[0]
 
 
 def move_out(parameter: nn.Parameter) -> None:

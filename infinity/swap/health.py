@@ -5,9 +5,10 @@ One object per model, asked before its values are used. Used by one thread at a 
 [Note: What an exception may end]
 An exception can end a pass at any line, an asynchronous one (KeyboardInterrupt) at any line of ours too. So whatever changes
 the values is a *change*, a section of its own that is begun in one place and over in another: values are old before it and
-new after it, and torn where anything ends it in between. Changes are few, short, and named. All else that a pass keeps (what
-is staged, gathered, expected, on its way) can be made anew from what rests on the drive, and is, by whoever finds a pass that
-never ended: see `Paging.recover`.
+new after it, and torn where anything ends it in between. Changes are few, short, and named. Gradients
+can't be made anew: they stay, and of those that were being taken it is known (`GradientState.TAKING`). All else that a pass
+keeps (what is staged, gathered, on its way) can be made anew from what rests on the drive, and is, by whoever finds a pass
+that never ended: see `Paging.recover`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Health(enum.Enum):
 
     WHOLE = "whole"
     """Those of one step. They may be used, stored and changed."""
-    AHEAD = "ahead"
+    PART_STEPPED = "part-stepped"
     """Those of one step in some groups, which the backward has updated, and of the step before it in the rest. The backward may
     go on, and the step makes them whole; nobody else may use or set them."""
     TORN = "torn"
@@ -48,7 +49,7 @@ class ModelHealth:
 
     def tear(self, why: str) -> None:
         """From now on the values are not those of one step."""
-        if self.state in (Health.WHOLE, Health.AHEAD):
+        if self.state in (Health.WHOLE, Health.PART_STEPPED):
             self._why, self.state = why, Health.TORN
         if self.state is not Health.CLOSED:
             self._on_ill()
@@ -68,14 +69,14 @@ class ModelHealth:
         if self.state is Health.TORN:
             self.state, self._why = Health.WHOLE, ""
 
-    def go_ahead(self) -> None:
+    def note_part_stepped(self) -> None:
         """The backward updates a group."""
         if self.state is Health.WHOLE:
-            self.state = Health.AHEAD
+            self.state = Health.PART_STEPPED
 
-    def arrive(self) -> None:
-        """The step that the backward went ahead of is there."""
-        if self.state is Health.AHEAD:
+    def note_all_stepped(self) -> None:
+        """The step of which the backward updated a part is over."""
+        if self.state is Health.PART_STEPPED:
             self.state = Health.WHOLE
 
     @contextlib.contextmanager
@@ -93,11 +94,6 @@ class ModelHealth:
             raise
         self._change = None  # no `finally`: where tearing was interrupted, `settle` tears
 
-    @property
-    def is_changing(self) -> bool:
-        """Whether a change is under way."""
-        return self._change is not None
-
     def settle(self) -> None:
         """No change is under way: one that never ended was ended by an exception."""
         if self._change is not None:
@@ -107,11 +103,11 @@ class ModelHealth:
     def check_whole(self) -> None:
         """Raise InfinityError when the values are not those of one step, naming why, and the next move."""
         self.check_not_torn()
-        self.check_not_ahead()
+        self.check_not_part_stepped()
 
-    def check_not_ahead(self) -> None:
+    def check_not_part_stepped(self) -> None:
         """Raise InfinityError between the first update of a backward and the end of its step."""
-        if self.state is Health.AHEAD:
+        if self.state is Health.PART_STEPPED:
             raise InfinityError(
                 "the backward has updated a part of the model already, and step() has not been called: until then its "
                 "parameters can't be used, looked at or set; call step() first, or set infinity.update "

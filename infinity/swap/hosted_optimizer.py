@@ -75,7 +75,7 @@ class HostedOptimizer(PagedOptimizer):
             masters=[master],
             grads=[piece.scaled(start, end)],
             moments=[{name: sub.view(self._fields[name], lease)[low:high] for name in self.moments}],
-            steps=[piece.stepping.step],
+            steps=[piece.stepping.steps],
             first=piece.stepping.first,
         )
         if sub.layout.split:

@@ -236,7 +236,7 @@ class SwapManager:
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 compute_dtype=dtype,
-                in_backward=options.update == "backward",
+                updates_in_backward=options.update == "backward",
                 speculative=options.speculative,
                 durable=self.run is not None,
                 stager=machinery.stager,

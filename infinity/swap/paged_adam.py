@@ -142,7 +142,7 @@ def _alike(batch: list[Piece]) -> dict[tuple[float, float, torch.dtype], list[Gr
     alike: dict[tuple[float, float, torch.dtype], list[GradPiece]] = {}
     for piece in batch:
         stepped = piece.stepping
-        key = (float(stepped.step), stepped.grad_scale, piece.grad.dtype)
+        key = (float(stepped.steps), stepped.grad_scale, piece.grad.dtype)
         grad = GradPiece(piece.offset, piece.grad, piece.start, stepped.numel)
         alike.setdefault(key, []).append(grad)
     return alike
@@ -204,6 +204,6 @@ def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece
         grads=[piece.scaled() for piece in batch],
         exp_avgs=[exp_avg[piece.place] for piece in batch],
         exp_avg_sqs=[exp_avg_sq[piece.place] for piece in batch],
-        steps=[piece.stepping.step.clone() for piece in batch],  # a shard in two pieces makes one step
+        steps=[piece.stepping.steps.clone() for piece in batch],  # a shard in two pieces makes one step
     )
     sub.set_master(master, lease)

@@ -36,7 +36,7 @@ class PagedModel:
 
     Args:
         compute_dtype: what is gathered: bf16, fp16, or fp32.
-        in_backward: groups are updated in the backward where that is possible: see [Note: Updates in the backward].
+        updates_in_backward: groups are updated in the backward where that is possible: see [Note: Updates in the backward].
         speculative: these updates are accepted or discarded by the step: see infinity/swap/speculation.py.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
@@ -54,7 +54,7 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         compute_dtype: torch.dtype,
-        in_backward: bool = False,
+        updates_in_backward: bool = False,
         speculative: bool = False,
         durable: bool = False,
         stager: Stager,
@@ -68,7 +68,7 @@ class PagedModel:
         self.compute_dtype = compute_dtype
         self.health = ModelHealth(on_ill=lambda: self.updates.clear())
         self.stager = stager
-        self._in_backward, self._direct, self._arena = in_backward, direct, arena
+        self._updates_in_backward, self._direct, self._arena = updates_in_backward, direct, arena
         self.sub_groups = place_sub_groups(
             layout,
             arena,
@@ -84,7 +84,7 @@ class PagedModel:
         open_chunks(self.sub_groups, self.groups)
         self._slots = Slots(self.sub_groups, self.health, stager)
         self.updates = PendingUpdates(
-            self.groups, self.sub_groups, self._slots, self.health, stager, in_backward=in_backward
+            self.groups, self.sub_groups, self._slots, self.health, stager, updates_in_backward=updates_in_backward
         )
         self.updates.point_all()
         self._values = Values(
@@ -103,7 +103,7 @@ class PagedModel:
         memory] in parameter_lap.py."""
         if not self._direct or group.chunk is None or not all(sub.gathers_from_nvme for sub in group.members):
             return False
-        return not (self._in_backward and group.completes)
+        return not (self._updates_in_backward and group.completes)
 
     @property
     def leases(self) -> list[Lease]:

@@ -59,10 +59,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._settings(group)
             for parameter in group["params"]:
                 trained_shard(parameter)
-        self._expected: float | None = None
+        self._expected_scale: float | None = None
         self._speculation = SpeculationPolicy()
-        self._stepped_ahead: dict[nn.Parameter, tuple[Any, ...]] = {}
-        """How parameters were stepped for the step to accept: `Stepping.how`."""
+        self._stepped_speculatively: dict[nn.Parameter, tuple[Any, ...]] = {}
+        """How parameters were stepped for the step to accept: `Stepping.inputs`."""
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
         """Where parameters come in `param_groups`, for the backward that goes on."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
@@ -76,9 +76,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
+        self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0, prepared: bool = False
     ) -> float | None:
         """Update every parameter that has a gradient (fp32, of the shard's shape), multiplied by `grad_scale` first.
+
+        `prepared`: `prepare` was called, before the change of the model's health that this is a part of.
 
         Returns when all are updated, or will be before anybody sees them (`PagingOptions.update`); the last writes go on in
         the background.
@@ -89,21 +91,22 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._paging.paged.health.is_changing:  # else the engine has prepared it, outside of the change
+        if not prepared:
             self.prepare(grad_scale)
         with self._paging.paged.health.change("an optimizer step"):
-            self.apply(grad_scale)
+            self._take_step(grad_scale)
         return loss
 
     def expect(self, grad_scale: float | None) -> None:
         """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
         gradients by `grad_scale` unless they are clipped or overflowed. None: another one follows before the step."""
-        self._expected = grad_scale
+        self._expected_scale = grad_scale
         self.lap.forget_coming()
 
     @torch.no_grad()
     def prepare(self, grad_scale: float = 1.0) -> None:
-        """All of a step that may fail and leave everything as it was: checks, and updates that the last step left."""
+        """All of a step that comes before its own changes: checks, updates that the last step left, which may tear the values
+        where they fail, and the taking of gradients that came."""
         self._paging.leave_unfinished_pass()
         with self._paging.entered():
             self._paging.paged.health.check_not_torn()
@@ -114,14 +117,14 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self.take_gradients()
 
     @torch.no_grad()
-    def apply(self, grad_scale: float = 1.0) -> None:
+    def _take_step(self, grad_scale: float) -> None:
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
-            self._speculation.note(as_expected=grad_scale == self._expected)
+            self._speculation.note(as_expected=grad_scale == self._expected_scale)
             accepted = self._accept(stepping)
-            left = [sub for sub in self._paging.paged.sub_groups if sub not in accepted]
-            updates = self._updates_of(left, stepping, self._paging.waiting_gradients.claim)
+            remaining = [sub for sub in self._paging.paged.sub_groups if sub not in accepted]
+            updates = self._updates_of(remaining, stepping, self._paging.waiting_gradients.claim)
             self._paging.paged.updates.defer(updates)
             for stepped in stepping.values():
                 self._note_step_of(stepped)
@@ -135,6 +138,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def skip(self) -> None:
         """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
+        self._paging.paged.health.check_not_part_stepped()
         self._speculation.note(as_expected=False)
         self._end_backward()
         self._paging.end_step()
@@ -142,7 +146,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def discard(self) -> None:
         """Forget the gradients, because all values are set anew; until they are, a step that the backward began is torn."""
         health = self._paging.paged.health
-        if health.state is Health.AHEAD:
+        if health.state is Health.PART_STEPPED:
             health.tear("a step that was not taken to its end")
         self._end_backward()
         self._paging.policy.discard_step()
@@ -165,45 +169,47 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
         self.lap.hide_taken()
         super().zero_grad(set_to_none)
-        if self._paging.paged.health.state is not Health.AHEAD:
+        if self._paging.paged.health.state is not Health.PART_STEPPED:
             self._end_backward()
 
     @torch.no_grad()
     def _gradient_came(self, parameter: nn.Parameter) -> None:
-        """In the backward: the gradient of a parameter is reduced. With the last one of its group, all of them are taken, or
-        applied."""
+        """In the backward: FSDP2 has reduced the gradient of a parameter. With the last one of its group, all of them are
+        applied; or they are taken, and where that is expected to be right, the group is updated speculatively too."""
         with self._paging.entered():
             group = self.lap.came(parameter)
             if group is None:
                 return
-            if self.lap.in_backward:
-                self._update_in_backward(group)
+            options, policy = self._paging.options, self._paging.policy
+            if not options.gradients_wait:
+                self._apply_gradients(group)
                 return
-            is_last = self._paging.policy.gradients_are_final(group)
+            speculates = options.speculative and self._speculation.speculates and policy.gradients_are_final(group)
             parameters = self.lap.arrived(group)
             self.lap.take(group)
-            self._paging.policy.take_gradients(group)
-            if is_last and self._expected is not None and self._speculation.speculates:
-                self._update_ahead(group, parameters, self._expected)
+            policy.count_forwards_anew(group)
+            if speculates and self._expected_scale is not None:
+                self._update_speculatively(group, parameters, self._expected_scale)
 
-    def _update_in_backward(self, group: PagedGroup) -> None:
-        """Update a group with the gradients that arrived."""
-        self._paging.paged.health.go_ahead()
+    def _apply_gradients(self, group: PagedGroup) -> None:
+        """Update a group, to stay, with the gradients that arrived."""
+        self._paging.paged.health.note_part_stepped()
         stepping = self._stepping(1.0, self.lap.arrived(group))
         updates = self._updates_of(group.members, stepping, lambda sub: None)
-        for step in stepping.values():
-            self._note_step_of(step)
-        self.lap.queue_update(group, updates, {step.parameter: step.settings for step in stepping.values()})
+        for stepped in stepping.values():
+            self._note_step_of(stepped)
+        self.lap.note_applied(group, {stepped.parameter: stepped.settings for stepped in stepping.values()})
+        self.lap.queue(group, updates)
 
-    def _update_ahead(self, group: PagedGroup, parameters: list[nn.Parameter], grad_scale: float) -> None:
+    def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter], grad_scale: float) -> None:
         """Update what can be of a group whose gradients were taken, for the step to accept."""
         speculation = self._paging.paged.updates.speculation
         stepping = self._stepping(grad_scale, parameters)
         members = [sub for sub in group.members if speculation.may_update(sub)]
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
-            for step in stepping.values():
-                self._stepped_ahead[step.parameter] = step.how
+            for stepped in stepping.values():
+                self._stepped_speculatively[stepped.parameter] = stepped.inputs
             self.lap.queue(group, updates)
 
     def _accept(self, stepping: Mapping[int, Stepping]) -> set[PagedSubGroup]:
@@ -211,8 +217,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         before."""
         speculation = self._paging.paged.updates.speculation
         for sub in [*speculation]:
-            steps = [stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping]
-            if not steps or any(self._stepped_ahead.get(step.parameter) != step.how for step in steps):
+            of_sub = [stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping]
+            if not of_sub or any(
+                self._stepped_speculatively.get(stepped.parameter) != stepped.inputs for stepped in of_sub
+            ):
                 speculation.discard(sub)
         accepted = {*speculation}
         speculation.accept()
@@ -242,7 +250,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _end_backward(self) -> None:
         self.lap.end()
-        self._stepped_ahead.clear()
+        self._stepped_speculatively.clear()
         self._places.clear()
 
     def init_state(self) -> None:
@@ -264,7 +272,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As for torch; the moments are moved into the arena. After a torn step: load the model's state dict first."""
-        self._paging.paged.health.check_not_ahead()
+        self._paging.paged.health.check_not_part_stepped()
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
             moments = {name: loaded[name] for name in self.moments if loaded.get(name) is not None}
@@ -296,10 +304,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
                 settings[id(group)] = self._settings(group)
             self._init_state_of(parameter)
             shard = trained_shard(parameter)
-            step = self.state[parameter]["step"].clone() if self.counts_steps else torch.zeros(())
-            first = not shard.stepped or (self.counts_steps and not step)
+            steps = self.state[parameter]["step"].clone() if self.counts_steps else torch.zeros(())
+            first = not shard.stepped or (self.counts_steps and not steps)
             grad = grads.get(shard.index)
-            by_shard[shard.index] = Stepping(shard, parameter, settings[id(group)], step, first, grad, grad_scale)
+            by_shard[shard.index] = Stepping(shard, parameter, settings[id(group)], steps, first, grad, grad_scale)
         return by_shard
 
     def _with_groups(self, only: Collection[nn.Parameter] | None) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -394,13 +402,13 @@ def _tell(optimizer: weakref.ref[PagedOptimizer], parameter: nn.Parameter) -> No
 
 @dataclass(frozen=True)
 class Stepping:
-    """One parameter that is stepped: its shard, the settings of its group, its steps so far and whether there was none, and its
-    gradient (1-D; None where it was taken)."""
+    """One parameter that is stepped: its shard, the settings of its group, its `steps` so far and whether this is its `first`,
+    and its gradient (1-D; None where it was taken)."""
 
     shard: PagedShard
     parameter: nn.Parameter
     settings: Any
-    step: torch.Tensor
+    steps: torch.Tensor
     first: bool
     grad: HostGradient | None
     grad_scale: float
@@ -411,9 +419,9 @@ class Stepping:
         return self.shard.shape.numel()
 
     @property
-    def how(self) -> tuple[Any, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         """All that its update depends on beside the gradient and the state."""
-        return self.settings, self.grad_scale, float(self.step)
+        return self.settings, self.grad_scale, float(self.steps)
 
 
 @dataclass(frozen=True)

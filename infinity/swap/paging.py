@@ -170,8 +170,8 @@ class Paging:
         speculative.
         """
         pending, speculative = self.paged.updates, self.options.speculative
-        around = pending.compute_staged if speculative else pending.backward_update
-        run = pending.run_ahead if speculative else pending.run_in_backward
+        around = pending.compute_staged if speculative else pending.applying
+        run = pending.run_speculative if speculative else pending.run_applied
         with self.entered():
             self.parameters.give_back_copied()  # FSDP2 may have asked for it again, as the next group; that request is void
             self.policy.begin_update(group)
@@ -233,7 +233,8 @@ class Paging:
         """Where no pass is going on: make anew all that one leaves which an exception ended, at whatever line.
 
         What was staged, gathered or on its way is dropped, what was being written is waited for, and a change of values that
-        never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients stay as they are.
+        never ended tears them (infinity/swap/health.py, [Note: What an exception may end]). Gradients and their
+        lap stay as they are.
         """
         with self._lock:
             if self.paged.health.state is not Health.CLOSED:
@@ -269,7 +270,7 @@ class Paging:
         assert model is not None
         began = self.policy.in_pass or self._in_use or self._broken
         unfinished = abandon_unfinished_pass(model, root_may_run=at_root and not began)
-        if unfinished and self.paged.health.state is Health.AHEAD:
+        if unfinished and self.paged.health.state is Health.PART_STEPPED:
             self.paged.health.tear("a backward that an exception ended")
         if unfinished or began:
             self.recover()
@@ -292,6 +293,7 @@ class Paging:
             self._check_thread()
             self._thread = threading.get_ident()
             self.leave_unfinished_pass(at_root=True)
+            self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             self.policy.begin_pass(trains=module.training and torch.is_grad_enabled())
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:

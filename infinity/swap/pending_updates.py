@@ -41,8 +41,8 @@ class PendingUpdates:
 
     Iterates over those that wait, in the order of the step.
 
-    `stepped`: what the last step updates, done or not, in its order. `in_backward`: whether groups are updated in the backward
-    where that is possible.
+    `stepped`: what the last step updates, done or not, in its order. `updates_in_backward`: whether groups are updated in the
+    backward where that is possible, to stay or speculatively.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class PendingUpdates:
         health: ModelHealth,
         stager: Stager,
         *,
-        in_backward: bool,
+        updates_in_backward: bool,
     ) -> None:
         self._groups, self._sub_groups = groups, sub_groups
         self._slots, self._health, self._stager = slots, health, stager
-        self._in_backward = in_backward
+        self._updates_in_backward = updates_in_backward
         self.speculation = Speculation(stager)
         self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
-        """The sub-group whose update is RUNNING, and the ties that it had before."""
+        """The sub-group whose update is running, and the ties that it had before."""
         self.stepped: tuple[PagedSubGroup, ...] = ()
 
     def __iter__(self) -> Iterator[PagedSubGroup]:
@@ -187,8 +187,8 @@ class PendingUpdates:
     # In the backward, where nothing waits.
 
     @contextlib.contextmanager
-    def backward_update(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
-        """Around the updates of members of a group whose gradients came: see [Note: Updates in the backward].
+    def applying(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
+        """Around the updates, to stay, of members of a group whose gradients came: see [Note: Updates in the backward].
 
         The lease holds the group's compute parameters, where its masters need them. Raises IoError when a transfer failed.
         After any failure the values are torn.
@@ -202,7 +202,7 @@ class PendingUpdates:
     @contextlib.contextmanager
     def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
         """The lease of a group's compute parameters, where the masters need these; forgotten afterwards, as they are old."""
-        assert self._in_backward and not any(sub in self._pending for sub in updated)
+        assert self._updates_in_backward and not any(sub in self._pending for sub in updated)
         chunk = group.completes
         compute = self._stager.acquire(chunk) if chunk is not None else None
         try:
@@ -213,8 +213,8 @@ class PendingUpdates:
             group.forget(self._stager)
             self.point(group)
 
-    def run_in_backward(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
-        """Update one whose compute parameter is in its group's lease, or in host memory; inside `backward_update`."""
+    def run_applied(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
+        """Update one whose compute parameter is in its group's lease, or in host memory; inside `applying`."""
         if sub.rests_in_host:
             self._slots.let_be_copied(sub, sub.current_slot)
         if not sub.moves:
@@ -224,14 +224,14 @@ class PendingUpdates:
         self._update_staged(sub, update, compute)
         self.write_back(sub)
 
-    def run_ahead(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
+    def run_speculative(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update one in its other slot, for the step to accept: see [Note: Speculative updates] in speculation.py."""
         with self._undo_on_error(sub):
             self._update_staged(sub, update, compute)
             ties = sub.ties
             self._undo()
         self.speculation.begin(sub, ties)  # first, as a write that fails discards it
-        self._slots.write_ahead(sub)
+        self._slots.write_other_slot(sub)
 
     def _update_staged(self, sub: PagedSubGroup, update: SubGroupUpdate, compute: Lease | None) -> None:
         """Update a sub-group in its lease, which is in use after it."""
@@ -287,14 +287,14 @@ class PendingUpdates:
             self.point(group)
 
     def recover(self) -> None:
-        """An exception ended an update at whatever line: one that was RUNNING is PENDING again, and none is made ahead."""
+        """An exception ended an update at whatever line: one that was running waits again, and none is speculative any more."""
         self._undo()
         self.speculation.discard_all()
         self.point_all()
 
     def _point_sub_group(self, sub: PagedSubGroup) -> None:
         group = self.group_of(sub)
-        staged_with_group = self._in_backward and group is not None and group.chunk is not None
+        staged_with_group = self._updates_in_backward and group is not None and group.chunk is not None
         sub.chunk.reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
 
 

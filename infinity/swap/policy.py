@@ -150,7 +150,7 @@ class StagingPolicy:
         """In a backward: whether the gradients of a group, once all are there, are all that come."""
         return self._forwards[group.index] == 1
 
-    def take_gradients(self, group: PagedGroup) -> None:
+    def count_forwards_anew(self, group: PagedGroup) -> None:
         """The gradients of a group were taken; more may come of the next micro-batch."""
         self._forwards[group.index] = 0
 

@@ -99,7 +99,7 @@ class PagedShard:
         alone.
         """
         self.values.health.check_not_closed()
-        self.values.health.check_not_ahead()
+        self.values.health.check_not_part_stepped()
         with self.values.health.change(f"setting {self.name}"):
             self._set(name, start, values)
 

@@ -50,7 +50,7 @@ class Slots:
         self._stager.write_back(sub.chunk)
         sub.current_slot = slot
 
-    def write_ahead(self, sub: PagedSubGroup) -> None:
+    def write_other_slot(self, sub: PagedSubGroup) -> None:
         """Start writing the sub-group's lease to the slot that doesn't hold its values, which stay as they are."""
         self._health.check_not_sealed()
         slot = 1 - sub.current_slot

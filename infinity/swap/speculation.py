@@ -52,7 +52,7 @@ class Speculation:
         self._ties.clear()
 
     def accept(self) -> None:
-        """Their values are those of the updates from now on; whatever reads them is to be pointed there."""
+        """Their values are those of the updates from now on; whatever reads them is to be pointed there, as `defer` does."""
         for sub, ties in self._ties.items():
             self._stager.drop(sub.chunk)  # read since, from the slot that was current
             sub.current_slot, sub.ties = 1 - sub.current_slot, ties

@@ -19,7 +19,7 @@ from infinity.fsdp2.sharding import in_backward
 _VIEWS = {torch.ops.aten.view, torch.ops.aten.detach, torch.ops.aten.alias}
 
 
-class TakenGradient(torch.Tensor):
+class RefusingGradient(torch.Tensor):
     """Stands for a gradient (fp32, of the shard's shape) that was taken; holds no elements, and refuses any look at them."""
 
     _name: str
@@ -31,7 +31,7 @@ class TakenGradient(torch.Tensor):
         return other
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TakenGradient({self._name}, size={tuple(self.shape)})"
+        return f"RefusingGradient({self._name}, size={tuple(self.shape)})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -39,7 +39,7 @@ class TakenGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        base = next((arg for arg in args if isinstance(arg, TakenGradient)), None)
+        base = next((arg for arg in args if isinstance(arg, RefusingGradient)), None)
         if base is not None and func.overloadpacket in _VIEWS:
             return _made(base.shape, base.stride(), base.device, base._name)
         raise refusal(base._name if base is not None else "")
@@ -89,9 +89,9 @@ def refusal(name: str) -> InfinityError:
     )
 
 
-def _made(shape: torch.Size, stride: tuple[int, ...], device: torch.device, name: str) -> TakenGradient:
+def _made(shape: torch.Size, stride: tuple[int, ...], device: torch.device, name: str) -> RefusingGradient:
     base = torch.empty_strided(shape, stride, dtype=torch.float32, device=device)
     base.untyped_storage().resize_(0)
-    made: TakenGradient = torch.Tensor._make_subclass(TakenGradient, base)
+    made: RefusingGradient = torch.Tensor._make_subclass(RefusingGradient, base)
     made._name = name
     return made

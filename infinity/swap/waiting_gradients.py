@@ -1,9 +1,10 @@
 """Floor 8. Gradients between the backward and the update: in 16 bits where that loses nothing, on NVMe where memory ends.
 
-Used by the training thread only. Gradients of resident shards are small and stay where torch puts them.
+Used by the training thread, and by autograd's on its behalf. Gradients of resident shards are small and stay where torch puts
+them.
 
 [Note: Gradients in 16 bits]
-FSDP2 hands every reduced gradient over in fp32. Where it was reduced in bf16, or computed in 16 bits and reduced over one rank
+FSDP2 gives every reduced gradient in fp32. Where it was reduced in bf16, or computed in 16 bits and reduced over one rank
 only, those 32 bits hold no more than 16, and 16 are kept. A second gradient for a parameter before its update (of a model that
 is used twice in a step, or of another micro-batch) makes a sum of more bits: then the gradients of its sub-group are widened to
 fp32 first, and stay in host memory until the update. So what is kept is always what torch would have in `.grad`, bit for bit.
@@ -45,11 +46,13 @@ class _Held:
 class WaitingGradients:
     """Keeps the reduced gradients of the groups that it `takes`, in `dtype`, until their update.
 
-    home: brings them from the device. takes_all: whether those in fp32 are not left in `.grad` either.
+    host_gradients: brings them from the device. takes_all: whether those in fp32 are not left in `.grad` either.
     """
 
-    def __init__(self, paged: PagedModel, home: HostGradients, dtype: torch.dtype, *, takes_all: bool) -> None:
-        self._stager, self._home = paged.stager, home
+    def __init__(
+        self, paged: PagedModel, host_gradients: HostGradients, dtype: torch.dtype, *, takes_all: bool
+    ) -> None:
+        self._stager, self._host_gradients = paged.stager, host_gradients
         self._dtype = dtype
         self._takes_all = takes_all or dtype is not torch.float32
         self._spilled = {
@@ -97,7 +100,7 @@ class WaitingGradients:
                     self._spill(sub, pieces, grads)
                 else:
                     if sub not in self._held:
-                        self._held[sub] = _Held(self._home.memory(sub.layout.numel, self._dtype))
+                        self._held[sub] = _Held(self._host_gradients.memory(sub.layout.numel, self._dtype))
                     held = self._held[sub]
                     if any(piece.shard in self._came for piece in pieces):
                         held.wait()  # for what the last micro-batch brought, not for anything of this one
@@ -146,8 +149,8 @@ class WaitingGradients:
             grad = grad[piece.start : piece.start + numel]
             place = memory[piece.offset : piece.offset + numel]
             if piece.shard in self._came:
-                grad.add_(self._home.to_device(place))
-            copy_event = self._home.fetch(grad, place)
+                grad.add_(self._host_gradients.to_device(place))
+            copy_event = self._host_gradients.fetch(grad, place)
         return copy_event
 
     def _spill(self, sub: PagedSubGroup, pieces: Sequence[Piece], grads: Mapping[int, torch.Tensor]) -> None:
@@ -159,7 +162,7 @@ class WaitingGradients:
         try:
             copy_event = self._put(lease.view(self._dtype, 0, sub.layout.numel), pieces, grads)
         except BaseException:
-            self._home.settle()
+            self._host_gradients.settle()
             self._stager.release(chunk, keep=False)
             raise
         self._stager.write_back(chunk, copy_event=copy_event)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hypothesis
+import pytest
 import torch
 from hypothesis import strategies as st
 
-from infinity.aio import PinnedSlab
+from infinity.aio import FreeRanges, PinnedSlab
 from infinity.device import CpuDevice, HostBuffer, HostBuffers
 
 PAGE = 4096
@@ -110,3 +111,17 @@ def test_idle_slabs_make_way_while_others_are_lent_for_ever() -> None:
         assert buffer is not None
         buffer.give_back()
     assert kept is not None and buffers.nbytes == (2 + 39) * PAGE
+
+
+def test_an_interrupted_lend_keeps_no_other_from_its_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = HostBuffers(CpuDevice(), pin=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(FreeRanges, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lend(buffers, 2)
+    assert lend(buffers, 2) is not None
+    assert buffers.nbytes == 2 * PAGE
+
+
+def interrupted(ranges: FreeRanges, nbytes: int) -> int | None:
+    raise KeyboardInterrupt

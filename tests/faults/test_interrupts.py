@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import interrupted_loop
 import pytest
 from campaign import HANG_SECONDS, Report, run, seeds
 from conftest import Ranks
@@ -30,3 +31,23 @@ def test_two_ranks_agree_after_an_exception_on_one_or_both(nvme_path: Path, fork
         assert len(outcomes) == count, ran.stdout
         report.outcomes.update(outcomes)
     report.tell()
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("one_rank")
+def test_an_exception_in_a_loop_of_ones_own_changes_no_number(nvme_path: Path) -> None:
+    report = Report("interrupts without the engine")
+    run(report, seeds(12), lambda seed: interrupted_loop.trial(seed, nvme_path))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_updates_that_come_after_a_backward_are_made_or_missed_aloud(nvme_path: Path) -> None:
+    """Those of a device wait for their gradients to come: the last ones until FSDP2 takes the backward for done."""
+    counter = interrupted_loop.Tail()
+    kind = {"update": "backward"}
+    interrupted_loop.check(interrupted_loop.train(nvme_path, kind, counter, discrete=True))
+    assert counter.seen > 100
+    for at in (*range(0, 30, 2), counter.seen):
+        lines = interrupted_loop.Tail(at)
+        outcome = interrupted_loop.check(interrupted_loop.train(nvme_path, kind, lines, discrete=True))
+        assert outcome == ("went on" if at == counter.seen else "refused"), (at, lines.where)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 import infinity
 from infinity import PagingOptions
 from infinity.swap.stager import Stager
-from infinity.swap.taken_gradient import TakenGradient
+from infinity.swap.taken_gradient import RefusingGradient
 from infinity.swap.waiting_gradients import WaitingGradients
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -65,7 +65,7 @@ def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
 
 def is_taken(grad: Any) -> bool:
     """Whether `.grad` refuses to be used."""
-    return isinstance(grad._local_tensor, TakenGradient)
+    return isinstance(grad._local_tensor, RefusingGradient)
 
 
 def assert_same(engines: list[infinity.Engine]) -> None:
@@ -339,6 +339,26 @@ def test_a_loop_of_ones_own_is_refused_what_was_taken(options: PagingOptions, nv
             optimizer.zero_grad()
             nvme(batch(1)).float().square().mean().backward()
         optimizer.step()
+
+
+def test_a_forward_between_backward_and_step_is_refused_and_the_step_can_be_taken(nvme_path: Path) -> None:
+    def after_two_steps(model: nn.Module, optimizer: torch.optim.Optimizer, refused: bool) -> list[torch.Tensor]:
+        for number in range(2):
+            model(batch(number)).float().square().mean().backward()
+            if refused:
+                with pytest.raises(infinity.InfinityError, match=r"call step\(\) first"):
+                    model(batch(number))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().full_tensor() + 0 for p in model.parameters()]
+
+    memory = sharded()
+    expected = after_two_steps(memory, torch.optim.AdamW(memory.parameters(), lr=1e-2), refused=False)
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, PagingOptions(param_persistence_threshold=0, update="backward"))
+        got = after_two_steps(nvme, infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2), refused=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def _halve(parameters: Iterable[nn.Parameter], _: float) -> None:

@@ -22,7 +22,7 @@ from infinity.swap.chunk import ChunkState
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.stager import Stager
-from infinity.swap.taken_gradient import TakenGradient
+from infinity.swap.taken_gradient import RefusingGradient
 
 BLOCKS = 5
 WIDTH = 96
@@ -179,7 +179,7 @@ def test_a_step_takes_the_gradients_and_a_forward_frees_them(both: list[infinity
     nvme.backward(nvme(torch.ones(2, 8)).float().square().mean())
     assert nvme.swap is not None
     held = nvme.swap.paging.waiting_gradients._held
-    left = [p.grad for p in nvme.parameters() if not isinstance(p.grad._local_tensor, TakenGradient)]  # type: ignore[union-attr]
+    left = [p.grad for p in nvme.parameters() if not isinstance(p.grad._local_tensor, RefusingGradient)]  # type: ignore[union-attr]
     grads = [weakref.ref(each) for each in (*held.values(), *left)]
     del left
     nvme.step()
@@ -422,7 +422,7 @@ def test_a_backward_takes_the_gradients_of_what_it_updates(eager: list[infinity.
             backward(engine)
         nvme = eager[1]
         assert nvme.swap is not None
-        kept = {name for name, p in released(nvme).items() if not isinstance(p.grad._local_tensor, TakenGradient)}  # type: ignore[union-attr]
+        kept = {name for name, p in released(nvme).items() if not isinstance(p.grad._local_tensor, RefusingGradient)}  # type: ignore[union-attr]
         resident = {shard.name for shard in nvme.swap.paged.shards if shard.resident is not None}
         assert kept == resident
         for engine in eager:
