@@ -15,6 +15,9 @@ Bytes per element of one micro-batch, compute parameters included:
 In full the step reads 12 and writes 14. Updated before its forward, a group gets its compute parameters from the update (12 + 2
 read); updated in its backward, it has them already, and reads the full master (2 + 2 + 12).
 
+Where the backward's updates are speculative, a step that accepts them moves what "backward" says. One that discards them has
+read the other state and written all of it for nothing; the next forward makes the updates as "forward" does.
+
 An optimizer with fewer numbers per element than Adam's two moments moves 4 bytes less, both ways, for each that it lacks.
 """
 
@@ -45,11 +48,13 @@ def state_bytes(moments: int = ADAM_MOMENTS) -> int:
 
 @dataclass(frozen=True)
 class Scheme:
-    """See [Note: Schemes]. `moments`: how many numbers (fp32) the optimizer keeps of each element."""
+    """See [Note: Schemes]. `moments`: how many numbers (fp32) the optimizer keeps of each element. `speculative`: whether the
+    step accepts or discards updates in the backward."""
 
     master_weights: MasterWeights = "split"
     update: Update = "forward"
     moments: int = ADAM_MOMENTS
+    speculative: bool = False
 
     def compute_is_state(self, compute_itemsize: int = COMPUTE_BYTES) -> bool:
         """Whether the compute parameter is a part of the state: of a split master, or as the fp32 master itself."""
@@ -66,6 +71,12 @@ class Scheme:
         if self.update == "step":
             return gathers + 1
         return gathers if self.update == "forward" else max(gathers, 2)
+
+    @property
+    def discarded_bytes(self) -> tuple[int, int]:
+        """Bytes (read, written) per element that a discarded update costs beyond an accepted one: the next forward reads the
+        state, and spares a gather."""
+        return state_bytes(self.moments) - COMPUTE_BYTES, self.other_state_bytes() + COMPUTE_BYTES
 
 
 def choose_update(

@@ -41,6 +41,7 @@ from infinity.swap.options import PagingOptions, options_from_arguments
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paging import Paging
 from infinity.swap.plan import plan_model
+from infinity.swap.speculation import goes_ahead
 from infinity.swap.stager import Stager
 from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
@@ -273,10 +274,11 @@ class SwapManager:
         groups = outlined_groups(model, wrap)
         layout, _ = plan_model(groups, ranks, dtype, options, self._budget_bytes, self._memory_bytes)
         _checked_place(self.run, layout, groups, ranks, dtype, options.moments)
-        slots = 2 if self.run is not None or options.speculative else 1
-        nbytes = slots * layout.nbytes + layout.gradient_bytes
+        nbytes = layout.nbytes + layout.gradient_bytes
         if self.run is not None:
-            nbytes += record_bytes(layout.nbytes)
+            nbytes += layout.nbytes + record_bytes(layout.nbytes)
+        elif options.speculative:
+            nbytes += sum(sub.nbytes for sub in layout.sub_groups if goes_ahead(layout, sub))
         self._drives.check_free(nbytes, options.stored_in_words)
 
     @property
