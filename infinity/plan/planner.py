@@ -22,6 +22,7 @@ from infinity.plan.estimate import (
     memory_of,
     pinned_bytes_min,
     pipeline_of,
+    updated_in_backward,
 )
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
@@ -88,6 +89,20 @@ class Plan:
         written = self.simulated.written_bytes * self.machine.ranks_per_node
         return written * DAY_SECONDS / self.step_seconds / self.machine.drive_bytes
 
+    @property
+    def discarded_bytes(self) -> tuple[int, int]:
+        """Bytes (read, written) of one rank that a step moves more where it discards what the backward updated."""
+        if not self.work.scheme.speculative:
+            return 0, 0
+        ahead = sum(updated_in_backward(self.work, self.strategy, self.cache))
+        read, written = self.work.scheme.discarded_bytes
+        return read * ahead, written * ahead
+
+    def discarding_seconds(self) -> float:
+        """A step that discards what the backward updated, and updates in its forward what the one before had discarded."""
+        step = step_of(self.work, self.machine, self.strategy, self.pipeline, self.cache, discards=True)
+        return simulate(step, _resources(self.machine, self.strategy)).seconds
+
     def limits(self) -> list[tuple[str, str, float]]:
         """For each part of the step, what is busiest in it: (part, resource, share of the part's time)."""
         if self.simulated is None:
@@ -136,18 +151,23 @@ def plan_step(
     plain_bytes = bytes_of_step(work, strategy)
     lower_bound_seconds = work.flops / machine.flops_per_s
     if not strategy.uses_nvme or machine.drive is not None:
-        drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
-        link = math.inf if machine.device_is_host else machine.link_bytes_per_s
+        resources = _resources(machine, strategy)
         step = step_of(work, machine, strategy, pipeline, cache)
         try:
-            simulated = simulate(step, Resources(drive, link, link))
+            simulated = simulate(step, resources)
         except BudgetError as error:
             reasons.append(str(error))
         moved = (simulated.read_bytes, simulated.written_bytes) if simulated else plain_bytes
-        lower_bound_seconds = max(lower_bound_seconds, drive.lower_bound_seconds(*moved))
+        lower_bound_seconds = max(lower_bound_seconds, resources.drive.lower_bound_seconds(*moved))
     return Plan(
         strategy, machine, work, pipeline, cache, memory, tuple(reasons), simulated, lower_bound_seconds, plain_bytes
     )
+
+
+def _resources(machine: Machine, strategy: Strategy) -> Resources:
+    drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
+    link = math.inf if machine.device_is_host else machine.link_bytes_per_s
+    return Resources(drive, link, link)
 
 
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:

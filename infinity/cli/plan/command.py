@@ -294,7 +294,6 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(
             "--durability step keeps nothing on NVMe but what is committed: use --offload-activations cpu"
         )
-    scheme_from(asked, accumulation=asked.accumulation)
     check_plot(asked.plot)
     for file in (asked.json, asked.write_config, asked.timeline):
         check_file(file)

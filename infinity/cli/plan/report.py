@@ -131,6 +131,13 @@ def words(plan: Plan) -> list[str]:
             f"waiting for the drive: {plan.simulated.stall_seconds:.3g} s of {plan.step_seconds:.3g} s a step; "
             f"{plan.step_seconds / plan.lower_bound_seconds:.2f} times the lower bound"
         )
+    read, written = plan.discarded_bytes
+    if written and plan.simulated is not None:
+        more = max(0.0, plan.discarding_seconds() - plan.step_seconds)
+        lines.append(
+            "updated in the backward, for the step to accept; one that clips or overflows discards it, which costs a rank "
+            f"{format_bytes(read)} more read, {format_bytes(written)} more written and {more:.3g} s"
+        )
     daily = plan.drive_writes_per_day
     if daily == 0:
         lines.append("wear: none, since all that is written anew stays in the host cache")
@@ -177,6 +184,7 @@ def as_json(plans: list[Plan], chosen: Plan | None, remedies: list[str], nvme_pa
         "clipping": work.clipping,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
+        "speculative": work.scheme.speculative,
         "durability": "step" if work.durable else "none",
         "moments": work.scheme.moments,
         "tokens_per_step": work.tokens,
@@ -245,6 +253,8 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
             "to_host_bytes_per_rank": simulated.to_host_bytes,
             "pool_bytes_peak": simulated.pool_bytes_peak,
             "live_bytes_peak": simulated.live_bytes_peak,
+            "discarded_read_bytes_per_rank": plan.discarded_bytes[0],
+            "discarded_written_bytes_per_rank": plan.discarded_bytes[1],
             "drive_writes_per_day": plan.drive_writes_per_day,
             "limits": [{"part": part, "resource": resource, "share": share} for part, resource, share in plan.limits()],
         }
