@@ -105,7 +105,8 @@ def add_scheme(parser: argparse._ActionsContainer) -> None:
         "--update",
         choices=("auto", *get_args(Update)),
         default="auto",
-        help="when what rests on NVMe is updated; auto: in the backward where that is exact, else before the next forward",
+        help="when what rests on NVMe is updated; auto: in the backward, where there is space for what that takes with "
+        "clipping or accumulation, else before the next forward",
     )
     parser.add_argument("--no-clipping", action="store_true", help="do not clip gradients (default: at a norm of 1)")
 

@@ -129,6 +129,8 @@ class Work:
             infinity.offload_activations.
         activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
         durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
+        unasked: whether nobody wished for speculative updates. They are planned where they have an effect, make no step longer,
+            and leave as much space free as their second slots take; else updates are in the forward.
     """
 
     model: Transformer
@@ -143,6 +145,7 @@ class Work:
     activations: str = "none"
     activation_buffer_bytes_max: int | None = None
     durable: bool = False
+    unasked: bool = False
 
     @property
     def shard_numel(self) -> int:
@@ -462,7 +465,8 @@ def pipeline_of(
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
     group_bytes = _largest_group_bytes(work, strategy)
     per_element = sum(strategy.stored_bytes(work.scheme))
-    if any(work.gradients_that_spill(strategy)):
+    spilled = work.gradients_that_spill(strategy)
+    if any(spilled):
         per_element += work.gradient_itemsize
     cut_from = work.shard_numel if strategy.keeps_compute else max(work.group_shards)
     numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, cut_from)
@@ -474,7 +478,8 @@ def pipeline_of(
     if pool is None:
         in_backward = strategy.update_of(work.scheme) == "backward"
         waiting = sum(sorted(work.group_shards)[-2:]) * (COMPUTE_BYTES + per_element) if in_backward else 0
-        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes)
+        held = work.gradient_itemsize * work.shard_numel - sum(spilled) if work.scheme.speculative else 0
+        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes, held)
     return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
 
 

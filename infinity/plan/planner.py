@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
 from infinity.plan.estimate import (
@@ -22,6 +22,7 @@ from infinity.plan.estimate import (
     memory_of,
     pinned_bytes_min,
     pipeline_of,
+    second_slot_bytes,
     updated_in_backward,
 )
 from infinity.plan.lower_bound import DriveSpeed
@@ -47,7 +48,7 @@ class Plan:
     """What one strategy comes to.
 
     Attributes:
-        strategy, machine, work, pipeline: what was planned.
+        strategy, machine, work, pipeline: what was planned; the work as it will be done (`Work.unasked`).
         cache: what one rank keeps in pinned memory from step to step.
         memory: of one rank.
         reasons: why it doesn't fit, a sentence each; empty where it does.
@@ -146,6 +147,12 @@ def plan_step(
         cache_bytes: the host cache of each rank; all memory that is left where None. Ignored where the work is durable, which
             keeps nothing there.
     """
+    if work.unasked and work.scheme.speculative and strategy.update_of(work.scheme) == "backward":
+        asked, later = (
+            plan_step(each, machine, strategy, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
+            for each in (replace(work, unasked=False), _in_forward(work))
+        )
+        return asked if _is_worth_it(asked, later) else later
     pipeline, cache, memory, reasons = _place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
     plain_bytes = bytes_of_step(work, strategy)
@@ -164,6 +171,20 @@ def plan_step(
     )
 
 
+def _in_forward(work: Work) -> Work:
+    scheme = work.scheme
+    return replace(work, scheme=replace(scheme, update="forward", speculative=False)) if scheme.speculative else work
+
+
+def _is_worth_it(ahead: Plan, later: Plan) -> bool:
+    """Whether speculative updates that nobody asked for are planned, and not updates in the forward: the engine would make
+    them, and the step is no longer."""
+    second = second_slot_bytes(ahead.work, ahead.strategy, ahead.cache)
+    needed = (ahead.memory.nvme_bytes + second) * ahead.machine.ranks_per_node
+    has_effect = ahead.discarded_bytes[1] > 0 and needed <= ahead.machine.drive_room_bytes
+    return has_effect and ahead.step_seconds <= later.step_seconds and ahead.fits >= later.fits
+
+
 def _resources(machine: Machine, strategy: Strategy) -> Resources:
     drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
     link = math.inf if machine.device_is_host else machine.link_bytes_per_s
@@ -173,6 +194,7 @@ def _resources(machine: Machine, strategy: Strategy) -> Resources:
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:
     """Whether there is room for what one of the strategies that infinity can run takes; no step is simulated for it."""
     strategies = [strategy for strategy in _differing_on(machine) if strategy.runs]
+    work = _in_forward(work) if work.unasked else work
     return any(not _place(work, machine, strategy, pinned_bytes, cache_bytes)[-1] for strategy in strategies)
 
 

@@ -82,15 +82,15 @@ class Scheme:
 def choose_update(
     asked: str, *, clipping: bool, accumulation: int, loss_scaling: bool, keep_grad: bool = False
 ) -> tuple[Update, bool]:
-    """The update that was `asked` for; or, for "auto", in the backward where the factor of a gradient is known there, else in
-    the forward. And whether it is speculative: asked for in the backward, where the factor is not known.
+    """The update that was `asked` for; or, for "auto", in the backward, unless gradients are to stay in `.grad`: then in the
+    forward. And whether it is speculative: in the backward, where the factor of a gradient is not known.
 
     The factor is known where it depends on no other gradient. Raises ConfigError where "backward" was asked for, and gradients
     are to stay in `.grad`.
     """
     factor_known = not clipping and accumulation == 1 and not loss_scaling
     if asked == "auto":
-        return ("backward" if factor_known and not keep_grad else "forward"), False
+        asked = "forward" if keep_grad else "backward"
     if asked == "backward" and keep_grad:
         raise ConfigError(
             'infinity.update "backward" does not go with infinity.keep_grad, as it takes gradients out of .grad; use '

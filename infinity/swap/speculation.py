@@ -30,6 +30,11 @@ def goes_ahead(layout: Layout, sub: SubGroup) -> bool:
     return moves and not (sub.held or sub.cached or sub.gradient_itemsize)
 
 
+def bytes_ahead(layout: Layout) -> int:
+    """What the second slots take."""
+    return sum(sub.nbytes for sub in layout.sub_groups if goes_ahead(layout, sub))
+
+
 class Speculation:
     """The sub-groups whose other slot holds an update that was not accepted yet. Used by one thread at a time."""
 

@@ -80,6 +80,30 @@ def test_updates_ahead_are_told_with_their_space_and_the_cost_of_a_step_that_dis
     assert "discards it, which costs a rank 9.31 GiB more read, 11.18 GiB more written and" in out
 
 
+@pytest.mark.parametrize(
+    ("drive_gb", "update"), [("40", "backward"), ("35", "forward"), ("20", "forward"), (None, "backward")]
+)
+def test_auto_is_ahead_of_the_step_where_that_leaves_as_much_space_as_it_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, drive_gb: str | None, update: str
+) -> None:
+    file = tmp_path / "config.json"
+    asked = ["--params", "1B", "--seq", "256", "--preset", "laptop", "--cache", "0", "--write-config", str(file)]
+    asked += ["--drive-size", f"{drive_gb}GB"] if drive_gb else []
+    plan_of_all = planned(capsys, *asked)["strategies"][-1]
+    assert (plan_of_all["update"], plan_of_all["speculative"], plan_of_all["fits"]) == (
+        update,
+        update == "backward",
+        True,
+    )
+    written = json.loads(file.read_text())["infinity"].get("update", "auto")
+    assert written == ("auto" if update == "backward" else "forward")
+    plan(*asked)
+    assert ("updated in the forward: in the backward it would" in capsys.readouterr().out) == (update == "forward")
+    if drive_gb == "20":
+        plan(*asked, "--update", "backward")
+        assert "stage 3, all on NVMe: does not fit, NVMe: 22.35 GiB needed of the 18.63 GiB" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_plans_a_small_model(capsys: pytest.CaptureFixture[str], name: str) -> None:
     found = planned(capsys, "--params", "200M", "--seq", "512", "--preset", name)
@@ -164,6 +188,7 @@ def test_an_optimizer_that_keeps_less_needs_less(
 ) -> None:
     file = tmp_path / "config.json"
     arguments = ["--params", "7B", "--preset", "rtx4090-gen4", "--cache", "0", "--write-config", str(file)]
+    arguments += ["--update", "forward"]
     given = planned(capsys, *arguments, "--optimizer", optimizer)
     (everything,) = (each for each in given["strategies"] if each["name"] == "stage 3, all on NVMe")
     assert sum(everything["memory_bytes_per_rank"]["nvme"].values()) == pytest.approx(

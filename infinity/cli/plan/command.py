@@ -258,6 +258,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         activations=asked.offload_activations,
         activation_buffer_bytes_max=asked.activation_buffer,
         durable=asked.durability == "step",
+        unasked=asked.update == "auto",
     )
 
 
