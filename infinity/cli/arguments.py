@@ -112,24 +112,15 @@ def add_scheme(parser: argparse._ActionsContainer) -> None:
         "--update",
         choices=("auto", *get_args(Update)),
         default="auto",
-        help="when what rests on NVMe is updated; auto: in the backward where that is exact, else before the next forward",
+        help="when what rests on NVMe is updated; auto: in the backward, where there is space for what that takes with "
+        "clipping or accumulation, else before the next forward",
     )
     parser.add_argument("--no-clipping", action="store_true", help="do not clip gradients (default: at a norm of 1)")
 
 
 def scheme_from(options: argparse.Namespace, *, accumulation: int = 1) -> Scheme:
-    """The scheme of the options of `add_scheme`. Raises ConfigError for an update timing that would not be exact."""
-    if options.update == "backward" and not options.no_clipping:
-        raise ConfigError(
-            "--update backward does not go with clipping: a gradient would be applied before all are known; add "
-            "--no-clipping, or use --update forward, which moves as few bytes"
-        )
+    """The scheme of the options of `add_scheme`."""
     update, speculative = choose_update(
         options.update, clipping=not options.no_clipping, accumulation=accumulation, loss_scaling=False
     )
-    if speculative:
-        raise ConfigError(
-            f"--update backward is planned with one micro-batch only, and here are {accumulation}: use --update forward, which "
-            "moves as few bytes"
-        )
-    return Scheme(options.master_weights, update)
+    return Scheme(options.master_weights, update, speculative=speculative)

@@ -60,8 +60,8 @@ class InfinityConfig(Block):
         "auto",
         "Pinned host memory of this process, in bytes; every transfer goes through it. auto takes what the model needs at "
         "full speed; where updates are in the backward, the state of the two largest groups is part of that, as far as "
-        "the pool stays within a quarter of this rank's share of the memory that is available here, control groups "
-        "counted.",
+        "the pool, with gradients that wait all the same, stays within a quarter of this rank's share of the memory that is "
+        "available here, control groups counted.",
         unit="bytes",
     )
     host_cache_bytes: Annotated[int, CACHE_BYTES] = key(
@@ -75,7 +75,7 @@ class InfinityConfig(Block):
         "auto",
         "Host memory, in bytes, in which the reduced gradients of this process wait for their update; those of the last "
         "groups that don't fit wait on NVMe. auto keeps all in host memory. Without a meaning where the update is in "
-        "backward, which keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits hold all of one: reduced in "
+        "backward and keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits hold all of one: reduced in "
         "bf16, or computed in 16 bits and reduced over one process, without accumulation.",
         unit="bytes",
     )
@@ -83,8 +83,8 @@ class InfinityConfig(Block):
         False,
         "Whether `.grad` of parameters on NVMe shows the gradient from the backward until the step, for those who look at "
         "it or clip it themselves. It then takes 4 bytes per parameter of host memory, and nothing is updated in the "
-        "backward. Else `.grad` refuses to be used wherever gradients wait in 16 bits or on NVMe, or were applied in the "
-        "backward.",
+        "backward. Else `.grad` refuses to be used wherever gradients wait in 16 bits or on NVMe, or groups are updated in "
+        "the backward.",
     )
     wrap: Annotated[tuple[str, ...] | Literal["auto"], or_auto(CLASS_NAMES)] = key(
         "auto",
@@ -130,8 +130,10 @@ class InfinityConfig(Block):
         "auto",
         "When the weights of a group are updated: in step, in forward just before the group is gathered, or in backward "
         "as soon as its gradient is there. The numbers are the same. With clipping, accumulation or fp16 the step accepts "
-        "what the backward updated, or discards it: that takes memory for gradients and twice the space on NVMe, and auto "
-        "is forward there.",
+        "what the backward updated, or discards it: that takes memory for gradients and twice the space on NVMe. auto is "
+        "backward. It is forward with `keep_grad`, and where the step would have to accept, but the drives would not have as "
+        "much space left as the second slot takes, or nothing could be updated so, as all of it rests partly in host memory "
+        "or has its gradient on NVMe.",
     )
     durability: Annotated[Durability, choice(Durability)] = key(
         "none",

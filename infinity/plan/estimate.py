@@ -7,7 +7,7 @@ compute parameters; fp32 moments and fp32 gradients; and compute parameters to g
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.plan.lower_bound import Part, candidates_of, step_bytes
 from infinity.plan.transformer import Transformer
@@ -94,6 +94,10 @@ class Strategy:
             return "step"
         return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
 
+    def gradients_wait(self, scheme: Scheme) -> bool:
+        """Whether gradients are kept until the step."""
+        return self.update_of(scheme) != "backward" or scheme.speculative
+
 
 STRATEGIES = (
     Strategy("stage 2", 2),
@@ -125,6 +129,8 @@ class Work:
             infinity.offload_activations.
         activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
         durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
+        unasked: whether nobody wished for speculative updates. They are planned where they have an effect, make no step longer,
+            and leave as much space free as their second slots take; else updates are in the forward.
     """
 
     model: Transformer
@@ -139,6 +145,7 @@ class Work:
     activations: str = "none"
     activation_buffer_bytes_max: int | None = None
     durable: bool = False
+    unasked: bool = False
 
     @property
     def shard_numel(self) -> int:
@@ -168,7 +175,7 @@ class Work:
     def gradients_that_spill(self, strategy: Strategy) -> list[int]:
         """By group: bytes of gradients that wait on NVMe."""
         shards = self.group_shards
-        if strategy.parameters != "nvme" or strategy.update_of(self.scheme) == "backward":
+        if strategy.parameters != "nvme" or not strategy.gradients_wait(self.scheme):
             return [0] * len(shards)
         nbytes = [self.gradient_itemsize * shard for shard in shards]
         order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
@@ -286,6 +293,30 @@ def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache
     return HostCache(tuple(compute[group] for group in groups), tuple(other_state[group] for group in groups))
 
 
+def updated_in_backward(work: Work, strategy: Strategy, cache: HostCache = NO_CACHE) -> list[int]:
+    """By group: elements that are updated in the backward, to stay or for the step to accept. The latter can't be what rests in
+    host memory, or has its gradient on NVMe."""
+    shards = work.group_shards
+    if strategy.update_of(work.scheme) != "backward":
+        return [0] * len(shards)
+    if not work.scheme.speculative:
+        return shards
+    compute, other = strategy.stored_bytes(work.scheme)
+    cached = [
+        max(math.ceil(of_compute / compute), math.ceil(of_other / other))
+        for of_compute, of_other in zip(cache.compute, cache.other_state, strict=True)
+    ] or [0] * len(shards)
+    spilled = work.gradients_that_spill(strategy)
+    return [0 if spills else shard - kept for shard, kept, spills in zip(shards, cached, spilled, strict=True)]
+
+
+def second_slot_bytes(work: Work, strategy: Strategy, cache: HostCache = NO_CACHE) -> int:
+    """On NVMe, for updates that the step is to accept. A durable run has that place already."""
+    if work.durable or not work.scheme.speculative:
+        return 0
+    return sum(strategy.stored_bytes(work.scheme)) * sum(updated_in_backward(work, strategy, cache))
+
+
 def memory_of(
     work: Work, strategy: Strategy, *, pinned_bytes: int, device_is_host: bool, cache: HostCache = NO_CACHE
 ) -> Memory:
@@ -302,7 +333,7 @@ def memory_of(
         nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
     if strategy.keeps_compute and device_is_host:
         del device[_GRADIENTS]  # those of the host are they
-    elif strategy.update_of(work.scheme) == "backward":
+    elif not strategy.gradients_wait(work.scheme):
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
     elif strategy.parameters == "nvme":
         spilled = sum(work.gradients_that_spill(strategy))
@@ -314,6 +345,8 @@ def memory_of(
     if cache.nbytes:
         host["host cache, pinned"] = cache.nbytes
         nvme = {user: max(0, nbytes - _cached_of(user, cache)) for user, nbytes in nvme.items()}
+    if second := second_slot_bytes(work, strategy, cache):
+        nvme["second slot of what is updated ahead"] = second
     if moves and work.activations == "cpu":
         host["saved activations, pinned"] = sum(work.saved_bytes)
     elif moves:
@@ -362,7 +395,7 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     masters = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
     user = f"optimizer state: {masters} and moments" if scheme.moments else f"optimizer state: {masters}"
     home[user] = (other_state_bytes or state_bytes(scheme.moments)) * shard
-    if strategy.update_of(scheme) != "backward":
+    if strategy.gradients_wait(scheme):
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.keeps_compute:
         device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which brings all of them to the host
@@ -396,10 +429,15 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     (`lower_bound.step_bytes`), of the gradients that spill, and of saved activations."""
     if not strategy.uses_nvme:
         return 0, 0
-    whole = Part(work.shard_numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")
-    read, written = step_bytes(whole, work.scheme)
-    to_and_fro = work.micro_batches * (sum(work.gradients_that_spill(strategy)) + sum(work.saved_on_drive))
-    return read + to_and_fro, written + to_and_fro
+    spilled = work.gradients_that_spill(strategy)
+    waiting = sum(numel for numel, nbytes in zip(work.group_shards, spilled, strict=True) if nbytes)
+    later = replace(work.scheme, update=work.scheme.update if work.scheme.update == "step" else "forward")
+    read = written = work.micro_batches * (sum(spilled) + sum(work.saved_on_drive))
+    for numel, scheme in ((work.shard_numel - waiting, work.scheme), (waiting, later)):
+        part = Part(numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")
+        moved = step_bytes(part, scheme)
+        read, written = read + moved[0], written + moved[1]
+    return read, written
 
 
 @dataclass(frozen=True)
@@ -427,7 +465,8 @@ def pipeline_of(
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
     group_bytes = _largest_group_bytes(work, strategy)
     per_element = sum(strategy.stored_bytes(work.scheme))
-    if any(work.gradients_that_spill(strategy)):
+    spilled = work.gradients_that_spill(strategy)
+    if any(spilled):
         per_element += work.gradient_itemsize
     cut_from = work.shard_numel if strategy.keeps_compute else max(work.group_shards)
     numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, cut_from)
@@ -439,7 +478,8 @@ def pipeline_of(
     if pool is None:
         in_backward = strategy.update_of(work.scheme) == "backward"
         waiting = sum(sorted(work.group_shards)[-2:]) * (COMPUTE_BYTES + per_element) if in_backward else 0
-        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes)
+        held = work.gradient_itemsize * work.shard_numel - sum(spilled) if work.scheme.speculative else 0
+        pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes, held)
     return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
 from infinity.plan.estimate import (
@@ -22,6 +22,8 @@ from infinity.plan.estimate import (
     memory_of,
     pinned_bytes_min,
     pipeline_of,
+    second_slot_bytes,
+    updated_in_backward,
 )
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
@@ -46,7 +48,7 @@ class Plan:
     """What one strategy comes to.
 
     Attributes:
-        strategy, machine, work, pipeline: what was planned.
+        strategy, machine, work, pipeline: what was planned; the work as it will be done (`Work.unasked`).
         cache: what one rank keeps in pinned memory from step to step.
         memory: of one rank.
         reasons: why it doesn't fit, a sentence each; empty where it does.
@@ -87,6 +89,20 @@ class Plan:
             return None
         written = self.simulated.written_bytes * self.machine.ranks_per_node
         return written * DAY_SECONDS / self.step_seconds / self.machine.drive_bytes
+
+    @property
+    def discarded_bytes(self) -> tuple[int, int]:
+        """Bytes (read, written) of one rank that a step moves more where it discards what the backward updated."""
+        if not self.work.scheme.speculative:
+            return 0, 0
+        ahead = sum(updated_in_backward(self.work, self.strategy, self.cache))
+        read, written = self.work.scheme.discarded_bytes
+        return read * ahead, written * ahead
+
+    def discarding_seconds(self) -> float:
+        """A step that discards what the backward updated, and updates in its forward what the one before had discarded."""
+        step = step_of(self.work, self.machine, self.strategy, self.pipeline, self.cache, discards=True)
+        return simulate(step, _resources(self.machine, self.strategy)).seconds
 
     def limits(self) -> list[tuple[str, str, float]]:
         """For each part of the step, what is busiest in it: (part, resource, share of the part's time)."""
@@ -131,28 +147,54 @@ def plan_step(
         cache_bytes: the host cache of each rank; all memory that is left where None. Ignored where the work is durable, which
             keeps nothing there.
     """
+    if work.unasked and work.scheme.speculative and strategy.update_of(work.scheme) == "backward":
+        asked, later = (
+            plan_step(each, machine, strategy, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
+            for each in (replace(work, unasked=False), _in_forward(work))
+        )
+        return asked if _is_worth_it(asked, later) else later
     pipeline, cache, memory, reasons = _place(work, machine, strategy, pinned_bytes, cache_bytes)
     simulated = None
     plain_bytes = bytes_of_step(work, strategy)
     lower_bound_seconds = work.flops / machine.flops_per_s
     if not strategy.uses_nvme or machine.drive is not None:
-        drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
-        link = math.inf if machine.device_is_host else machine.link_bytes_per_s
+        resources = _resources(machine, strategy)
         step = step_of(work, machine, strategy, pipeline, cache)
         try:
-            simulated = simulate(step, Resources(drive, link, link))
+            simulated = simulate(step, resources)
         except BudgetError as error:
             reasons.append(str(error))
         moved = (simulated.read_bytes, simulated.written_bytes) if simulated else plain_bytes
-        lower_bound_seconds = max(lower_bound_seconds, drive.lower_bound_seconds(*moved))
+        lower_bound_seconds = max(lower_bound_seconds, resources.drive.lower_bound_seconds(*moved))
     return Plan(
         strategy, machine, work, pipeline, cache, memory, tuple(reasons), simulated, lower_bound_seconds, plain_bytes
     )
 
 
+def _in_forward(work: Work) -> Work:
+    scheme = work.scheme
+    return replace(work, scheme=replace(scheme, update="forward", speculative=False)) if scheme.speculative else work
+
+
+def _is_worth_it(ahead: Plan, later: Plan) -> bool:
+    """Whether speculative updates that nobody asked for are planned, and not updates in the forward: the engine would make
+    them, and the step is no longer."""
+    second = second_slot_bytes(ahead.work, ahead.strategy, ahead.cache)
+    needed = (ahead.memory.nvme_bytes + second) * ahead.machine.ranks_per_node
+    has_effect = ahead.discarded_bytes[1] > 0 and needed <= ahead.machine.drive_room_bytes
+    return has_effect and ahead.step_seconds <= later.step_seconds and ahead.fits >= later.fits
+
+
+def _resources(machine: Machine, strategy: Strategy) -> Resources:
+    drive = machine.drive_of_rank() if strategy.uses_nvme else DriveSpeed(math.inf, math.inf)
+    link = math.inf if machine.device_is_host else machine.link_bytes_per_s
+    return Resources(drive, link, link)
+
+
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:
     """Whether there is room for what one of the strategies that infinity can run takes; no step is simulated for it."""
     strategies = [strategy for strategy in _differing_on(machine) if strategy.runs]
+    work = _in_forward(work) if work.unasked else work
     return any(not _place(work, machine, strategy, pinned_bytes, cache_bytes)[-1] for strategy in strategies)
 
 

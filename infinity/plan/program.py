@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from infinity.plan.estimate import HostCache, Pipeline, Strategy, Work
+from infinity.plan.estimate import HostCache, Pipeline, Strategy, Work, updated_in_backward
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
@@ -35,9 +37,14 @@ SIMULATED_SUB_GROUPS_MAX = 4096
 """Beyond it, neighbours are simulated as one."""
 
 
-def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache) -> Step:
-    """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end."""
-    program = _ProgramOfRank(work, machine, strategy, pipeline, cache)
+def step_of(
+    work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache, *, discards: bool = False
+) -> Step:
+    """The step of one rank, for the simulator: a group per block, and the root, which stays gathered to the end.
+
+    `discards`: as in a run whose steps all discard what they updated in the backward, which is updated again in the forward.
+    """
+    program = _ProgramOfRank(work, machine, strategy, pipeline, cache, discards=discards)
     buffer_bytes = work.activation_buffer_bytes if strategy.uses_nvme else 0
     return Step(
         program=program.items(),
@@ -49,11 +56,28 @@ def step_of(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline
     )
 
 
+class _Elements(NamedTuple):
+    """Elements of a group, and their bytes on NVMe."""
+
+    numel: int
+    compute_bytes: int
+    other_state_bytes: int
+
+
 class _ProgramOfRank:
     """Writes down what the training thread of one rank does in a step. What is listed by group has the root last."""
 
-    def __init__(self, work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, cache: HostCache) -> None:
-        self._work, self._machine, self._strategy = work, machine, strategy
+    def __init__(
+        self,
+        work: Work,
+        machine: Machine,
+        strategy: Strategy,
+        pipeline: Pipeline,
+        cache: HostCache,
+        *,
+        discards: bool,
+    ) -> None:
+        self._work, self._machine, self._strategy, self._discards = work, machine, strategy, discards
         self._numels, self._shards = work.group_numels, work.group_shards
         self._root = len(self._numels) - 1
         compute, other = strategy.stored_bytes(work.scheme)
@@ -80,14 +104,17 @@ class _ProgramOfRank:
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
         self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
         self._update = strategy.update_of(work.scheme)
+        self._ahead = updated_in_backward(work, strategy, cache)
+        """By group: elements that are updated in the backward."""
         self._program: list[Use | SubGroup | Pause] = []
 
     def items(self) -> Program:
         """All of the step."""
+        last = self._work.micro_batches - 1
         for micro_batch in range(self._work.micro_batches):
-            self._forward(updated=self._update == "forward" and micro_batch == 0)
-            self._backward(updated=self._update == "backward", first=micro_batch == 0)
-        if self._update != "backward":
+            self._forward(updated=self._update != "step" and micro_batch == 0)
+            self._backward(updated=micro_batch == last, first=micro_batch == 0)
+        if self._strategy.gradients_wait(self._work.scheme):
             clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
             seconds = (NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s
             self._program.append(Pause(seconds, reads_go_on=not any(self._spilled)))
@@ -97,9 +124,14 @@ class _ProgramOfRank:
 
     def _forward(self, *, updated: bool) -> None:
         def use(group: int) -> None:
-            if updated:
-                self._update_group(group, into=group if self.group_bytes[group] else None)
-            self._use(group, backward=False, made=updated)
+            ahead = 0 if self._discards else self._ahead[group]
+            made = (
+                updated and not ahead
+            )  # where only a part is updated here, compute parameters of that rest in host memory
+            if updated and ahead < self._shards[group]:
+                into = group if made and self.group_bytes[group] else None
+                self._update_group(group, self._rest(group, ahead), into=into)
+            self._use(group, backward=False, made=made)
 
         self._pass((self._root, *range(self._root)), use, self._save)
 
@@ -139,10 +171,11 @@ class _ProgramOfRank:
             self._use(group, backward=True)
 
         def finish(group: int, place: int) -> None:
-            if updated:
-                self._update_group(group, after=place)
-            elif self._spilled[group]:
+            if self._spilled[group]:
                 self._spill(group, place, again=not first)
+            elif updated and self._ahead[group]:
+                whole, rest = self._rest(group, 0), self._rest(group, self._ahead[group])
+                self._update_group(group, _Elements(*map(operator.sub, whole, rest)), after=place)
 
         self._pass((*reversed(range(self._root)), self._root), use, finish)
 
@@ -187,14 +220,24 @@ class _ProgramOfRank:
     def _stays_gathered(self, group: int, *, backward: bool) -> bool:
         return backward and (group == self._root or self._strategy.stage < 3)
 
-    def _update_group(self, group: int, *, into: int | None = None, after: int | None = None) -> None:
-        """The sub-groups of one group. In the backward its gather has read the compute parameters, if it was gathered there."""
+    def _rest(self, group: int, ahead: int) -> _Elements:
+        """What is left of a group without so many elements, of which nothing is cached, or which are all."""
+        compute, other = self._strategy.stored_bytes(self._work.scheme)
+        return _Elements(
+            self._shards[group] - ahead,
+            max(0, self._compute_bytes[group] - compute * ahead),
+            max(0, self._other_state_bytes[group] - other * ahead),
+        )
+
+    def _update_group(self, group: int, part: _Elements, *, into: int | None = None, after: int | None = None) -> None:
+        """The sub-groups of a part of one group. In the backward its gather has read the compute parameters, if it was gathered
+        there."""
         gathered = after is not None and not self._stays_gathered(group, backward=True)
-        compute, other = self._compute_bytes[group], self._other_state_bytes[group]
-        read = other + self._spilled[group]
+        read = part.other_state_bytes + self._spilled[group]
         if self._work.scheme.compute_is_state() and not gathered:
-            read += compute
-        self._add_sub_groups(self._shards[group], read, compute + other, into=into, after=after)
+            read += part.compute_bytes
+        written = part.compute_bytes + part.other_state_bytes
+        self._add_sub_groups(part.numel, read, written, into=into, after=after)
 
     def _step(self) -> None:
         """All sub-groups; those that are cached are spread evenly between the others."""

@@ -38,6 +38,14 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         raise failure
 
 
+def first_of_ranks(text: str | None) -> str | None:
+    """What the first rank says that says anything. A collective of all ranks."""
+    said: list[str | None] = [text] * dist.get_world_size()
+    if len(said) > 1:
+        dist.all_gather_object(said, text)
+    return next((other for other in said if other is not None), None)
+
+
 def _exchange(error: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
     """Tell the others what failed here; the first thing that failed elsewhere."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:

@@ -7,6 +7,7 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from infinity.activations.saved_tensors import Activations, make_activations
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
 from infinity.config import Config, load_config
 from infinity.drive.choice import StorageChoice, choose_storage
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StoreError
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.gathered import remember_sharded
 from infinity.fsdp2.live import LiveParameters, choose_wrap
@@ -32,7 +33,7 @@ from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
-from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.ranks.all_ranks import first_of_ranks, raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
@@ -49,6 +50,8 @@ from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
 from infinity.store.durable import DurableRun
 from infinity.swap import PagedOptimizer, SwapManager
+from infinity.swap.speculation import bytes_ahead
+from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
 
@@ -138,7 +141,7 @@ def initialize(
         if run is not None:
             undo.callback(run.give_up)
         resumed = run.resumed if run is not None else None
-        swap, live, activations = _shard_and_page(model, resolved, run, undo)
+        resolved, swap, live, activations = _shard_and_page(model, resolved, run, undo)
         remember_sharded(model)
         peers, routes = _make_peers(model, resolved.shard_ranks)
         undo.callback(peers.close)
@@ -202,10 +205,11 @@ def _check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os
 
 def _shard_and_page(
     model: nn.Module, resolved: Resolved, run: DurableRun | None, undo: ExitStack
-) -> tuple[SwapManager | None, LiveParameters | None, Activations | None]:
+) -> tuple[Resolved, SwapManager | None, LiveParameters | None, Activations | None]:
     """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
-    What can be known to be too small is refused before the model is sharded, which can't be undone.
+    What can be known to be too small is refused before the model is sharded, which can't be undone. Returns `resolved` with the
+    update timing that there is room for.
     """
     mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
@@ -218,12 +222,17 @@ def _shard_and_page(
             notes += storage.notes
             swap = _make_swap(resolved.config, storage, run)
             undo.callback(swap.close)
-            dtype, paging = resolved.compute_dtype, resolved.paging
-            swap.check_fits(model, wrap, ranks=resolved.shard_ranks, dtype=dtype, options=paging)
+        resolved, told = _fit(model, wrap, resolved, swap)
+        notes += told
     _shard_model(model, resolved, mesh, wrap)
     if swap is not None:
-        swap.page(model, resolved.paging)
+        paging = swap.page(model, resolved.paging)
         notes += swap.notes
+        if paging.options.speculative and run is None:
+            second = format_bytes(bytes_ahead(paging.paged.layout))
+            notes.append(
+                f"updates are made in the backward, ahead of the step, in {second} more on NVMe (infinity.update)"
+            )
     live = None
     if resolved.config.zero_optimization.stage >= 3:
         micro_batches = resolved.config.batch.accumulation
@@ -236,7 +245,34 @@ def _shard_and_page(
     if dist.get_rank() == 0:
         for note in [*notes, *activation_notes, *resolved.notes]:
             log.info(note)
-    return swap, live, activations
+    return resolved, swap, live, activations
+
+
+def _fit(
+    model: nn.Module, wrap: Sequence[nn.Module], resolved: Resolved, swap: SwapManager
+) -> tuple[Resolved, list[str]]:
+    """Raise what `SwapManager.page` would for want of memory or space; where nobody asked for speculative updates, do without
+    them if they lack space or effect, on all ranks if on one. A collective."""
+    assert resolved.paging is not None
+    check = partial(swap.check_fits, model, wrap, ranks=resolved.shard_ranks, dtype=resolved.compute_dtype)
+    unasked = resolved.config.infinity.update == "auto" and resolved.paging.speculative
+    why, notes = None, []
+    with raise_on_all_ranks():
+        try:
+            has_effect = check(options=resolved.paging, unasked=unasked)
+            why = "" if unasked and not has_effect else None
+        except StoreError as error:
+            if not unasked:
+                raise
+            why = str(error)
+    why = first_of_ranks(why)
+    if why is not None:
+        paging = replace(resolved.paging, update="forward", speculative=False)
+        resolved = replace(resolved, paging=paging)
+        notes = [f'infinity.update "auto" is "forward" here: {why}'] if why else []
+        with raise_on_all_ranks():
+            check(options=paging)
+    return resolved, notes
 
 
 def _make_mesh(shard_ranks: int) -> DeviceMesh:

@@ -80,18 +80,25 @@ def pipeline_bytes(group_bytes_max: int, sub_group_bytes: int) -> int:
     return GATHERS_IN_USE * align_up(group_bytes_max) + PIPELINE_DEPTH * sub_group_bytes
 
 
-def comfortable_bytes(gather: int, sub_group_bytes: int, waiting_bytes: int = 0, memory_bytes: float = math.inf) -> int:
+def comfortable_bytes(
+    gather: int,
+    sub_group_bytes: int,
+    waiting_bytes: int = 0,
+    memory_bytes: float = math.inf,
+    gradient_bytes: int = 0,
+) -> int:
     """A pool for full speed: look-ahead of as much again as gathering needs at least, and one sub-group more in flight.
 
     Where groups are updated in the backward, also `waiting_bytes`, the compute parameters and the state of the two largest of
-    them, as far as the pool stays within WAITING_SHARE of `memory_bytes`: see [Note: What waits for its gradients].
+    them, as far as the pool and the gradients that wait all the same (`gradient_bytes`) stay within WAITING_SHARE of
+    `memory_bytes`: see [Note: What waits for its gradients].
     """
     group_bytes_max = gather // GROUPS_HELD
     gather_room = gather + GATHERS_IN_USE * group_bytes_max
     pipeline = pipeline_bytes(group_bytes_max, sub_group_bytes) + sub_group_bytes
     waiting = GATHERS_IN_USE * group_bytes_max + waiting_bytes
     least = align_up(max(gather_room, pipeline) + ACCESS_BYTES, MIB)
-    roomy = min(align_up(waiting + ACCESS_BYTES, MIB), WAITING_SHARE * memory_bytes)
+    roomy = min(align_up(waiting + ACCESS_BYTES, MIB), WAITING_SHARE * memory_bytes - gradient_bytes)
     return max(least, int(roomy) // MIB * MIB)
 
 

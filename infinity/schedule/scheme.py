@@ -15,6 +15,9 @@ Bytes per element of one micro-batch, compute parameters included:
 In full the step reads 12 and writes 14. Updated before its forward, a group gets its compute parameters from the update (12 + 2
 read); updated in its backward, it has them already, and reads the full master (2 + 2 + 12).
 
+Where the backward's updates are speculative, a step that accepts them moves what "backward" says. One that discards them has
+read the other state and written all of it for nothing; the next forward makes the updates as "forward" does.
+
 An optimizer with fewer numbers per element than Adam's two moments moves 4 bytes less, both ways, for each that it lacks.
 """
 
@@ -45,11 +48,13 @@ def state_bytes(moments: int = ADAM_MOMENTS) -> int:
 
 @dataclass(frozen=True)
 class Scheme:
-    """See [Note: Schemes]. `moments`: how many numbers (fp32) the optimizer keeps of each element."""
+    """See [Note: Schemes]. `moments`: how many numbers (fp32) the optimizer keeps of each element. `speculative`: whether the
+    step accepts or discards updates in the backward."""
 
     master_weights: MasterWeights = "split"
     update: Update = "forward"
     moments: int = ADAM_MOMENTS
+    speculative: bool = False
 
     def compute_is_state(self, compute_itemsize: int = COMPUTE_BYTES) -> bool:
         """Whether the compute parameter is a part of the state: of a split master, or as the fp32 master itself."""
@@ -67,19 +72,25 @@ class Scheme:
             return gathers + 1
         return gathers if self.update == "forward" else max(gathers, 2)
 
+    @property
+    def discarded_bytes(self) -> tuple[int, int]:
+        """Bytes (read, written) per element that a discarded update costs beyond an accepted one: the next forward reads the
+        state, and spares a gather."""
+        return state_bytes(self.moments) - COMPUTE_BYTES, self.other_state_bytes() + COMPUTE_BYTES
+
 
 def choose_update(
     asked: str, *, clipping: bool, accumulation: int, loss_scaling: bool, keep_grad: bool = False
 ) -> tuple[Update, bool]:
-    """The update that was `asked` for; or, for "auto", in the backward where the factor of a gradient is known there, else in
-    the forward. And whether it is speculative: asked for in the backward, where the factor is not known.
+    """The update that was `asked` for; or, for "auto", in the backward, unless gradients are to stay in `.grad`: then in the
+    forward. And whether it is speculative: in the backward, where the factor of a gradient is not known.
 
     The factor is known where it depends on no other gradient. Raises ConfigError where "backward" was asked for, and gradients
     are to stay in `.grad`.
     """
     factor_known = not clipping and accumulation == 1 and not loss_scaling
     if asked == "auto":
-        return ("backward" if factor_known and not keep_grad else "forward"), False
+        asked = "forward" if keep_grad else "backward"
     if asked == "backward" and keep_grad:
         raise ConfigError(
             'infinity.update "backward" does not go with infinity.keep_grad, as it takes gradients out of .grad; use '

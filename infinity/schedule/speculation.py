@@ -25,5 +25,5 @@ class SpeculationPolicy:
         return sum(self._others) <= _OTHERS_MAX
 
     def note(self, *, as_expected: bool) -> None:
-        """A step is over. `as_expected`: whether gradients were neither clipped nor overflowed."""
+        """A step is over. `as_expected`: whether gradients were neither clipped nor overflowed, nor their updates discarded."""
         self._others.append(not as_expected)

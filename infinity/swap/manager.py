@@ -28,6 +28,7 @@ from infinity.fsdp2.sharding import (
     outlined_groups,
     sharded_groups,
 )
+from infinity.host_memory import ranks_here
 from infinity.plan.estimate import record_bytes
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.schedule.pinned import ACCESS_BYTES
@@ -42,6 +43,7 @@ from infinity.swap.options import PagingOptions, options_from_arguments
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paging import Paging
 from infinity.swap.plan import plan_model
+from infinity.swap.speculation import bytes_ahead
 from infinity.swap.stager import Stager
 from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
@@ -243,7 +245,7 @@ class SwapManager:
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
                 direct=machinery.direct is not None,
-                stored=options.stored_in_words,
+                stored=self._stored(options),
             )
             place = _on_drives(place, machinery.arena)
             alone = mesh.size(-1) == 1
@@ -264,23 +266,32 @@ class SwapManager:
         ranks: int,
         dtype: torch.dtype,
         options: PagingOptions,
-    ) -> None:
-        """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on.
+        unasked: bool = False,
+    ) -> bool:
+        """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on. Returns
+        whether `options.speculative` has any effect.
 
         Args:
             wrap: the modules that will be groups of their own, beside the root.
             ranks: over how many it will be sharded.
             dtype: in which it will be gathered.
             options: as for `page`.
+            unasked: whether nobody asked for updates ahead. Second slots for them are to leave as much space free as they take,
+                with those of all ranks here.
         """
         groups = outlined_groups(model, wrap)
         layout, _ = plan_model(groups, ranks, dtype, options, self._budget_bytes, self._memory_bytes)
         _checked_place(self.run, layout, groups, ranks, dtype, options.moments)
-        slots = 2 if self.run is not None or options.speculative else 1
-        nbytes = slots * layout.nbytes + layout.gradient_bytes
+        ahead = bytes_ahead(layout) if options.speculative else 0
+        nbytes = layout.nbytes + layout.gradient_bytes
         if self.run is not None:
-            nbytes += record_bytes(layout.nbytes)
-        self._drives.check_free(nbytes, options.stored_in_words)
+            nbytes += layout.nbytes + record_bytes(layout.nbytes)
+        elif unasked:
+            nbytes = ranks_here() * (nbytes + 2 * ahead)
+        else:
+            nbytes += ahead
+        self._drives.check_free(nbytes, self._stored(options) + ", and as much left free" * unasked)
+        return ahead > 0
 
     @property
     def paging(self) -> Paging:
@@ -399,6 +410,12 @@ class SwapManager:
             size = self._pinned_bytes or pinned_bytes or budget.PINNED_BYTES_DEFAULT
             self._machinery = Machinery(size, self._drives, self._device, lock_memory=self._lock_memory)
         return self._machinery
+
+    def _stored(self, options: PagingOptions) -> str:
+        """What rests on NVMe, for an error about missing space."""
+        if not options.speculative or self.run is not None:
+            return options.stored_in_words
+        return f'{options.stored_in_words}, with the second slot that infinity.update "forward" does without'
 
     @property
     def _budget_bytes(self) -> int | None:

@@ -25,6 +25,7 @@ from infinity.swap.pending_updates import PendingUpdates
 from infinity.swap.placement import make_groups, open_chunks, place_cached, place_sub_groups
 from infinity.swap.shard import PagedShard
 from infinity.swap.slots import Slots
+from infinity.swap.speculation import goes_ahead
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.values import PieceOf, Values
@@ -73,7 +74,7 @@ class PagedModel:
             layout,
             arena,
             stored,
-            slots=2 if durable or speculative else 1,
+            has_second=lambda sub: durable or (speculative and goes_ahead(layout, sub)),
             dtype=compute_dtype,
             on_lost=self._lose,
         )

@@ -121,8 +121,13 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
-            self._speculation.note(as_expected=grad_scale == self._expected_scale)
+            speculation = self._paging.paged.updates.speculation
+            was_speculative = any(True for _ in speculation)
             accepted = self._accept(stepping)
+            as_planned = bool(accepted) or not was_speculative  # not where settings were changed since the backward
+            self._speculation.note(as_expected=grad_scale == self._expected_scale and as_planned)
+            if self._paging.options.speculative:
+                speculation.is_due = self._speculation.speculates
             remaining = [sub for sub in self._paging.paged.sub_groups if sub not in accepted]
             updates = self._updates_of(remaining, stepping, self._paging.waiting_gradients.claim)
             self._paging.paged.updates.defer(updates)

@@ -294,7 +294,8 @@ class PendingUpdates:
 
     def _point_sub_group(self, sub: PagedSubGroup) -> None:
         group = self.group_of(sub)
-        staged_with_group = self._updates_in_backward and group is not None and group.chunk is not None
+        in_backward = self._updates_in_backward and self.speculation.is_due
+        staged_with_group = in_backward and group is not None and group.chunk is not None
         sub.chunk.reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
 
 

@@ -24,26 +24,28 @@ def place_sub_groups(
     arena: Arena,
     stored: str,
     *,
-    slots: int,
+    has_second: Callable[[SubGroup], bool],
     dtype: torch.dtype,
     on_lost: Callable[[PagedSubGroup, str], None],
 ) -> list[PagedSubGroup]:
     """All sub-groups with their extents: first slots one behind the other, then the second ones, then gradients.
 
-    `dtype`: of compute parameters. What is cached has no place yet: see `place_cached`. Raises StoreError, naming what is
-    `stored`, when
-    the arena can't hold them; nothing is reserved then.
+    `has_second`: which of them have a second slot. `dtype`: of compute parameters. What is cached has no place yet: see
+    `place_cached`. Raises StoreError, naming what is `stored`, when the arena can't hold them; nothing is reserved then.
     """
     sub_groups = layout.sub_groups
+    twice = [sub for sub in sub_groups if has_second(sub)]
     spilled = [sub for sub in sub_groups if sub.gradient_bytes]
-    sizes = [sub.nbytes for sub in sub_groups] * slots + [sub.gradient_bytes for sub in spilled]
-    extents = arena.reserve(sizes, stored) if any(sizes) else [Extent(0, 0)] * len(sizes)
-    state, gradients = extents[: slots * len(sub_groups)], extents[slots * len(sub_groups) :]
-    gradient_of = dict(zip([sub.index for sub in spilled], gradients, strict=True))
+    sizes = [*(sub.nbytes for sub in (*sub_groups, *twice)), *(sub.gradient_bytes for sub in spilled)]
+    extents = iter(arena.reserve(sizes, stored) if any(sizes) else [Extent(0, 0)] * len(sizes))
+    slots = {sub.index: [next(extents)] for sub in sub_groups}
+    for sub in twice:
+        slots[sub.index].append(next(extents))
+    gradient_of = {sub.index: next(extents) for sub in spilled}
     placed = []
-    for number, sub in enumerate(sub_groups):
+    for sub in sub_groups:
         chunk = Chunk(f"sub-group {sub.index}", sub.lease_bytes, (), ())
-        paged = PagedSubGroup(sub, tuple(state[number :: len(sub_groups)]), chunk, dtype, gradient_of.get(sub.index))
+        paged = PagedSubGroup(sub, tuple(slots[sub.index]), chunk, dtype, gradient_of.get(sub.index))
         chunk.on_lost = partial(on_lost, paged)
         for name in sub.fields:
             paged.locations[name] = _location(paged, name)

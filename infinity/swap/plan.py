@@ -77,7 +77,8 @@ def plan_model(
     pinned = pinned_bytes
     if pinned is None:
         waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
-        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes) + reserved
+        held = _held_gradient_bytes(layout, options) if options.speculative else 0
+        pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held) + reserved
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(
@@ -114,6 +115,12 @@ def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
     *numels, resident = (sum(sub.numel for sub in members if sub.trained) for members in layout.by_space)
     left = options.gradient_bytes_max - GRADIENT_BYTES * resident
     return dict.fromkeys(groups_that_spill([itemsize * numel for numel in numels], max(0, left)), itemsize)
+
+
+def _held_gradient_bytes(layout: Layout, options: PagingOptions) -> int:
+    """Of the gradients that wait in host memory."""
+    trained = sum(sub.numel for sub in layout.sub_groups if sub.trained)
+    return trained * options.gradient_dtype.itemsize - layout.gradient_bytes
 
 
 def _waiting_bytes(layout: Layout, group_bytes: Sequence[int]) -> int:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -39,6 +39,7 @@ from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
+from infinity.swap.speculation import goes_ahead
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.wanted import Wanted
 
@@ -79,6 +80,10 @@ class StagingPolicy:
         self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
         """The same, but nothing for sub-groups."""
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
+        self._ahead = frozenset(
+            sub for sub in paged.sub_groups if options.speculative and goes_ahead(paged.layout, sub.layout)
+        )
+        """What the backward updates for the step to accept, while that is due."""
         self._spilled = frozenset(self._unit(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
         largest_group = max(group_bytes)
         self._room_bytes = look_ahead_room(pool_bytes, largest_group)
@@ -194,18 +199,24 @@ class StagingPolicy:
 
     def step_bytes(self, micro_batches: int, gathers: Mapping[str, int] | None) -> tuple[int, int]:
         """See `SwapManager.step_bytes`."""
-        read = sum(span.nbytes for sub in self._trained for span in sub.chunk.reads)
-        written = sum(span.nbytes for sub in self._trained for span in sub.chunk.writes)
         cycle = self._traces[True].cycle
+        in_backward = self._updated_in_backward(cycle)
+        stepped = {*self._paged.updates.stepped} if cycle else set()
+        later = [sub for sub in self._trained if sub not in in_backward or sub in stepped]
+        spans = [span for sub in in_backward for span in sub.reads(compute=False)]
+        read = sum(span.nbytes for span in (*spans, *(span for sub in later for span in sub.reads(compute=True))))
+        written = sum(sub.layout.nbytes for sub in (*in_backward, *later))
+        spared = (
+            set(later) if self._update != "step" else set()
+        )  # the first gather after a step takes what was just updated
         if cycle:
-            return read + self._gathers_of(cycle), written
+            return read + self._gathers_of(cycle, spared), written
         for group in self._paged.groups:
             times = 2 * micro_batches if gathers is None else gathers[group.name]
-            spared = self._update == "forward"  # the first gather after a step takes what was just updated
-            if self._update == "backward" and group.completes is not None:
+            if group.completes is not None and not in_backward.isdisjoint(group.members):
                 times = max(times, 2)  # its update in the backward takes the compute parameters that were read for it
-            frozen = _compute_bytes(group, stepped=False)
-            read += frozen * times + (_compute_bytes(group) - frozen) * (times - spared)
+            whole = _compute_bytes(group)
+            read += whole * (times - 1) + _compute_bytes(group, spared)
         return read, written
 
     # How.
@@ -312,7 +323,8 @@ class StagingPolicy:
         see [Note: State before its gradients]. Where groups are updated in the forward, with room for what that gathers."""
         if self._update == "backward" and not self._speculative:
             return
-        stepped = dict.fromkeys(self._paged.updates.stepped)
+        ahead = self._ahead if self._paged.updates.speculation.is_due else ()
+        stepped = {sub: None for sub in self._paged.updates.stepped if sub not in ahead}
         units: Iterable[int]
         if self._update == "step":
             units = map(self._unit, stepped)
@@ -342,10 +354,18 @@ class StagingPolicy:
             yield sub.layout.space
         yield unit
 
-    def _gathers_of(self, cycle: Sequence[int]) -> int:
-        """Bytes that the gathers of a cycle read, without those that the updates for them read."""
+    def _updated_in_backward(self, cycle: Sequence[int]) -> Set[PagedSubGroup]:
+        """What a cycle updates in the backward; before there is one, what can be."""
+        paged = self._paged
+        if cycle:
+            return {paged.sub_groups[unit - len(paged.groups)] for unit in cycle if unit >= len(paged.groups)}
+        if self._update != "backward" or self._speculative:
+            return self._ahead
+        return {sub for group in paged.groups for sub in group.members if sub.layout.trained}
+
+    def _gathers_of(self, cycle: Sequence[int], waiting: set[PagedSubGroup]) -> int:
+        """Bytes that the gathers of a cycle read, without those that the updates for them read, of what is `waiting`."""
         groups = self._paged.groups
-        waiting = set(self._trained if self._update == "forward" else ())
         uses, reads = [], []
         updating: list[int] = []
         direct_bytes = 0
@@ -369,7 +389,7 @@ class StagingPolicy:
                 direct_bytes += _compute_bytes(group)
                 continue
             uses += [*map(self._unit, resident_sub_groups), *map(self._unit, updated), index]
-            reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, stepped=not updated)]
+            reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, updated)]
         return direct_bytes + cycle_read_bytes(uses, reads, *self._limits)
 
 
@@ -394,7 +414,7 @@ def _lease_bytes(chunk: Chunk | None) -> int:
     return chunk.lease_bytes if chunk is not None else 0
 
 
-def _compute_bytes(group: PagedGroup, *, stepped: bool = True) -> int:
-    """Bytes that a gather of a group reads if nothing of it is staged; `stepped`: with those of trained parameters."""
-    members = [sub for sub in group.members if stepped or not sub.layout.trained]
-    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members if sub.gathers_from_nvme)
+def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
+    """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`."""
+    members = [sub for sub in group.members if sub not in updated and sub.gathers_from_nvme]
+    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)

@@ -19,8 +19,20 @@ from collections.abc import Iterator
 
 import torch
 
+from infinity.store.layout import Layout, SubGroup
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
+
+
+def goes_ahead(layout: Layout, sub: SubGroup) -> bool:
+    """Whether speculative updates can be made of a sub-group, and it needs another slot for them."""
+    moves = sub.trained and sub.space != layout.resident_space and sub.nbytes > 0
+    return moves and not (sub.held or sub.cached or sub.gradient_itemsize)
+
+
+def bytes_ahead(layout: Layout) -> int:
+    """What the second slots take."""
+    return sum(sub.nbytes for sub in layout.sub_groups if goes_ahead(layout, sub))
 
 
 class Speculation:
@@ -28,6 +40,8 @@ class Speculation:
 
     def __init__(self, stager: Stager) -> None:
         self._stager = stager
+        self.is_due = True
+        """Whether the next backward is to update what it may. Until it is, state may be read ahead for the step."""
         self._ties: dict[PagedSubGroup, torch.Tensor] = {}
         """What the ties will be."""
 

@@ -69,7 +69,6 @@ def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_
         (("--params", "ten"), "ten"),
         (("--params", "5"), "at least 10000"),
         (("--steps", "0"), "at least 1"),
-        (("--update", "backward"), "add --no-clipping, or use --update forward"),
         (("--master-weights", "lost"), "invalid choice"),
         (("--seq", "1.5"), "expected a whole number"),
         (("--cache", "4"), "did you mean 4GiB?"),

@@ -68,12 +68,12 @@ def cache_bytes_for(share: Fraction, numel: int, moments: int) -> int:
 
 def optimum(ranks: int, cache_bytes: int, update: str, moments: int) -> tuple[int, int]:
     """The fewest bytes (read, written) of a step on one rank. Beside the state, copies are read twice: for forward or with the
-    update before it, and for backward, where they stay for the update in it. With a look-ahead of one group (of two, where an
-    update in the backward needs them) the last block's copy, or that of the last two, stays in the pool from forward to
-    backward. The embedding, which stays gathered, is read for the gather alone where that is updated first, and for the update
-    in the backward again."""
+    update before it, and for backward, where they stay for the update in it, speculative or not. With a look-ahead of one group
+    (of two, where an update in the backward needs them) the last block's copy, or that of the last two, stays in the pool from
+    forward to backward. The embedding, which stays gathered, is read for the gather alone where that is updated first, and for
+    the update in the backward again."""
     embedding, block = 256 * HIDDEN // ranks, 8 * HIDDEN * HIDDEN // ranks
-    eager = update == "backward"
+    eager = update != "forward"
     stay = 1 + eager
     copies = [(embedding, 1 + eager), *[(block, 2)] * (BLOCKS - stay), *[(block, 1)] * stay]
     parts = [Candidate(2 * numel, 1, reads, 1) for numel, reads in copies]
@@ -82,7 +82,11 @@ def optimum(ranks: int, cache_bytes: int, update: str, moments: int) -> tuple[in
 
 
 def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> None:
-    """Raises AssertionError where a step moves other bytes than the optimum, or memory is exceeded."""
+    """Raises AssertionError where a step moves other bytes than the optimum, or memory is exceeded.
+
+    `update`: "speculative" is "backward" with clipping, which the last step but one does: it discards what was updated ahead.
+    """
+    speculative = update == "speculative"
     torch.manual_seed(0)
     model = Model()
     numel = sum(p.numel() for p in model.parameters()) // dist.get_world_size()
@@ -92,6 +96,7 @@ def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> Non
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "optimizer": OPTIMIZERS[moments],
+        "gradient_clipping": 1e4 if speculative else 0.0,
         "zero_optimization": {
             "stage": 3,
             "offload_param": device,
@@ -99,7 +104,11 @@ def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> Non
             "stage3_param_persistence_threshold": 0,
             "stage3_prefetch_bucket_size": 0,
         },
-        "infinity": {"wrap": ["Block"], "host_cache_bytes": cache_bytes, "update": update},
+        "infinity": {
+            "wrap": ["Block"],
+            "host_cache_bytes": cache_bytes,
+            "update": "backward" if speculative else update,
+        },
     }
     engine, *_ = infinity.initialize(model=model, config=config)
     swap = engine.swap
@@ -114,22 +123,29 @@ def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> Non
     swap.paging.end_step = end_written_step  # type: ignore[method-assign]
     with engine:
         moved = []
-        for step in range(STEPS):
+        said = []
+        for step in range(STEPS + 2 * speculative):
             before = swap.stats()
             x = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(step))
-            engine.backward(engine(x).float().square().mean())
+            engine.backward(engine(x).float().square().mean() * (1e9 if speculative and step == STEPS else 1.0))
             engine.step()
             come_to_rest(swap)
             after = swap.stats()
             moved.append((after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes))
-        assert moved[-1] == optimum(dist.get_world_size(), cache_bytes, update, moments), (share, moved)
-        assert moved[-1] == swap.step_bytes(), (share, moved)
+            said.append(swap.step_bytes())
+        best = optimum(dist.get_world_size(), cache_bytes, update, moments)
+        assert moved[STEPS - 1] == said[STEPS - 1] == best, (share, moved, said)
+        ahead = numel - min(numel, cache_bytes // 2) if speculative else 0  # compute parameters are cached first
+        if speculative:  # what was discarded is read once more, partly before that step ends and partly after it
+            more = [ahead * each for each in Scheme(moments=moments).discarded_bytes]
+            over = [sum(each) - 2 * least for each, least in zip(zip(*moved[STEPS:], strict=True), best, strict=True)]
+            assert over == more, (share, moved)
         assert after.cached_bytes == cache_bytes
-        assert after.arena_bytes == (4 + 4 * moments) * numel - cache_bytes
+        assert after.arena_bytes == (4 + 4 * moments) * (numel + ahead) - cache_bytes
         if not share:
             everything = next(each for each in STRATEGIES if each.parameters == each.optimizer == "nvme")
             states = states_of(numel, 1, everything, Scheme(moments=moments))
-            assert after.arena_bytes == states.nvme_bytes
+            assert after.arena_bytes == (1 + speculative) * states.nvme_bytes
         assert after.pinned_peak_bytes <= after.pinned_bytes
 
 

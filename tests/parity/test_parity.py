@@ -138,13 +138,15 @@ def test_a_wrong_bit_would_be_seen(nvme_path: Path, monkeypatch: pytest.MonkeyPa
     assert training.differences(expected, training.with_engine(case, str(nvme_path)))
 
 
-@pytest.mark.parametrize("update", ["forward", "backward"])
+@pytest.mark.parametrize("update", ["forward", "backward", "speculative"])
 @pytest.mark.parametrize("share", caching.SHARES, ids=str)
 def test_a_step_moves_the_fewest_bytes_that_its_cache_allows(share: Fraction, update: str, nvme_path: Path) -> None:
     caching.check(str(nvme_path), share, update)
 
 
-@pytest.mark.parametrize(("share", "update"), [(Fraction(0), "forward"), (Fraction(3, 4), "backward")])
+@pytest.mark.parametrize(
+    ("share", "update"), [(Fraction(0), "forward"), (Fraction(3, 4), "backward"), (Fraction(0), "speculative")]
+)
 @pytest.mark.parametrize("moments", [0, 1])
 def test_so_does_a_step_of_sgd(moments: int, share: Fraction, update: str, nvme_path: Path) -> None:
     caching.check(str(nvme_path), share, update, moments)

@@ -94,6 +94,10 @@ CASES = {
     "only the optimizer on NVMe": Case(parameters_on="none", sub_group_size=8192),
     "the smallest pool": Case(pinned_bytes_max="8MiB"),
     "updated in forward": Case(update="forward", evaluate=True),
+    "updated in forward, accumulation and clipping": Case(
+        update="forward", accumulation=2, clipping=0.5, evaluate=True
+    ),
+    "updated in forward, fp16": Case(update="forward", bf16=False, loss_scale=0, clipping=0.5),
     "updated in forward, small sub-groups": Case(update="forward", sub_group_size=4096, persistence_threshold=0),
     "updated in backward": Case(update="backward", evaluate=True, checkpointing=True),
     "updated in backward, small sub-groups": Case(update="backward", sub_group_size=4096, persistence_threshold=0),

@@ -24,7 +24,9 @@ from infinity.plan.estimate import (
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
 from infinity.plan.planner import busiest, fastest_that_fits, plan_step, plans_for
-from infinity.plan.program import update_bytes
+from infinity.plan.program import step_of, update_bytes
+from infinity.plan.resources import Resources
+from infinity.plan.simulator import simulate
 from infinity.plan.transformer import transformer_of
 from infinity.schedule import pinned
 from infinity.schedule.scheme import Scheme
@@ -37,6 +39,8 @@ ALL_NVME = STRATEGIES[-1]
 PLAIN = Scheme("full", "step")
 """That of the published example."""
 SCHEMES = [Scheme(master, update) for master in ("split", "full") for update in ("step", "forward", "backward")]
+SPECULATIVE = [replace(scheme, speculative=True) for scheme in SCHEMES if scheme.update == "backward"]
+SECOND_SLOT = "second slot of what is updated ahead"
 NODE = Machine(
     name="a node",
     ranks_per_node=8,
@@ -94,6 +98,8 @@ def test_the_published_example_simulated() -> None:
         (Scheme("split", "backward"), 14, 12),
         (Scheme("full", "forward"), 14, 14),
         (Scheme("full", "backward"), 16, 14),
+        (Scheme("split", "backward", speculative=True), 14, 12),
+        (Scheme("full", "backward", speculative=True), 16, 14),
     ],
 )
 def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: int, written: int) -> None:
@@ -106,10 +112,10 @@ def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: int, w
     assert (read - 0.25) * work.shard_numel < simulated.read_bytes <= read * work.shard_numel * (1 + 1e-6)
 
 
-@given(scheme=st.sampled_from(SCHEMES), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
+@given(scheme=st.sampled_from([*SCHEMES, *SPECULATIVE]), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
 def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: float) -> None:
     """Written is what isn't kept, whole; and a step never moves more for keeping more."""
-    count = 1 if scheme.update == "backward" else micro_batches
+    count = 1 if scheme.update == "backward" and not scheme.speculative else micro_batches
     work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=count)
     none, some = (
         plan_step(work, NODE, ALL_NVME, cache_bytes=int(part * 12 * work.shard_numel)) for part in (0.0, share)
@@ -119,7 +125,9 @@ def test_what_is_kept_is_not_moved(scheme: Scheme, micro_batches: int, share: fl
     assert some.cache.nbytes <= share * 12 * work.shard_numel
     assert some.simulated.written_bytes == pytest.approx(stored - some.cache.nbytes, rel=1e-6, abs=1e4)
     assert some.simulated.read_bytes <= none.simulated.read_bytes * (1 + 1e-6)
-    assert some.memory.nvme_bytes == pytest.approx(none.memory.nvme_bytes - some.cache.nbytes, rel=1e-6, abs=1e4)
+    on_nvme, less = (sum(n for user, n in plan.memory.nvme.items() if user != SECOND_SLOT) for plan in (none, some))
+    assert less == pytest.approx(on_nvme - some.cache.nbytes, rel=1e-6, abs=1e4)
+    assert some.memory.nvme.get(SECOND_SLOT, 0) <= less + 1e4
     if share >= 14 / 12 * (1 + 1e-6):
         assert some.simulated.read_bytes == 0
 
@@ -175,8 +183,42 @@ def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
     assert "gradients" in memory_of(work, on_cpu, pinned_bytes=0, device_is_host=False).host
 
 
+def test_updates_ahead_need_the_memory_for_gradients_and_a_second_slot() -> None:
+    work = work_of(70 * B, ranks=8, scheme=SPECULATIVE[0])
+    forward, ahead = (
+        memory_of(each, ALL_NVME, pinned_bytes=0, device_is_host=False)
+        for each in (replace(work, scheme=Scheme()), work)
+    )
+    assert ahead.host == forward.host
+    assert ahead.nvme == {**forward.nvme, SECOND_SLOT: pytest.approx(forward.nvme_bytes, rel=1e-6)}
+    keeps = next(each for each in STRATEGIES if each.keeps_compute)
+    assert SECOND_SLOT not in memory_of(work, keeps, pinned_bytes=0, device_is_host=False).nvme
+    durable = memory_of(replace(work, durable=True), ALL_NVME, pinned_bytes=0, device_is_host=False)
+    assert SECOND_SLOT not in durable.nvme and durable.nvme_bytes > ahead.nvme_bytes
+
+
+@given(scheme=st.sampled_from(SPECULATIVE), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
+def test_a_discarded_step_reads_and_writes_the_state_of_what_was_updated_ahead_again(
+    scheme: Scheme, micro_batches: int, share: float
+) -> None:
+    work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=micro_batches)
+    plan = plan_step(work, NODE, ALL_NVME, cache_bytes=int(share * 12 * work.shard_numel))
+    discarding = simulate(
+        step_of(work, NODE, ALL_NVME, plan.pipeline, plan.cache, discards=True), Resources(NODE.drive_of_rank())
+    )
+    read, written = plan.discarded_bytes
+    assert plan.simulated is not None
+    assert discarding.written_bytes == pytest.approx(plan.simulated.written_bytes + written, rel=1e-6, abs=1e4)
+    staged = 0.5 * micro_batches * work.shard_numel  # what the pool keeps from pass to pass differs
+    assert discarding.read_bytes == pytest.approx(plan.simulated.read_bytes + read, rel=1e-6, abs=staged + 1e4)
+    assert plan.discarding_seconds() >= plan.step_seconds * (1 - 1e-6)
+    if not share:
+        stored = sum(ALL_NVME.stored_bytes(scheme))
+        assert [read, written] == pytest.approx([10 * work.shard_numel, stored * work.shard_numel], rel=1e-6)
+
+
 @given(
-    update=st.sampled_from(["step", "forward"]),
+    update=st.sampled_from(["step", "forward", "backward"]),
     ranks=st.sampled_from([1, 8]),
     micro_batches=st.integers(1, 3),
     share=st.floats(0, 1.2),
@@ -186,7 +228,8 @@ def test_gradients_that_do_not_fit_are_written_and_read_once_a_pass(
     update: Any, ranks: int, micro_batches: int, share: float, machine: Machine
 ) -> None:
     """They leave host memory for NVMe, whole groups, and the step moves just their bytes more."""
-    settings: dict[str, Any] = {"ranks": ranks, "micro_batches": micro_batches, "scheme": Scheme("split", update)}
+    settings: dict[str, Any] = {"ranks": ranks, "micro_batches": micro_batches}
+    settings["scheme"] = Scheme("split", update, speculative=update == "backward")
     free = work_of(B, **settings)
     whole = free.gradient_itemsize * sum(free.group_shards)
     assert free.gradient_itemsize == (2 if ranks == micro_batches == 1 else 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import infinity
 from infinity.checkpoint import dcp as checkpoint
 from infinity.checkpoint.model_files import ModelFiles
+from infinity.store import run_folder
 from infinity.swap.shard import PagedShard
 
 
@@ -190,6 +192,22 @@ def long_prefetch_lists(folder: Path) -> None:
     assert losses[0] != losses[3]
     dist.destroy_process_group()
     print("the pool was enough", flush=True)
+
+
+def short_of_space_alone(folder: Path) -> None:
+    """Rank 1 alone has no room for second slots: no rank takes them, unasked."""
+    settings = {**config(folder), "gradient_clipping": 1.0}
+    ranks_timings = []
+    for short in (False, True):
+        free = 3 << 20 if short and os.environ["RANK"] == "1" else 1 << 40
+        with mock.patch.object(run_folder, "free_bytes", lambda path, free=free: free):
+            engine, *_ = infinity.initialize(model=model(width=256), config=settings)
+        with engine:
+            one_step(engine)
+            assert engine.swap is not None
+            ranks_timings.append(engine.swap.paging.options.update)
+    assert ranks_timings == ["backward", "forward"], ranks_timings
+    print("of one mind", flush=True)
 
 
 def _failing(kind: type[Exception]) -> Any:

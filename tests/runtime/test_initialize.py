@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import mmap
+import re
 import shutil
 import subprocess
 import weakref
@@ -41,6 +42,11 @@ def _quick() -> Iterator[None]:
 def model(layers: int = 3, width: int = 64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, width), nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+
+
+def bare() -> nn.Sequential:
+    """12 MiB of state on NVMe."""
+    return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
 
 
 def config(path: Path | str, **changes: Any) -> dict[str, Any]:
@@ -88,6 +94,49 @@ def test_not_enough_space_is_told_in_gib_before_training(nvme_path: Path, monkey
         config(nvme_path),
     )
     assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "own", "update", "told"),
+    [
+        (40, {}, "backward", "ahead of the step, in 12.00 MiB more on NVMe"),
+        (36, {"durability": "step"}, "backward", None),
+        (35, {}, "forward", '"auto" is "forward" here: .* 36.00 MiB are needed on .*, where 35.00 MiB are free'),
+        (40, {"host_cache_bytes": "2MiB"}, "forward", None),
+        (40, {"gradient_bytes_max": 0}, "forward", None),
+        (40, {"keep_grad": True}, "forward", None),
+        (24, {"update": "backward"}, "backward", "ahead of the step, in 12.00 MiB more on NVMe"),
+    ],
+    ids=str,
+)
+def test_auto_updates_ahead_of_a_step_that_clips_where_it_can_and_there_is_space(
+    nvme_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_mib: int,
+    own: dict[str, Any],
+    update: str,
+    told: str | None,
+) -> None:
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: free_mib << 20)
+    settings = config(nvme_path, infinity=own, gradient_clipping=1.0)
+    with caplog.at_level("INFO", logger="infinity"):
+        engine, *_ = infinity.initialize(model=bare(), config=settings)
+    with engine:
+        assert engine.swap is not None
+        options = engine.swap.paging.options
+        assert (options.update, options.speculative) == (update, update == "backward")
+        engine.backward(engine(torch.ones(2, 512)).float().square().mean())
+        engine.step()
+    lines = [line for line in caplog.text.splitlines() if "ahead of the step" in line or '"auto" is' in line]
+    assert [bool(re.search(told or "", line)) for line in lines] == [True] * (told is not None)
+
+
+def test_space_for_updates_ahead_that_were_asked_for_is_named(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "free_bytes", lambda path: 23 << 20)
+    settings = config(nvme_path, infinity={"update": "backward"}, gradient_clipping=1.0)
+    said = 'with the second slot that infinity.update "forward" does without: 24.00 MiB are needed on .*, where 23.00 MiB are'
+    refused(infinity.StoreError, said, settings, model=bare())
 
 
 def test_space_that_vanishes_while_it_is_reserved(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

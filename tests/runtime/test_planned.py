@@ -7,16 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from quiet import come_to_rest
 from torch import nn
 
 import infinity
 from infinity.plan.estimate import STRATEGIES, Strategy, Work, memory_of, pipeline_of
+from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.machine import Machine
+from infinity.plan.planner import plan_step
 from infinity.plan.transformer import Transformer
 from infinity.schedule.scheme import Scheme, Update
 from infinity.units import MIB
 
 LAYERS = 3
 WIDTH = 256
+MACHINE = Machine(
+    name="any",
+    host_bytes_per_s=1e10,
+    device_is_host=True,
+    flops_per_s=1e12,
+    host_bytes=10**11,
+    drive=DriveSpeed(1e9, 1e9),
+)
 UPDATES: list[Update] = ["step", "forward", "backward"]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -37,15 +49,19 @@ class Model(nn.Module):
         return h
 
 
-def work_of(update: Update, accumulation: int, **settings: Any) -> Work:
+def work_of(update: Update, accumulation: int, clipping: bool = False, **settings: Any) -> Work:
     shape = Transformer(LAYERS, WIDTH, 1, 1, 2, WIDTH * WIDTH, WIDTH * WIDTH)
-    return Work(shape, micro_batches=accumulation, clipping=False, scheme=Scheme("split", update), **settings)
+    scheme = Scheme("split", update, speculative=update == "backward" and (clipping or accumulation > 1))
+    return Work(shape, micro_batches=accumulation, clipping=clipping, scheme=scheme, **settings)
 
 
-def started(strategy: Strategy, nvme_path: Path, update: Update, accumulation: int, **own: Any) -> infinity.Engine:
+def started(
+    strategy: Strategy, nvme_path: Path, update: Update, accumulation: int, clipping: bool = False, **own: Any
+) -> infinity.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1e4 if clipping else 0.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
@@ -61,20 +77,22 @@ def started(strategy: Strategy, nvme_path: Path, update: Update, accumulation: i
 
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each.uses_nvme], ids=lambda each: each.name)
 @pytest.mark.parametrize(
-    ("update", "accumulation"), [*((update, 1) for update in UPDATES), ("forward", 2)], ids=lambda each: str(each)
+    ("update", "accumulation", "clipping"),
+    [*((update, 1, False) for update in UPDATES), ("forward", 2, False), ("backward", 1, True), ("backward", 2, True)],
 )
-def test_gradients_and_pool_take_what_was_planned(
-    strategy: Strategy, update: Update, accumulation: int, nvme_path: Path
+def test_gradients_pool_and_drive_take_what_was_planned(
+    strategy: Strategy, update: Update, accumulation: int, clipping: bool, nvme_path: Path
 ) -> None:
-    work = work_of(update, accumulation)
+    work = work_of(update, accumulation, clipping)
     pool = pipeline_of(work, strategy).pinned_bytes
     planned = memory_of(work, strategy, pinned_bytes=pool, device_is_host=True)
-    with started(strategy, nvme_path, update, accumulation) as engine:
+    with started(strategy, nvme_path, update, accumulation, clipping) as engine:
         for _ in range(accumulation):
             engine.backward(engine(torch.ones(4, WIDTH)).float().square().mean())
         assert engine.gradient_bytes == planned.host.get("gradients", 0)
         assert engine.swap is not None
         assert engine.swap.stats().pinned_bytes == pool
+        assert engine.swap.stats().arena_bytes == planned.nvme_bytes
         assert pool > 4 * MIB
 
 
@@ -88,3 +106,30 @@ def test_only_gradients_of_copies_on_nvme_wait_there(strategy: Strategy, nvme_pa
         assert engine.swap is not None
         spilled = sum(sub.layout.gradient_bytes for sub in engine.swap.paged.sub_groups)
         assert spilled == planned.nvme.get("gradients", 0)
+
+
+@pytest.mark.parametrize(
+    ("update", "accumulation", "clipping"),
+    [("step", 1, False), ("forward", 1, True), ("backward", 1, False), ("backward", 1, True), ("backward", 2, True)],
+)
+def test_a_step_moves_what_was_planned_and_a_discarded_one_so_much_more(
+    update: Update, accumulation: int, clipping: bool, nvme_path: Path
+) -> None:
+    work = work_of(update, accumulation, clipping)
+    plan = plan_step(work, MACHINE, STRATEGIES[-1], cache_bytes=0)
+    assert plan.simulated is not None
+    with started(STRATEGIES[-1], nvme_path, update, accumulation, clipping) as engine:
+        moved = []
+        for step in range(6):
+            assert engine.swap is not None
+            before = engine.swap.stats()
+            for _ in range(accumulation):
+                engine.backward(engine(torch.ones(4, WIDTH)).float().square().mean() * (1e9 if step == 4 else 1.0))
+            engine.step()
+            come_to_rest(engine.swap)
+            after = engine.swap.stats()
+            moved.append((after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes))
+    kept = 2 * work.group_shards[-1] if update == "backward" else 0  # so small a root stays staged until its update
+    assert moved[3] == (plan.simulated.read_bytes - kept, plan.simulated.written_bytes)
+    more = [sum(each) for each in zip(*moved[4:], strict=True)]
+    assert more == [2 * a + b for a, b in zip(moved[3], plan.discarded_bytes, strict=True)]

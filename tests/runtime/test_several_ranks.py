@@ -34,6 +34,12 @@ def test_a_gathered_parameter_is_what_one_rank_made_it(forked_ranks: Any, nvme_p
 
 
 @pytest.mark.slow
+def test_all_ranks_update_ahead_or_none(forked_ranks: Any, nvme_path: Path) -> None:
+    done = forked_ranks(SCRIPT, "short_of_space_alone", str(nvme_path))
+    assert done.stdout.count("of one mind") == 2, done.stdout
+
+
+@pytest.mark.slow
 def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(forked_ranks: Any, nvme_path: Path) -> None:
     done = forked_ranks(SCRIPT, "long_prefetch_lists", str(nvme_path))
     assert done.stdout.count("the pool was enough") == 2, done.stdout

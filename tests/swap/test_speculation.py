@@ -213,6 +213,41 @@ def test_what_changes_between_backward_and_step_counts(meddle: str, nvme_path: P
     assert accepted[2] == 0 if meddle == "the learning rate" else 0 < accepted[2] < subs
 
 
+def test_a_loop_that_sets_the_rate_before_each_step_is_not_updated_ahead_for_long(nvme_path: Path) -> None:
+    ahead = []
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        nvme = sharded()
+        swap.page(nvme, options())
+        optimizer = infinity.PagedAdamW(nvme.parameters(), swap=swap, lr=1e-2)
+        for number in range(7):
+            optimizer.expect(1.0)
+            nvme(batch(number)).float().square().mean().backward()
+            ahead.append(len([*swap.paged.updates.speculation]))
+            optimizer.param_groups[0]["lr"] *= 0.9
+            optimizer.step()
+            optimizer.zero_grad()
+        subs = len(swap.paged.sub_groups)
+    assert ahead == [subs, subs, 0, 0, 0, subs, subs]
+
+
+@pytest.mark.parametrize(
+    "paging",
+    [{"host_cache_bytes": 20_000}, {"gradient_bytes_max": 9000}, {"param_persistence_threshold": 1000}],
+    ids=str,
+)
+def test_what_is_not_updated_ahead_has_one_slot(paging: dict[str, int], nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        swap.page(sharded(), options(**paging))
+        slots = {sub: len(sub.slots) for sub in swap.paged.sub_groups}
+        for sub, count in slots.items():
+            resident = sub.layout.space == swap.paged.layout.resident_space
+            waits = sub.rests_in_host or sub.gradient_extent is not None or resident
+            assert count == (1 if waits else 2)
+        assert {*slots.values()} == {1, 2}
+        taken = sum(count * sub.layout.nbytes + sub.layout.gradient_bytes for sub, count in slots.items())
+        assert swap.stats().arena_bytes == taken
+
+
 @pytest.mark.parametrize("format", ["dcp", "arena"])
 def test_a_checkpoint_holds_what_was_accepted(format: str, nvme_path: Path, tmp_path: Path) -> None:
     def made(place: str) -> infinity.Engine:

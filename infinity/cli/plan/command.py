@@ -258,6 +258,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         activations=asked.offload_activations,
         activation_buffer_bytes_max=asked.activation_buffer,
         durable=asked.durability == "step",
+        unasked=asked.update == "auto",
     )
 
 
@@ -294,7 +295,6 @@ def _check(asked: argparse.Namespace) -> None:
         raise ConfigError(
             "--durability step keeps nothing on NVMe but what is committed: use --offload-activations cpu"
         )
-    scheme_from(asked, accumulation=asked.accumulation)
     check_plot(asked.plot)
     for file in (asked.json, asked.write_config, asked.timeline):
         check_file(file)

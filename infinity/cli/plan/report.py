@@ -131,6 +131,17 @@ def words(plan: Plan) -> list[str]:
             f"waiting for the drive: {plan.simulated.stall_seconds:.3g} s of {plan.step_seconds:.3g} s a step; "
             f"{plan.step_seconds / plan.lower_bound_seconds:.2f} times the lower bound"
         )
+    read, written = plan.discarded_bytes
+    if written and plan.simulated is not None:
+        more = max(0.0, plan.discarding_seconds() - plan.step_seconds)
+        lines.append(
+            "updated in the backward, for the step to accept; one that clips or overflows discards it, which costs a rank "
+            f"{format_bytes(read)} more read, {format_bytes(written)} more written and {more:.3g} s"
+        )
+    elif plan.work.unasked and plan.work.scheme.update == "forward":
+        lines.append(
+            "updated in the forward: in the backward it would be no faster, or lack the space on NVMe for a second slot"
+        )
     daily = plan.drive_writes_per_day
     if daily == 0:
         lines.append("wear: none, since all that is written anew stays in the host cache")
@@ -177,6 +188,7 @@ def as_json(plans: list[Plan], chosen: Plan | None, remedies: list[str], nvme_pa
         "clipping": work.clipping,
         "master_weights": work.scheme.master_weights,
         "update": work.scheme.update,
+        "speculative": work.scheme.speculative,
         "durability": "step" if work.durable else "none",
         "moments": work.scheme.moments,
         "tokens_per_step": work.tokens,
@@ -223,6 +235,8 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
         "offload_optimizer": plan.strategy.optimizer,
         "runs": plan.strategy.runs,
         "fits": plan.fits,
+        "update": plan.strategy.update_of(plan.work.scheme),
+        "speculative": plan.discarded_bytes[1] > 0,
         "reasons": list(plan.reasons),
         "memory_bytes_per_rank": {tier: getattr(plan.memory, tier) for tier, _ in _TIERS},
         "pinned_bytes": plan.pipeline.pinned_bytes,
@@ -245,6 +259,8 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
             "to_host_bytes_per_rank": simulated.to_host_bytes,
             "pool_bytes_peak": simulated.pool_bytes_peak,
             "live_bytes_peak": simulated.live_bytes_peak,
+            "discarded_read_bytes_per_rank": plan.discarded_bytes[0],
+            "discarded_written_bytes_per_rank": plan.discarded_bytes[1],
             "drive_writes_per_day": plan.drive_writes_per_day,
             "limits": [{"part": part, "resource": resource, "share": share} for part, resource, share in plan.limits()],
         }
@@ -275,6 +291,8 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
             "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.cache.nbytes + work.activation_buffer_bytes,
             "host_cache_bytes": plan.cache.nbytes,
         }
+        if work.scheme.update != "backward":  # else "auto" is what was planned
+            options["update"] = strategy.update_of(work.scheme)
         if work.gradient_bytes_max is not None:
             options["gradient_bytes_max"] = work.gradient_bytes_max
     if work.activations != "none":
