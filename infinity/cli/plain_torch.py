@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import re
 import resource
 import signal
 import time
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from infinity.host_memory import available_bytes
+from infinity.kernel_files import text_of
 from infinity.plan.transformer import Transformer as Shape
 from infinity.runtime.resolved import compute_device
 from infinity.units import GIB, format_bytes
@@ -227,5 +229,11 @@ def _timed_step(training: PlainTraining, loss_of: Callable[[nn.Module], torch.Te
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return PlainStep(seconds, Usage.now().since(before), peak)
+    used = Usage.now().since(before)
+    return PlainStep(seconds, used, _peak_rss_bytes())
+
+
+def _peak_rss_bytes() -> int:
+    """The largest resident size of this process. getrusage would tell that of the process that started it, if it is more."""
+    peak = re.search(r"VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")) or "")
+    return 1024 * int(peak[1]) if peak else 0
