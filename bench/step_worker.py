@@ -1,8 +1,8 @@
-"""One way of training, as bench/step.py measures it, in a process of its own: infinity under its Python, DeepSpeed under one
-that has deepspeed.
+"""One way of training, as bench/step.py measures it, in a process of its own: infinity and plain PyTorch under its Python,
+DeepSpeed under one that has deepspeed.
 
-Its argument is a JSON object, {"way", "params", "batch_size", "context", "clipping", "nvme_path", ...}. It answers each line on
-standard input with one JSON line: what a whole step took, its writes included.
+Its argument is a JSON object, {"way", "params", "batch_size", "context", "clipping", "nvme_path", ...}. It says "ready", or why
+it can't run here. Then it answers each line on standard input with one JSON line: what a whole step took, its writes included.
 """
 
 from __future__ import annotations
@@ -25,11 +25,47 @@ GIB = 1 << 30
 Step = Callable[[], dict[str, Any]]
 
 
+class LeftOut(Exception):
+    """Why this way can't run here."""
+
+
+def torch_way(order: dict[str, Any]) -> Step:
+    """Plain PyTorch in memory ("torch"): what every step is held to. Raises LeftOut where the memory isn't there."""
+    sys.path.insert(0, str(HERE.parent))
+    import torch
+    from gpt import GPT, VOCABULARY, config_for
+
+    from infinity.cli.plain_torch import PlainTraining, end_first_without_memory, why_not
+    from infinity.plan.transformer import dense_transformer
+
+    config = config_for(order["numel"], order["context"])
+    sizes = {"layers": config.layers, "hidden": config.hidden_size, "heads": config.heads, "seq": config.context}
+    if (reason := why_not(dense_transformer(**sizes, vocab=VOCABULARY), order["batch_size"])) is not None:
+        raise LeftOut(reason)
+    end_first_without_memory()
+    torch.manual_seed(0)
+    training = PlainTraining(GPT(config), clipping=order["clipping"])
+    batch = _batch(order)
+
+    def step() -> dict[str, Any]:
+        began = time.perf_counter()
+        loss = _loss(training.model(batch[:, :-1]), batch)
+        forward = time.perf_counter()
+        training.backward(loss)
+        backward = time.perf_counter()
+        training.step()
+        ended = time.perf_counter()
+        measured = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
+        return measured | {"seconds": ended - began, "loss": loss.item(), "numel": training.numel}
+
+    return step
+
+
 def infinity_way(order: dict[str, Any]) -> Step:
-    """In memory ("memory"), or on NVMe with the updates in "step", "forward" or "backward"; "-full" keeps masters in full,
-    "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no checksums, "-durable" commits
-    every step, "-phase" moves all state before and after each step, as the optimizer does but without arithmetic. Several
-    may be told at once."""
+    """In memory ("memory"), or on NVMe with the updates as infinity chooses ("auto"), in "step", "forward" or "backward";
+    "-full" keeps masters in full, "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no
+    checksums, "-durable" commits every step, "-unclipped" does not clip, "-phase" moves all state before and after each step,
+    as the optimizer does but without arithmetic. Several may be told at once."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -42,7 +78,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
     device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.0 if update == "backward" and "speculative" not in variants else order["clipping"],
+        "gradient_clipping": 0.0 if "unclipped" in variants else order["clipping"],
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
         "infinity": {
@@ -143,9 +179,9 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
                 "buffer_size": max(largest, 1 << 20),
                 "max_in_cpu": 0,
             },
-            "offload_optimizer": {**place, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
+            "offload_optimizer": {**place, "buffer_count": 13, "pipeline_read": True, "pipeline_write": True},
         },
-        "aio": {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "overlap_events": True},
+        "aio": {"block_size": 8 << 20, "queue_depth": 128, "intra_op_parallelism": 2, "overlap_events": True},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     batch = _batch(order)
@@ -188,10 +224,16 @@ def disk_bytes() -> tuple[int, int]:
     return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
-def cpu_seconds() -> float:
-    """Of this process so far, in user code and in the kernel, all threads together."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+def usage() -> tuple[float, int]:
+    """Of this process so far, all threads together: CPU seconds in user code and in the kernel, and minor faults."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_minflt
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident size of this process. getrusage would tell that of the process that started it, if it is more."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines["VmHWM"].split()[0])
 
 
 def ring_cpu_seconds() -> float:
@@ -208,19 +250,24 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a framework prints must not come between the answers
-    step = (deepspeed_way if order["way"].startswith("deepspeed") else infinity_way)(order)
+    try:
+        step = {"torch": torch_way, "deepspeed": deepspeed_way}.get(order["way"], infinity_way)(order)
+    except LeftOut as reason:
+        print(reason, file=answers, flush=True)
+        return
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:
-        before, cpu_before, rings_before = disk_bytes(), cpu_seconds(), ring_cpu_seconds()
+        before, (cpu_before, faults_before), rings_before = disk_bytes(), usage(), ring_cpu_seconds()
         measured = step()
-        after = disk_bytes()
+        after, (cpu, faults) = disk_bytes(), usage()
         if not measured.get("phases"):  # which are not the step's
             measured |= {
-                "cpu_seconds": cpu_seconds() - cpu_before,
+                "cpu_seconds": cpu - cpu_before,
+                "minor_faults": faults - faults_before,
                 "ring_cpu_seconds": ring_cpu_seconds() - rings_before,
             }
             measured |= {"disk_read_bytes": after[0] - before[0], "disk_written_bytes": after[1] - before[1]}
-        measured["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        measured["peak_rss_bytes"] = peak_rss_bytes()
         print(json.dumps(measured), file=answers, flush=True)
     os._exit(0)  # what is on the drive is not wanted any more, and some frameworks take long to let go of it
 

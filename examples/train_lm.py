@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from comparison import Comparison
 from gpt import GPT, GPTConfig, config_for
 from rich.console import Console, Group
 from rich.live import Live
@@ -40,6 +41,7 @@ from rich.table import Table
 from rich.text import Text
 
 import infinity
+from infinity.cli.plain_torch import Usage
 from infinity.units import format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
@@ -106,6 +108,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="go on from the latest checkpoint there; without DIR from the last step of a run with --durability step, from "
         "the first where there is none",
+    )
+    parser.add_argument(
+        "--no-compare",
+        action="store_true",
+        help="don't time plain PyTorch in memory, which takes 18 bytes per parameter",
     )
     parser.add_argument("--no-sample", action="store_true", help="don't sample text at the end")
     parser.add_argument("--json", type=some_path, metavar="FILE", help="write every step and the summary there")
@@ -289,7 +296,7 @@ def measure_drive(path: str, console: Console) -> infinity.DriveRates | None:
     try:
         return infinity.measure_drive(path)
     except infinity.StoreError as error:
-        console.print(f"the drive is not measured, the lower bound counts compute only ({error})", style="yellow")
+        console.print(f"the drive is not measured, and the lower bound does without it ({error})", style="yellow")
         return None
 
 
@@ -305,14 +312,16 @@ def peak_rss_bytes() -> int:
 
 
 def train(
-    engine: infinity.Engine, text: torch.Tensor, args: argparse.Namespace, console: Console
+    engine: infinity.Engine, text: torch.Tensor, args: argparse.Namespace, console: Console, comparison: Comparison
 ) -> list[dict[str, Any]]:
     """The steps, with progress; a record of each."""
     rank = dist.get_rank()
     records: list[dict[str, Any]] = []
     accumulation = engine.gradient_accumulation_steps()
+    steady = False  # the first step also makes buffers and records the trace, and may have nothing to update
     with progress_bar(console, enabled=rank == 0) as report:
         for step in range(engine.global_steps, args.steps):
+            used_before = Usage.now()
             traces = args.trace is not None and rank == 0 and step == args.steps - 1
             if traces:
                 engine.start_trace()
@@ -339,8 +348,11 @@ def train(
                     "written_bytes": took.written_bytes,
                     "stall_seconds": took.stall_seconds,
                     "gradient_bytes": gradient_bytes,
+                    **Usage.now().since(used_before)._asdict(),
+                    "steady": steady,
                 }
             )
+            steady = True
             if traces:
                 trace = engine.stop_trace(args.trace)
                 records[-1]["trace"] = dataclasses.asdict(trace)
@@ -348,6 +360,9 @@ def train(
             if traces:
                 for name, words in trace.in_words().items():
                     console.print(f"{name}: {words}", highlight=False, soft_wrap=True)
+            if comparison.step_after(len(records)):
+                engine.restart_clock()
+                steady = False  # the next step has no last writes of this one to share the drive with
     return records
 
 
@@ -392,21 +407,25 @@ class progress_bar:
 
 
 def summarize(
-    engine: infinity.Engine, args: argparse.Namespace, records: list[dict[str, Any]], facts: dict[str, Any], rates: Any
+    engine: infinity.Engine,
+    args: argparse.Namespace,
+    records: list[dict[str, Any]],
+    facts: dict[str, Any],
+    rates: infinity.DriveRates | None,
+    comparison: Comparison,
 ) -> dict[str, Any]:
     """The closing figures of this rank; see the table for what they mean."""
     shard_numel = engine.shard_numel
-    # The first step also makes buffers and records the trace, and may have nothing to update.
-    steady = records[1:] or records
-    median = {key: statistics.median(r[key] for r in steady) for key in ("seconds", "stall_seconds")}
-    moved = {key: statistics.mean(r[key] for r in steady) for key in ("read_bytes", "written_bytes")}
-    compute = statistics.median(r["seconds"] - r["stall_seconds"] for r in steady)
-    lower_bound = compute
+    steady = [r for r in records if r["steady"]] or records
+    timed = ("seconds", "stall_seconds", "cpu_seconds", "minor_faults")
+    median = {key: statistics.median(r[key] for r in steady) for key in timed}
+    moved = {key: statistics.mean(r[key] for r in records[1:] or records) for key in ("read_bytes", "written_bytes")}
     stats = engine.swap_stats()
-    if stats is not None and rates is not None:
-        lower_bound = engine.step_lower_bound_seconds(
-            compute_seconds=compute, read_bytes_per_s=rates.read_bytes_per_s, write_bytes_per_s=rates.write_bytes_per_s
-        )
+    on_drive = None
+    if engine.swap is not None and rates is not None:
+        on_drive = sum(map(min, engine.swap.step_bytes(), moved.values())) / rates.mixed_bytes_per_s
+    plain = comparison.summary()
+    bounds = [seconds for seconds in (plain["torch_in_memory_seconds"], on_drive) if seconds]
     peak = peak_rss_bytes()
     gradients = max(r["gradient_bytes"] for r in records)
     pinned = stats.pinned_bytes if stats is not None else 0
@@ -419,7 +438,11 @@ def summarize(
         "nvme_bytes": stats.arena_bytes if stats is not None else 0,
         "step_seconds": median["seconds"],
         "stall_seconds": median["stall_seconds"],
-        "lower_bound_seconds": lower_bound,
+        **plain,
+        "drive_seconds": on_drive,
+        "lower_bound_seconds": max(bounds) if bounds else None,
+        "cpu_seconds_per_step": median["cpu_seconds"],
+        "minor_faults_per_step": median["minor_faults"],
         "read_bytes_per_param": moved["read_bytes"] / shard_numel,
         "written_bytes_per_param": moved["written_bytes"] / shard_numel,
         "peak_rss_bytes": peak,
@@ -429,7 +452,11 @@ def summarize(
         "in_memory_bytes": peak if stats is None else peak - pinned - gradients + 16 * shard_numel,
         "drive": None
         if rates is None
-        else {"read_bytes_per_s": rates.read_bytes_per_s, "write_bytes_per_s": rates.write_bytes_per_s},
+        else {
+            "read_bytes_per_s": rates.read_bytes_per_s,
+            "write_bytes_per_s": rates.write_bytes_per_s,
+            "mixed_bytes_per_s": rates.mixed_bytes_per_s,
+        },
         "steps": records,
     }
 
@@ -444,7 +471,7 @@ def show(console: Console, summary: dict[str, Any]) -> None:
     first, last = summary["held_out_loss_first"], summary["held_out_loss_last"]
     named = ("baseline_rss_bytes", "pinned_bytes", "gradient_bytes")
     other_bytes = format_bytes(max(0, summary["peak_rss_bytes"] - sum(summary[name] for name in named)))
-    seconds, lower_bound = summary["step_seconds"], summary["lower_bound_seconds"]
+    seconds = summary["step_seconds"]
     rows = [
         ("parameters", format_count(summary["params"])),
         ("training loss", f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last"),
@@ -454,6 +481,10 @@ def show(console: Console, summary: dict[str, Any]) -> None:
         ("  gradients", size("gradient_bytes")),
         ("  live groups and activations", other_bytes),
         ("step, median", f"{seconds:.2f} s, {summary['stall_seconds']:.2f} s of it waiting for the drive"),
+        (
+            "  its CPU time, minor faults",
+            f"{summary['cpu_seconds_per_step']:.2f} s, {summary['minor_faults_per_step']:.0f}",
+        ),
     ]
     if not summary["in_memory"]:
         moved = summary["read_bytes_per_param"], summary["written_bytes_per_param"]
@@ -461,21 +492,29 @@ def show(console: Console, summary: dict[str, Any]) -> None:
         rows.insert(5, ("  pinned pool", size("pinned_bytes")))
         rows.insert(3, ("on NVMe", f"{size('nvme_bytes')}, through {summary['backend']}"))
         rows.insert(4, ("moved per parameter and step", f"{moved[0]:.2f} B read, {moved[1]:.2f} B written"))
-        rows.append(
-            (
-                "lower bound",
-                f"{lower_bound:.2f} s, the larger of compute and bytes over bandwidth: {seconds / lower_bound:.2f} x",
+        plain_seconds, on_drive = summary["torch_in_memory_seconds"], summary["drive_seconds"]
+        if plain_seconds is not None:
+            used, faults = (summary[f"torch_in_memory_{name}_per_step"] for name in ("cpu_seconds", "minor_faults"))
+            rows.append(
+                ("plain PyTorch in memory", f"{plain_seconds:.2f} s, {size('torch_in_memory_peak_rss_bytes')} resident")
             )
-        )
+            rows.append(("  its CPU time, minor faults", f"{used:.2f} s, {faults:.0f}"))
+        else:
+            words = f"left out; {size('in_memory_bytes')} resident (computed: 16 B of state and gradients, no pool)"
+            rows.append(("plain PyTorch in memory", words))
         if drive is not None:
-            rates = drive["read_bytes_per_s"] / 1e9, drive["write_bytes_per_s"] / 1e9
-            rows.append(("drive, measured before", f"{rates[0]:.2f} GB/s read, {rates[1]:.2f} GB/s write"))
-        rows.append(
-            (
-                "the same held in memory",
-                f"{size('in_memory_bytes')} resident (computed: 16 B of state and gradients, no pool)",
+            read, write, mixed = (drive[f"{kind}_bytes_per_s"] / 1e9 for kind in ("read", "write", "mixed"))
+            rows.append(
+                ("drive, measured before", f"{read:.2f} GB/s read, {write:.2f} GB/s write, {mixed:.2f} GB/s mixed")
             )
-        )
+            rows.append(("  the step's bytes take it", f"{on_drive:.2f} s at its mixed rate"))
+        if (bound := summary["lower_bound_seconds"]) is not None:
+            which = (
+                "the longer of the two"
+                if plain_seconds is not None and drive is not None
+                else "the one that was measured"
+            )
+            rows.append(("lower bound", f"{bound:.2f} s, {which}: a step takes {seconds / bound:.2f} times it"))
     table = Table(title=f"rank 0 of {summary['ranks']}" if summary["ranks"] > 1 else None, show_header=False)
     for row in rows:
         table.add_row(*row)
@@ -518,7 +557,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         rates = measure_drive(path, console) if path is not None else None
         first = held_out_loss(engine, held_out, args)
         engine.restart_clock()
-        records = train(engine, text, args, console)
+        with Comparison(engine, shape, args, console) as comparison:
+            records = train(engine, text, args, console, comparison)
         if not records:
             raise infinity.ConfigError(f"it is at step {engine.global_steps} already: ask for more --steps")
         facts: dict[str, Any] = {
@@ -535,7 +575,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if not args.no_sample:
             console.print("sampling ...")
             facts["samples"] = sample(engine, args)
-        return summarize(engine, args, records, facts, rates)
+        return summarize(engine, args, records, facts, rates, comparison)
 
 
 def reports_here() -> bool:

@@ -1,6 +1,12 @@
 """Floor 17. `infinity-bench step`: times real training steps of a synthetic transformer from a drive, and their lower bound.
 
 Checks its options, trains, then prints. Its files on the drive have no name and are gone when it ends.
+
+[Note: The lower bound of a measured step]
+It is the longer of two times, both measured in the rounds of the step: that of plain PyTorch, which holds the same model in
+memory (`plain_torch`), and that of the step's bytes at the rate that the drive gives while it reads and writes. Neither knows
+what the step took, so a step that copies, faults or waits too much stands far above it. The step less its waiting would be no
+such figure: whatever held the step up would count as compute, and the ratio to it would be near 1 however slow the step is.
 """
 
 from __future__ import annotations
@@ -9,11 +15,12 @@ import argparse
 import dataclasses
 import functools
 import logging
+import math
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +41,8 @@ from infinity.units import MIB, format_bytes, format_count, parse_bytes, parse_c
 
 if TYPE_CHECKING:
     import infinity
+    from infinity.cli.plain_torch import PlainStep
+    from infinity.drive.measure import DriveTest, Workload
     from infinity.plan.estimate import Work
     from infinity.plan.machine import Machine
     from infinity.plan.transformer import Transformer as Shape
@@ -42,6 +51,11 @@ if TYPE_CHECKING:
 POOL_BYTES_MIN = 2 * ACCESS_BYTES
 """Smallest pool of any model; that of a given model is known once it is built."""
 
+_DRIVE_FILE_BYTES = 256 * MIB
+_DRIVE_POOL_BYTES = 64 * MIB
+_DRIVE_SECONDS = 0.15
+"""Of a trial of each kind, in every round."""
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `step` to the commands of `infinity-bench`."""
@@ -49,8 +63,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "step",
         help="time real training steps from a drive",
         description="Train a synthetic transformer from a drive for a few steps, and print the time of a step, the bytes it "
-        "moved and how long it waited, with the lower bound: the longer of compute and of what the bytes take at "
-        "the bandwidth that the drive gave in the same run.",
+        "moved and how long it waited, with the lower bound: the longer of a step of plain PyTorch in memory and of what the "
+        "bytes take at the bandwidth that the drive gave, all measured in turns.",
     )
     parser.add_argument(
         "--params", type=checked_value(parse_count, at_least=10_000), default=40_000_000, help='such as "200M" (40M)'
@@ -63,6 +77,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--seq", type=checked_value(whole_number, at_least=2), default=256, help="tokens per sequence (default: 256)"
     )
     add_scheme(parser)
+    parser.add_argument(
+        "--clipping", type=norm, metavar="NORM", help="largest norm of the gradient; 0 does not clip (default: 1.0)"
+    )
     parser.add_argument("--pinned-bytes-max", default="auto", help='pinned memory, such as "512MiB" (default: auto)')
     parser.add_argument(
         "--cache",
@@ -90,6 +107,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     """Train and print: 0 when done, 2 for options that can't be met. Raises InfinityError."""
     try:
+        if options.no_clipping and options.clipping:
+            raise ValueError(f"--no-clipping does not go with --clipping {options.clipping:g}: leave one of them out")
+        if options.clipping is None:
+            options.clipping = 0.0 if options.no_clipping else 1.0
+        options.no_clipping = options.clipping == 0
         scheme_from(options)
         if options.pinned_bytes_max != "auto" and parse_bytes(options.pinned_bytes_max) < POOL_BYTES_MIN:
             raise ValueError(
@@ -110,11 +132,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def norm(text: str) -> float:
+    """A type for argparse: the largest norm of a gradient; 0 does not clip."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (value >= 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"expected a norm such as 1.0, or 0 not to clip, got {text!r}")
+    return value
+
+
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary | None]:
     """Train for `warmup` and `steps` steps; returns (the JSON of this command, summary of the trace if one was taken)."""
+    from infinity.cli.plain_torch import plain_torch
     from infinity.cli.plan.here import measure_machine
-    from infinity.cli.synthetic import shape_for
-    from infinity.drive.measure import measure_drive
+    from infinity.cli.synthetic import make_training, shape_for
     from infinity.plan.estimate import Work
     from infinity.store.run_folder import make_writable
 
@@ -134,25 +167,27 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     )
     with _engine(options, shape) as engine:
         _show(options, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
-        steps = []
-        for number in range(options.warmup + options.steps):
-            steps.append(_step(engine, _tokens(options)))
-            _show(options, f"step {number + 1} of {options.warmup + options.steps}: {steps[-1]['seconds']:.2f} s")
-        steps = steps[options.warmup :]
+        for _ in range(options.warmup):
+            _step(engine, _tokens(options))
+        make = functools.partial(make_training, shape, options.batch_size)
+        limits = {"shape": shape, "samples": options.batch_size, "clipping": options.clipping}
+        with _drive_test(options) as drive, plain_torch(make, report=report, **limits) as plain:
+            if plain is not None:
+                for _ in range(options.warmup):
+                    plain.step()
+            rounds = []
+            for number in range(options.steps):
+                step = _step(engine, _tokens(options))
+                rounds.append(Round(step, plain.step() if plain is not None else None, _rates(drive, engine)))
+                _show(options, f"round {number + 1} of {options.steps}: {rounds[-1].in_words()}")
         traced = None
         if options.trace is not None:
             engine.start_trace()
             _step(engine, _tokens(options))
             traced = engine.stop_trace(options.trace)
-        rates = measure_drive(options.nvme_path, nbytes=128 * MIB, rounds=3)
-        compute = statistics.median(step["seconds"] - step["stall_seconds"] for step in steps)
-        lower_bound = engine.step_lower_bound_seconds(
-            compute_seconds=compute,
-            read_bytes_per_s=rates.read_bytes_per_s,
-            write_bytes_per_s=rates.write_bytes_per_s,
-        )
         stats = engine.swap_stats()
-        assert stats is not None
+        assert stats is not None and engine.swap is not None
+        planned_bytes, backend = engine.swap.step_bytes(), engine.swap.backend
         numel = engine.shard_numel
     return {
         "params": numel,
@@ -160,29 +195,76 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         "hidden": shape.hidden,
         "batch_size": options.batch_size,
         "seq": options.seq,
+        "clipping": options.clipping,
         "master_weights": scheme.master_weights,
         "update": scheme.update,
-        "steps": steps,
-        "seconds": statistics.median(step["seconds"] for step in steps),
-        "compute_seconds": compute,
-        "lower_bound_seconds": lower_bound,
-        "floor_seconds": lower_bound,  # deprecated
+        **summarize(rounds, planned_bytes=planned_bytes, numel=numel, backend=backend),
         "predicted_seconds": _predicted_seconds(
             work, machine, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
         ),
-        "read_bytes_per_param": statistics.median(step["read_bytes"] for step in steps) / numel,
-        "written_bytes_per_param": statistics.median(step["written_bytes"] for step in steps) / numel,
-        "drive": {
-            "backend": rates.backend,
-            "read_bytes_per_s": rates.read_bytes_per_s,
-            "write_bytes_per_s": rates.write_bytes_per_s,
-        },
         "pinned_bytes": stats.pinned_bytes,
         "cache_bytes": stats.cached_bytes,
         "arena_bytes": stats.arena_bytes,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "trace": dataclasses.asdict(traced) if traced is not None else None,
     }, traced
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What was measured in turn: a step from the drive, one of plain PyTorch (None: left out), and the drive's bytes/s for each
+    workload."""
+
+    step: dict[str, Any]
+    plain: PlainStep | None
+    rates: dict[Workload, float]
+
+    def in_words(self) -> str:
+        plain = f", plain PyTorch in memory {self.plain.seconds:.2f} s" if self.plain is not None else ""
+        return f"{self.step['seconds']:.2f} s{plain}"
+
+
+def summarize(rounds: Sequence[Round], *, planned_bytes: tuple[int, int], numel: int, backend: str) -> dict[str, Any]:
+    """Medians over the rounds, and what a step is held to: [Note: The lower bound of a measured step].
+
+    planned_bytes: read and written in a step by its plan. Where the pool spared some of them, those that were moved count;
+    where some were moved twice, those of the plan.
+    """
+    from infinity.drive.measure import Workload
+
+    steps = [measured.step for measured in rounds]
+    median = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+    rates = {workload: statistics.median(measured.rates[workload] for measured in rounds) for workload in Workload}
+    moved_bytes = median["read_bytes"], median["written_bytes"]
+    drive_seconds = sum(map(min, planned_bytes, moved_bytes)) / rates[Workload.MIXED]
+    plain = [measured.plain for measured in rounds if measured.plain is not None]
+    plain = plain if len(plain) == len(rounds) else []  # it ended on the way
+    torch_seconds = statistics.median(step.seconds for step in plain) if plain else None
+    lower_bound = max(torch_seconds or 0.0, drive_seconds)
+    return {
+        "steps": steps,
+        "seconds": median["seconds"],
+        "torch_in_memory_seconds": torch_seconds,
+        "drive_seconds": drive_seconds,
+        "lower_bound_seconds": lower_bound,
+        "floor_seconds": lower_bound,  # deprecated
+        "over_lower_bound": median["seconds"] / lower_bound
+        if lower_bound > 0
+        else None,  # all cached, and none to compare with
+        "cpu_seconds_per_step": median["cpu_seconds"],
+        "minor_faults_per_step": median["minor_faults"],
+        "torch_in_memory_cpu_seconds_per_step": _median(step.usage.cpu_seconds for step in plain),
+        "torch_in_memory_minor_faults_per_step": _median(step.usage.minor_faults for step in plain),
+        "torch_in_memory_peak_rss_bytes": plain[-1].peak_rss_bytes if plain else None,
+        "read_bytes_per_param": moved_bytes[0] / numel,
+        "written_bytes_per_param": moved_bytes[1] / numel,
+        "drive": {"backend": backend, **{f"{workload.value}_bytes_per_s": rate for workload, rate in rates.items()}},
+    }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    """None where there are no values."""
+    return statistics.median(known) if (known := list(values)) else None
 
 
 def _predicted_seconds(work: Work, machine: Machine, *, pinned_bytes: int, cache_bytes: int) -> float | None:
@@ -206,7 +288,7 @@ def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engi
     config = {
         "train_micro_batch_size_per_gpu": options.batch_size,
         "bf16": {"enabled": True},
-        "gradient_clipping": 0.0 if options.no_clipping else 1.0,
+        "gradient_clipping": options.clipping,
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
         "infinity": {
@@ -229,17 +311,20 @@ def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engi
 
 def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
     """One step, its last writes included."""
-    before = engine.swap_stats()
+    from infinity.cli.plain_torch import Usage
+
+    before, used_before = engine.swap_stats(), Usage.now()
     began = time.perf_counter()
     engine.backward(engine(tokens))
     engine.step()
     assert engine.swap is not None and before is not None
     engine.swap.stager.settle_all()
     seconds = time.perf_counter() - began
-    after = engine.swap_stats()
+    after, used = engine.swap_stats(), Usage.now().since(used_before)
     assert after is not None
     return {
         "seconds": seconds,
+        **used._asdict(),
         "read_bytes": after.read_bytes - before.read_bytes,
         "written_bytes": after.written_bytes - before.written_bytes,
         "stall_seconds": after.stall_seconds - before.stall_seconds,
@@ -247,12 +332,43 @@ def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
 
 
 def _tokens(options: argparse.Namespace) -> Any:
-    """A batch of token numbers, (batch size, seq + 1)."""
-    import torch
+    from infinity.cli.synthetic import tokens
 
-    from infinity.cli.synthetic import VOCABULARY
+    return tokens(options.batch_size, options.seq)
 
-    return torch.randint(VOCABULARY, (options.batch_size, options.seq + 1))
+
+def _drive_test(options: argparse.Namespace) -> DriveTest:
+    from infinity.drive.measure import DriveTest
+
+    test = DriveTest(options.nvme_path, nbytes=_DRIVE_FILE_BYTES, pool_bytes=_DRIVE_POOL_BYTES)
+    test.fill()
+    return test
+
+
+def _rates(drive: DriveTest, engine: infinity.Engine) -> dict[Workload, float]:
+    """What the drive gives now, driven as the engine drives it (bytes per second)."""
+    from infinity.drive.choice import choose_storage
+    from infinity.drive.measure import Workload
+
+    io = choose_storage(engine.config).io
+    return {workload: drive.run(workload, io, _DRIVE_SECONDS).bytes_per_s for workload in Workload}
+
+
+def _plain_in_words(result: dict[str, Any]) -> str:
+    if result["torch_in_memory_seconds"] is None:
+        return "left out"
+    return (
+        f"{result['torch_in_memory_seconds']:.3f} s, {result['torch_in_memory_cpu_seconds_per_step']:.3f} CPU seconds, "
+        f"{result['torch_in_memory_minor_faults_per_step']:.0f} minor faults a step"
+    )
+
+
+def _lower_bound_in_words(result: dict[str, Any]) -> str:
+    """[Note: The lower bound of a measured step]"""
+    if result["over_lower_bound"] is None:
+        return "none: nothing moved, and plain PyTorch was left out"
+    which = "the longer of the two" if result["torch_in_memory_seconds"] is not None else "by the drive alone"
+    return f"{result['lower_bound_seconds']:.3f} s, {which}; a step takes {result['over_lower_bound']:.2f} times it"
 
 
 def _predicted(result: dict[str, Any]) -> str:
@@ -274,18 +390,19 @@ def _print(result: dict[str, Any], traced: TraceSummary | None) -> None:
     table = Table(show_header=False)
     seconds = [step["seconds"] for step in result["steps"]]
     stall = statistics.median(step["stall_seconds"] for step in result["steps"])
-    bound = result["lower_bound_seconds"]
     drive = result["drive"]
     rows = {
         "step": f"{result['seconds']:.3f} s, median of {len(seconds)} ({min(seconds):.3f} to {max(seconds):.3f})",
-        "of it waiting": f"{stall:.3f} s",
-        "lower bound": f"{bound:.3f} s; a step takes {result['seconds'] / bound:.2f} times it",
+        "of it waiting for the drive": f"{stall:.3f} s",
+        "plain PyTorch in memory": _plain_in_words(result),
+        "its bytes, by the drive": f"{result['drive_seconds']:.3f} s",
+        "lower bound": _lower_bound_in_words(result),
+        "CPU seconds, minor faults": f"{result['cpu_seconds_per_step']:.3f}, {result['minor_faults_per_step']:.0f} a step",
         "predicted": _predicted(result),
-        "compute": f"{result['compute_seconds']:.3f} s (the step less its waiting)",
         "moved per parameter": f"{result['read_bytes_per_param']:.2f} B read, "
         f"{result['written_bytes_per_param']:.2f} B written",
         "drive": f"{drive['read_bytes_per_s'] / 1e9:.2f} GB/s read, {drive['write_bytes_per_s'] / 1e9:.2f} GB/s written, "
-        f"through {drive['backend']}",
+        f"{drive['mixed_bytes_per_s'] / 1e9:.2f} GB/s mixed, through {drive['backend']}",
         **(traced.in_words() if traced is not None else {}),
         "pinned memory": format_bytes(result["pinned_bytes"]),
         "on the drive": format_bytes(result["arena_bytes"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -62,3 +64,18 @@ class Transformer(nn.Module):
             x = block(x)
         logits = F.linear(F.rms_norm(x, (x.shape[-1],)), self.embedding.weight)
         return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(samples: int, seq: int, device: torch.device | None = None) -> torch.Tensor:
+    """A batch of random token numbers, (samples, seq + 1)."""
+    return torch.randint(VOCABULARY, (samples, seq + 1), device=device)
+
+
+def make_training(
+    shape: Shape, samples: int, device: torch.device
+) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """The model on `device`, and its loss on a new batch."""
+    torch.manual_seed(0)
+    with device:
+        model = Transformer(shape)
+    return model, lambda trained: trained(tokens(samples, shape.seq, device))

@@ -78,10 +78,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class DriveRates:
-    """Bytes per second of long sequential transfers through the I/O engine: medians of a few rounds."""
+    """Bytes per second of long sequential transfers through the I/O engine: medians of a few rounds.
+
+    Attributes:
+        read_bytes_per_s, write_bytes_per_s: while nothing else goes on.
+        mixed_bytes_per_s: read and written in equal parts at once, as a training step does; both counted.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
+    mixed_bytes_per_s: float
     backend: str
 
 
@@ -95,7 +101,7 @@ def measure_drive(
     limits: Sequence[DriveLimit] = (),
     **io_options: Any,
 ) -> DriveRates:
-    """Read and write random data on the drive of `path` in turn.
+    """Read and write random data on the drive of `path`, in turn and both at once.
 
     Args:
         nbytes: size of the file (bytes).
@@ -108,9 +114,11 @@ def measure_drive(
     pool_bytes = max(_RATES_POOL_BYTES_MIN, 2 * settings.in_flight_bytes)
     with DriveTest(path, nbytes=nbytes, pool_bytes=pool_bytes, limits=limits) as test:
         test.fill()
-        trials = [test.run(way, settings, seconds) for way in (Workload.READ, Workload.WRITE) * rounds]
-    reads, writes = ([trial.bytes_per_s for trial in trials[way::2]] for way in (0, 1))
-    return DriveRates(statistics.median(reads), statistics.median(writes), trials[0].settings.backend)
+        trials = [test.run(workload, settings, seconds) for workload in [*Workload] * rounds]
+    read, write, mixed = (
+        statistics.median(trial.bytes_per_s for trial in trials if trial.workload is workload) for workload in Workload
+    )
+    return DriveRates(read, write, mixed, trials[0].settings.backend)
 
 
 class DriveTest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 import subprocess
@@ -13,12 +14,17 @@ import launch
 import pytest
 import torch
 
+from infinity.cli import step
+from infinity.cli.plain_torch import PlainStep, Usage
+from infinity.cli.step import Round, summarize
 from infinity.cli.synthetic import Block, Transformer, shape_for, shape_of
 
 KEYS = {
-    "params", "layers", "hidden", "batch_size", "seq", "steps", "seconds", "compute_seconds", "lower_bound_seconds",
-    "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive", "pinned_bytes", "arena_bytes",
-    "peak_rss_bytes", "cache_bytes", "master_weights", "update",
+    "params", "layers", "hidden", "batch_size", "seq", "clipping", "steps", "seconds", "torch_in_memory_seconds",
+    "drive_seconds", "lower_bound_seconds", "floor_seconds", "over_lower_bound", "cpu_seconds_per_step",
+    "minor_faults_per_step", "torch_in_memory_cpu_seconds_per_step", "torch_in_memory_minor_faults_per_step",
+    "torch_in_memory_peak_rss_bytes", "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive",
+    "pinned_bytes", "arena_bytes", "peak_rss_bytes", "cache_bytes", "master_weights", "update", "trace",
 }  # fmt: skip
 
 
@@ -35,12 +41,20 @@ def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
     done = small(nvme_path, "--json", "-")
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
-    assert KEYS <= result.keys()
+    assert result.keys() == KEYS
     assert len(result["steps"]) == 2
-    assert result["steps"][0].keys() == {"seconds", "read_bytes", "written_bytes", "stall_seconds"}
-    assert (
-        0 < result["lower_bound_seconds"] == result["floor_seconds"] and result["compute_seconds"] <= result["seconds"]
-    )
+    assert result["steps"][0].keys() == {
+        *("seconds", "cpu_seconds", "minor_faults", "read_bytes", "written_bytes", "stall_seconds"),
+    }
+    bytes_per_step = (result["read_bytes_per_param"] + result["written_bytes_per_param"]) * result["params"]
+    on_drive = bytes_per_step / result["drive"]["mixed_bytes_per_s"]
+    assert 0 < result["drive_seconds"] == pytest.approx(on_drive, rel=0.2)  # as planned, where it was fewer bytes
+    assert result["lower_bound_seconds"] == max(result["torch_in_memory_seconds"], result["drive_seconds"])
+    assert result["over_lower_bound"] == result["seconds"] / result["lower_bound_seconds"]
+    assert result["lower_bound_seconds"] == result["floor_seconds"]
+    assert result["torch_in_memory_seconds"] > 0 and result["torch_in_memory_cpu_seconds_per_step"] > 0
+    assert result["minor_faults_per_step"] >= 0 and result["torch_in_memory_minor_faults_per_step"] >= 0
+    assert (result["clipping"], result["update"]) == (1.0, "forward")
     assert result["predicted_seconds"] > 0
     assert 11.9 < result["written_bytes_per_param"] < 16  # small parameters keep their copies in memory
     assert result["peak_rss_bytes"] > result["pinned_bytes"]
@@ -48,12 +62,65 @@ def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
 
 
 def test_how_a_model_is_stepped_is_asked_for(nvme_path: Path) -> None:
-    asked = ("--master-weights", "full", "--update", "step", "--cache", "1MiB", "--no-clipping")
+    asked = ("--master-weights", "full", "--update", "step", "--cache", "1MiB", "--clipping", "0.25")
     done = small(nvme_path, "--json", "-", *asked)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
-    assert (result["master_weights"], result["update"]) == ("full", "step")
+    assert (result["master_weights"], result["update"], result["clipping"]) == ("full", "step", 0.25)
     assert 0 < result["cache_bytes"] <= 1 << 20
+
+
+@pytest.mark.parametrize("off", ["--no-clipping", "--clipping=0"])
+def test_without_clipping_updates_may_be_in_the_backward(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    step.add_parser(parser.add_subparsers())
+    options = parser.parse_args(["step", "--update", "backward", off, "--json", "-"])
+    monkeypatch.setattr(step, "measure", lambda options: ({}, None))
+    assert step.run(options) == 0
+    assert (options.clipping, options.no_clipping) == (0.0, True)
+
+
+MIB = 1 << 20
+
+
+def rounds_of(seconds: list[float], plain: list[float | None], *, read: int = 140 * MIB) -> list[Round]:
+    """Rounds in which nothing waits, 120 MiB are written, and the drive's mixed rate is 260 MiB/s."""
+    from infinity.drive.measure import Workload
+
+    rates = {Workload.READ: 200.0 * MIB, Workload.WRITE: 500.0 * MIB, Workload.MIXED: 260.0 * MIB}
+    used = {"cpu_seconds": 1.0, "minor_faults": 7, "read_bytes": read, "written_bytes": 120 * MIB, "stall_seconds": 0.0}
+    steps = [None if took is None else PlainStep(took, Usage(0.5, 3), 9) for took in plain]
+    return [Round({"seconds": took, **used}, beside, rates) for took, beside in zip(seconds, steps, strict=True)]
+
+
+PLANNED: dict[str, Any] = {"planned_bytes": (140 * MIB, 120 * MIB), "numel": 10 * MIB, "backend": "threads"}
+
+
+@pytest.mark.parametrize(
+    ("plain", "over"),
+    [([0.5, 2.5, 2.0], 5.0), ([0.4, 0.5, 0.6], 10.0), ([None, None, None], 10.0), ([0.5, None, 2.0], 10.0)],
+)
+def test_a_step_that_never_waits_can_still_be_slow(plain: list[float | None], over: float) -> None:
+    """By the longer of plain PyTorch and the drive: what held the step up is in neither."""
+    result = summarize(rounds_of([9.0, 10.0, 11.0], plain), **PLANNED)
+    assert result["drive_seconds"] == 1.0
+    assert result["over_lower_bound"] == over
+    left_out = None in plain
+    assert (result["torch_in_memory_seconds"] is None) == left_out
+    assert result["torch_in_memory_minor_faults_per_step"] == (None if left_out else 3)
+    assert (result["minor_faults_per_step"], result["cpu_seconds_per_step"]) == (7, 1.0)
+
+
+def test_bytes_that_were_moved_twice_or_spared_make_no_step_look_better() -> None:
+    twice = summarize(rounds_of([4.0], [0.5], read=400 * MIB), **PLANNED)
+    assert (twice["drive_seconds"], twice["over_lower_bound"]) == (1.0, 4.0)
+    spared = summarize(rounds_of([4.0], [0.5], read=10 * MIB), **PLANNED)
+    assert (spared["drive_seconds"], spared["over_lower_bound"]) == (0.5, 8.0)
+
+
+def test_where_nothing_moves_and_nothing_is_beside_there_is_no_ratio() -> None:
+    result = summarize(rounds_of([4.0], [None]), **{**PLANNED, "planned_bytes": (0, 0)})
+    assert (result["lower_bound_seconds"], result["over_lower_bound"]) == (0.0, None)
 
 
 def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_path: Path) -> None:
@@ -70,6 +137,9 @@ def test_the_table_is_for_people_and_the_file_for_programs(nvme_path: Path, tmp_
         (("--params", "5"), "at least 10000"),
         (("--steps", "0"), "at least 1"),
         (("--master-weights", "lost"), "invalid choice"),
+        (("--clipping", "-1"), "expected a norm such as 1.0, or 0 not to clip"),
+        (("--clipping", "nan"), "expected a norm such as 1.0, or 0 not to clip"),
+        (("--clipping", "0.5", "--no-clipping"), "--no-clipping does not go with --clipping 0.5"),
         (("--seq", "1.5"), "expected a whole number"),
         (("--cache", "4"), "did you mean 4GiB?"),
         (("--pinned-bytes-max", "banana"), "banana"),

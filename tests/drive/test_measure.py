@@ -187,14 +187,14 @@ def test_drive_rates_are_positive_and_nothing_is_left(nvme_path: Path, backend: 
 
 
 def test_drive_rates_are_medians_of_the_rounds(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds = iter([1, 40, 9, 10, 5, 20])  # read, write, in turn
+    speeds = iter([1, 40, 6, 9, 10, 8, 5, 20, 7])  # read, write, both at once, in turn
 
     def run(_: DriveTest, workload: Workload, settings: IoSettings, seconds: float) -> Trial:
         return Trial(workload, settings, next(speeds), 1.0, 0.0)
 
     monkeypatch.setattr(DriveTest, "run", run)
     rates = measure_drive(nvme_path, nbytes=NBYTES, rounds=3)
-    assert (rates.read_bytes_per_s, rates.write_bytes_per_s) == (5, 20)
+    assert (rates.read_bytes_per_s, rates.write_bytes_per_s, rates.mixed_bytes_per_s) == (5, 20, 7)
 
 
 def test_drive_rates_of_no_backend(nvme_path: Path) -> None:

@@ -25,8 +25,9 @@ SMALL = ["--params", "300k", "--steps", "3", "--context", "32", "--batch-size", 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
 
 
-def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = launch.program(SCRIPT, *SMALL, *arguments, environment=ENVIRONMENT)
+def run(*arguments: str, check: bool = True, compare: bool = False) -> subprocess.CompletedProcess[str]:
+    others = [] if compare else ["--no-compare"]
+    done = launch.program(SCRIPT, *SMALL, *others, *arguments, environment=ENVIRONMENT)
     assert done.returncode == 0 or not check, done.stdout + done.stderr
     return done
 
@@ -36,7 +37,7 @@ def losses(file: Path) -> list[float]:
 
 
 def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
-    shown = run("--nvme-path", str(nvme_path), "--json", str(tmp_path / "nvme.json")).stdout
+    shown = run("--nvme-path", str(nvme_path), "--json", str(tmp_path / "nvme.json"), compare=True).stdout
     for words in (
         "loss",
         "GB/s",
@@ -45,17 +46,28 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
         "held-out loss",
         "on NVMe",
         "peak resident memory",
+        "plain PyTorch in memory",
         "lower bound",
         "def ",
     ):
         assert words in shown
     summary: dict[str, Any] = json.loads((tmp_path / "nvme.json").read_text())
     assert [set(step) for step in summary["steps"]] == [
-        {"step", "loss", "seconds", "read_bytes", "written_bytes", "stall_seconds", "gradient_bytes"}
+        {
+            *("step", "loss", "seconds", "cpu_seconds", "minor_faults", "read_bytes", "written_bytes"),
+            *("stall_seconds", "gradient_bytes", "steady"),
+        }
     ] * 3
+    # The first makes buffers; the one after a pause begins without writes of the one before.
+    assert [step["steady"] for step in summary["steps"]] == [False, True, False]
+    assert summary["step_seconds"] == summary["steps"][1]["seconds"]
     assert summary["params"] > 250_000
     assert summary["peak_rss_bytes"] > summary["pinned_bytes"] > 0
-    assert 0 < summary["lower_bound_seconds"] <= summary["step_seconds"] * 1.5
+    plain, on_drive = summary["torch_in_memory_seconds"], summary["drive_seconds"]
+    assert plain > 0 and on_drive > 0 and summary["lower_bound_seconds"] == max(plain, on_drive)
+    assert f"a step takes {summary['step_seconds'] / max(plain, on_drive):.2f} times it" in shown
+    assert summary["torch_in_memory_minor_faults_per_step"] >= 0 and summary["minor_faults_per_step"] >= 0
+    assert summary["torch_in_memory_peak_rss_bytes"] > 0
     # In a model this small copies stay in memory, padding weighs much, and so does the last write if it is still on its way.
     assert summary["written_bytes_per_param"] == pytest.approx(12, rel=0.35)
     steady = summary["steps"][1:]  # the first has nothing to update before its passes
@@ -66,6 +78,14 @@ def test_the_figures_and_the_oracle(nvme_path: Path, tmp_path: Path) -> None:
 
     run("--in-memory", "--no-sample", "--json", str(tmp_path / "memory.json"))
     assert losses(tmp_path / "nvme.json") == losses(tmp_path / "memory.json")
+
+
+def test_without_plain_pytorch_the_drive_alone_is_the_lower_bound(nvme_path: Path, tmp_path: Path) -> None:
+    shown = run("--nvme-path", str(nvme_path), "--no-sample", "--json", str(tmp_path / "run.json")).stdout
+    summary = json.loads((tmp_path / "run.json").read_text())
+    assert summary["torch_in_memory_seconds"] is None
+    assert summary["lower_bound_seconds"] == summary["drive_seconds"] > 0
+    assert "the one that was measured: a step takes" in shown
 
 
 def test_the_last_step_is_traced(nvme_path: Path, tmp_path: Path) -> None:

@@ -1,0 +1,239 @@
+"""Floor 17. Plain PyTorch held in memory: what a user would run who has the memory, and what a measured step is held to.
+
+`PlainTraining` is the training: a bf16 model, fp32 masters, the fused AdamW, no FSDP2. `PlainTorch` takes its steps in a
+process of its own, so that neither side has the other's heap, threads or page faults. Used by one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.host_memory import available_bytes
+from infinity.kernel_files import text_of
+from infinity.plan.transformer import Transformer as Shape
+from infinity.runtime.resolved import compute_device
+from infinity.units import GIB, format_bytes
+
+STATE_BYTES = 18
+"""Per parameter: the bf16 model, and in fp32 the master, its gradient and two moments."""
+
+PROCESS_BYTES = GIB // 2
+"""Python and torch, and the bf16 gradients that are on their way to fp32."""
+
+Make = Callable[[torch.device], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
+"""Makes, on a device, an fp32 model and what computes its loss on a new batch. It is pickled."""
+
+
+class Usage(NamedTuple):
+    """What this process has used so far, all threads together."""
+
+    cpu_seconds: float
+    minor_faults: int
+
+    @classmethod
+    def now(cls) -> Usage:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(used.ru_utime + used.ru_stime, used.ru_minflt)
+
+    def since(self, before: Usage) -> Usage:
+        return Usage(self.cpu_seconds - before.cpu_seconds, self.minor_faults - before.minor_faults)
+
+
+class PlainTraining:
+    """The training of `model`, which is fp32 and becomes bf16.
+
+    A gradient goes from bf16 to its master's as soon as it is there, and its memory serves the next one: on a CPU that takes a
+    quarter of the page faults of converting all of them after the backward, and 2 bytes less per parameter. Every parameter
+    must have a gradient in every backward.
+    """
+
+    def __init__(self, model: nn.Module, *, clipping: float) -> None:
+        """clipping: largest norm of the whole gradient; 0 does not clip."""
+        self.model = model
+        self._clipping = clipping
+        self._params: list[torch.Tensor] = list(model.parameters())
+        self._masters = [param.detach() for param in self._params]  # they keep the memory that the conversion leaves
+        assert all(master.dtype == torch.float32 for master in self._masters)
+        model.to(torch.bfloat16)
+        for param, master in zip(self._params, self._masters, strict=True):
+            master.grad = torch.zeros_like(master)
+            param.register_post_accumulate_grad_hook(self._taking(master.grad))
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True)
+        self._accumulates = False
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel() for param in self._params)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward of a micro-batch, whose gradients are added to those of the ones before it."""
+        torch.autograd.backward(loss)
+        self._accumulates = True
+
+    def step(self) -> None:
+        """Clip, update the masters, and give the model their values."""
+        if self._clipping > 0:
+            nn.utils.clip_grad_norm_(self._masters, self._clipping)
+        self._optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self._params, self._masters)
+        self._accumulates = False
+
+    def _taking(self, into: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def take(param: torch.Tensor) -> None:
+            assert param.grad is not None
+            if self._accumulates:
+                into.add_(param.grad)
+            else:
+                into.copy_(param.grad)
+            param.grad = None
+
+        return take
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """What one step took. peak_rss_bytes: the largest resident size of its process so far."""
+
+    seconds: float
+    usage: Usage
+    peak_rss_bytes: int
+
+
+class PlainTorch:
+    """Steps of plain PyTorch in a process of its own. Close it, or use it in a `with`.
+
+    Where a step is None, the process ended: `report` was told why, in a line.
+    """
+
+    def __init__(self, make: Make, *, clipping: float, micro_batches: int, report: Callable[[str], None]) -> None:
+        spawn = multiprocessing.get_context("spawn")  # a forked one would inherit OpenMP's threads as dead
+        self._report = report
+        self._orders, orders = spawn.Pipe()
+        arguments = (orders, make, clipping, micro_batches, torch.get_num_threads())
+        self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self._pid = self._process.pid
+        orders.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._pid
+
+    def step(self) -> PlainStep | None:
+        """Take a step; what it took."""
+        if self._orders.closed:
+            return None
+        try:
+            self._orders.send(None)
+            answer = self._orders.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            answer = f"its process ended with status {self._process.exitcode}"
+        if isinstance(answer, PlainStep):
+            return answer
+        self.close()
+        self._report(f"plain PyTorch in memory is left out: {answer}")
+        return None
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._orders.close()
+        self._process.kill()
+        self._process.join()
+
+    def __enter__(self) -> PlainTorch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def why_not(shape: Shape, samples: int) -> str | None:
+    """Why plain PyTorch can't train a model of this `shape`, `samples` at a time, in the memory that is left here, in a line;
+    None where it can."""
+    needed = STATE_BYTES * shape.numel + shape.activation_bytes(samples, shape.layers) + shape.logits_bytes(samples)
+    device = compute_device()
+    if device.type == "cuda":
+        available: int | None = torch.cuda.mem_get_info(device)[0]
+    else:
+        needed, available = needed + PROCESS_BYTES, available_bytes()
+    if available is None or needed <= available:
+        return None
+    return (
+        f"plain PyTorch in memory is left out: it takes {format_bytes(needed)} for this model, and {format_bytes(available)} "
+        "are available"
+    )
+
+
+@contextlib.contextmanager
+def plain_torch(
+    make: Make, *, shape: Shape, samples: int, clipping: float, report: Callable[[str], None], micro_batches: int = 1
+) -> Iterator[PlainTorch | None]:
+    """Plain PyTorch in a process of its own; None where the memory that is left can't hold it, which `report` is told.
+
+    shape, samples: of the model that `make` makes, and of a micro-batch.
+    """
+    if (reason := why_not(shape, samples)) is not None:
+        report(reason)
+        yield None
+        return
+    with PlainTorch(make, clipping=clipping, micro_batches=micro_batches, report=report) as plain:
+        yield plain
+
+
+def end_first_without_memory() -> None:
+    """Let the kernel end this process before any other where memory runs out: it is a comparison, not the training."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _serve(orders: Connection, make: Make, clipping: float, micro_batches: int, threads: int) -> None:
+    """The process: a step for each order, until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other side, which ends this one
+    end_first_without_memory()
+    torch.set_num_threads(threads)
+    training: PlainTraining | None = None
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            orders.recv()
+            try:
+                if training is None:
+                    model, loss_of = make(compute_device())
+                    training = PlainTraining(model, clipping=clipping)
+                orders.send(_timed_step(training, loss_of, micro_batches))
+            except (RuntimeError, MemoryError) as error:  # no memory, as the allocator tells it
+                orders.send(str(error).splitlines()[0] if str(error) else repr(error))
+
+
+def _timed_step(training: PlainTraining, loss_of: Callable[[nn.Module], torch.Tensor], micro_batches: int) -> PlainStep:
+    before, began = Usage.now(), time.perf_counter()
+    for _ in range(micro_batches):
+        training.backward(loss_of(training.model))
+    training.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    used = Usage.now().since(before)
+    return PlainStep(seconds, used, _peak_rss_bytes())
+
+
+def _peak_rss_bytes() -> int:
+    """The largest resident size of this process. getrusage would tell that of the process that started it, if it is more."""
+    peak = re.search(r"VmHWM:\s*(\d+) kB", text_of(Path("/proc/self/status")) or "")
+    return 1024 * int(peak[1]) if peak else 0
