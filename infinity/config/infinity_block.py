@@ -133,7 +133,7 @@ class InfinityConfig(Block):
         "what the backward updated, or discards it: that takes memory for gradients and twice the space on NVMe. auto is "
         "backward. It is forward with `keep_grad`, and where the step would have to accept, but the drives would not have as "
         "much space left as the second slot takes, or nothing could be updated so, as all of it rests partly in host memory "
-        "or has its gradient on NVMe.",
+        "or has its gradient on NVMe, or `aio.use_gds` wants reads past host memory.",
     )
     durability: Annotated[Durability, choice(Durability)] = key(
         "none",

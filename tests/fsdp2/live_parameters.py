@@ -133,6 +133,7 @@ class Case:
     """Blocks that a forward uses a second time."""
     aside: tuple[int, ...] = ()
     """Blocks that are frozen and stand beside the others: they run forward, and take no part in the backward."""
+    update: str = "auto"
 
 
 LEAST = ROOT_NUMEL + BLOCK_NUMEL
@@ -191,7 +192,7 @@ def settings(case: Case, nvme_path: str) -> dict[str, Any]:
             "stage3_max_reuse_distance": case.reuse,
             "stage3_prefetch_bucket_size": case.prefetch,
         },
-        "infinity": {"pinned_bytes_max": "16MiB", "wrap": case.wrap},
+        "infinity": {"pinned_bytes_max": "16MiB", "wrap": case.wrap, "update": case.update},
     }
 
 

@@ -31,9 +31,10 @@ def test_the_bound_holds_on_two_ranks(cases: list[str], forked_ranks: Any, nvme_
 @pytest.mark.parametrize("kept", [0, 2, scene.BLOCKS])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_group_that_stays_gathered_is_read_once(kept: int, accumulation: int, nvme_path: Path) -> None:
-    """12 bytes per parameter and step where it is kept, 14 where it isn't; 2 per micro-batch less or more."""
+    """12 bytes per parameter and step where it is kept, 14 where it isn't; 2 per micro-batch less or more. (Updated in the
+    backward it is read for that again.)"""
     reuse = max(0, 2 * (kept - 1) * scene.BLOCK_NUMEL) if kept else 0
-    case = scene.Case("auto", reuse or (1 if kept else 0), 0, accumulation=accumulation)
+    case = scene.Case("auto", reuse or (1 if kept else 0), 0, accumulation=accumulation, update="forward")
     torch.manual_seed(0)
     engine, *_ = infinity.initialize(model=scene.Model(), config=scene.settings(case, str(nvme_path)))
     with engine:
