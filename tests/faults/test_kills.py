@@ -235,7 +235,9 @@ def test_faults_leave_a_committed_step_to_go_on_from(nvme_path: Path, expected: 
                 found = scene.weights(engine)
                 assert all(torch.equal(found[name], last[name]) for name in last), "a weight is wrong"
         except infinity.IntegrityError:  # before the error, a step was committed whose writes the drive lost or spoilt
-            assert outcome != "right" and faults["lost"] + faults["corrupt"], "nothing was lost, and yet it is not there"
+            assert outcome != "right" and faults["lost"] + faults["corrupt"], (
+                "nothing was lost, and yet it is not there"
+            )
             outcome = "told that the drive lost a commit"
         shutil.rmtree(path)
         return outcome
