@@ -112,7 +112,6 @@ def run(options: argparse.Namespace) -> int:
         if options.clipping is None:
             options.clipping = 0.0 if options.no_clipping else 1.0
         options.no_clipping = options.clipping == 0
-        scheme_from(options)
         if options.pinned_bytes_max != "auto" and parse_bytes(options.pinned_bytes_max) < POOL_BYTES_MIN:
             raise ValueError(
                 f"--pinned-bytes-max {options.pinned_bytes_max} is below the least that works, "
@@ -164,6 +163,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         clipping=not options.no_clipping,
         scheme=scheme,
         gradient_bytes_max=options.gradient_memory,
+        unasked=options.update == "auto",
     )
     with _engine(options, shape) as engine:
         _show(options, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
