@@ -26,8 +26,8 @@ from infinity.aio import FaultPlan, IoEngine
 
 HANG_SECONDS = 120
 SILENCE_SECONDS_MAX = 3.0
-"""Of a drive that stops answering, in a campaign. A machine that gives a ring thread no turn for so long gives a healthy drive up,
-and then keeps its files."""
+"""Of a drive that stops answering, in a campaign. Where a ring thread gets no turn for so long, a healthy drive is given up, and
+its files stay open."""
 ROUNDS_TO_WARM_UP = 5
 GROWTH_BYTES_MAX = 256 << 20
 """Less than what some rounds would leave behind if each left its pool."""
