@@ -26,7 +26,7 @@ from infinity.aio import FaultPlan, IoEngine
 
 HANG_SECONDS = 120
 SILENCE_SECONDS_MAX = 3.0
-"""Of a drive that stops answering, in a campaign. Where a ring thread gets no turn for so long, a healthy drive is given up, and
+"""Of a drive that stops answering, in a campaign. Where a ring thread gets no turn for so long, a healthy one is given up, and
 its files stay open."""
 ROUNDS_TO_WARM_UP = 5
 GROWTH_BYTES_MAX = 256 << 20
