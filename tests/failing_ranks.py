@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,34 @@ def apart(folder: Path) -> None:
         words = error_of(engine.close)
         assert "rank 0 in a close of step 1.1, rank 1 in a close after an error of step 1.1" in words, words
     print("told", flush=True)
+
+
+def served_no_more(folder: Path) -> None:
+    """Rank 0, which serves the store, is gone before rank 1 closes, or when it has all but closed: nothing is amiss."""
+    when, durability = sys.argv[3:5]
+    engine = make(folder, Case(), durability=durability)
+    step(engine)
+    if dist.get_rank() == 1:
+        store = dist.distributed_c10d._get_default_store()
+        if when == "before":
+            wait_for_its_end(store)
+        else:
+            check_names = peers.Peers._check_names
+
+            def checking(*arguments: Any) -> None:
+                wait_for_its_end(store)
+                check_names(*arguments)
+
+            peers.Peers._check_names = checking
+    engine.close()
+    print("closed", flush=True)
+
+
+def wait_for_its_end(store: dist.Store) -> None:
+    with contextlib.suppress(dist.DistError):
+        while True:
+            store.check(["any"])
+            time.sleep(0.01)
 
 
 def raise_crash(*_: Any) -> None:

@@ -174,8 +174,7 @@ class Peers:
         """
         if self._others and not self.parted:
             self._passes += 1
-            with contextlib.suppress(RuntimeError, OSError):  # the store has ended: whoever served it has left
-                self._tell_name(_Pass(), f"{pass_name} of {standing()[0]}")
+            self._tell_name(_Pass(), f"{pass_name} of {standing()[0]}")
 
     def close(self) -> None:
         """Idempotent; no collective."""
@@ -207,12 +206,17 @@ class Peers:
     def _tell_name(self, running: _Pass, name: str) -> None:
         running.name, running.entered = name, time.monotonic()
         if self._others:
-            self._store.set(self._name_key(dist.get_rank(), self._passes), f"{self._passes} {name}")
-            running.number = self._passes
+            with _while_the_store_lasts():
+                self._store.set(self._name_key(dist.get_rank(), self._passes), f"{self._passes} {name}")
+                running.number = self._passes
 
     def _check_names(self, running: _Pass) -> None:
         """Raise InfinityError where another rank is, or was, in another pass of the same number."""
-        if self._others and (parted := self._parted_ways(running)) is not None:
+        parted = None
+        if running.number:
+            with _while_the_store_lasts():
+                parted = self._parted_ways(running)
+        if parted is not None:
             self._settled_cause(parted)
             raise InfinityError(parted.text)
 
@@ -253,7 +257,7 @@ class Peers:
     def _let_hear(self, report: _Report) -> None:
         """Wait a little until all ranks know the cause, as the store may end with this process."""
         keys = [f"{self._name}/heard/{rank}" for rank in range(dist.get_world_size())]
-        with contextlib.suppress(RuntimeError, OSError):
+        with _while_the_store_lasts():
             self._store.set(keys[report.rank], "")
             self._are_there(keys)
 
@@ -294,6 +298,12 @@ class Peers:
                 self._cause = self._cause or cause
                 self._end_operations()
                 return
+
+
+def _while_the_store_lasts() -> contextlib.AbstractContextManager[None]:
+    """Around what needs the store only while the ranks go on together. It ends with the rank that serves it, which may be the
+    first to close: that fails no pass whose operations are done, and one whose are not fails by them."""
+    return contextlib.suppress(RuntimeError, OSError)
 
 
 def _can_abort(group: dist.ProcessGroup) -> bool:
