@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from infinity.aio import Lease
 from infinity.errors import ConfigError
 from infinity.fsdp2.sharding import local_of
-from infinity.schedule.speculation import SpeculationPolicy
 from infinity.store.commit import kept_in_words
 from infinity.store.layout import MOMENTS as FIELDS
 from infinity.swap.gradient_lap import GradientLap, move_out, trained_shard
@@ -59,10 +58,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             self._settings(group)
             for parameter in group["params"]:
                 trained_shard(parameter)
-        self._expected_scale: float | None = None
-        self._speculation = SpeculationPolicy()
-        self._stepped_speculatively: dict[nn.Parameter, tuple[Any, ...]] = {}
-        """How parameters were stepped for the step to accept: `Stepping.inputs`."""
+        self._speculation = self._paging.paged.updates.speculation
         self._places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
         """Where parameters come in `param_groups`, for the backward that goes on."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
@@ -100,7 +96,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def expect(self, grad_scale: float | None) -> None:
         """For updates that are `PagingOptions.speculative`: the next backward is the step's last one, and that multiplies
         gradients by `grad_scale` unless they are clipped or overflowed. None: another one follows before the step."""
-        self._expected_scale = grad_scale
+        self._speculation.expected_scale = grad_scale
         self.lap.forget_coming()
 
     @torch.no_grad()
@@ -121,13 +117,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         """The rest of a step that was prepared, inside a change of the model's health."""
         with self._paging.entered():
             stepping = self._stepping(grad_scale)
-            speculation = self._paging.paged.updates.speculation
-            was_speculative = any(True for _ in speculation)
-            accepted = self._accept(stepping)
-            as_planned = bool(accepted) or not was_speculative  # not where settings were changed since the backward
-            self._speculation.note(as_expected=grad_scale == self._expected_scale and as_planned)
+            accepted: set[PagedSubGroup] = set()
             if self._paging.options.speculative:
-                speculation.is_due = self._speculation.speculates
+                inputs = {index: stepped.inputs for index, stepped in stepping.items()}
+                accepted = self._speculation.accept(inputs, grad_scale)
             remaining = [sub for sub in self._paging.paged.sub_groups if sub not in accepted]
             updates = self._updates_of(remaining, stepping, self._paging.waiting_gradients.claim)
             self._paging.paged.updates.defer(updates)
@@ -144,7 +137,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     def skip(self) -> None:
         """Take a step that changes nothing, as after an overflow: its gradients are forgotten."""
         self._paging.paged.health.check_not_part_stepped()
-        self._speculation.note(as_expected=False)
+        self._speculation.note_skipped()
         self._end_backward()
         self._paging.end_step()
 
@@ -189,12 +182,12 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if not options.gradients_wait:
                 self._apply_gradients(group)
                 return
-            speculates = options.speculative and self._speculation.speculates and policy.gradients_are_final(group)
+            speculates = options.speculative and self._speculation.promises and policy.gradients_are_final(group)
             parameters = self.lap.arrived(group)
             self.lap.take(group)
             policy.count_forwards_anew(group)
-            if speculates and self._expected_scale is not None:
-                self._update_speculatively(group, parameters, self._expected_scale)
+            if speculates:
+                self._update_speculatively(group, parameters)
 
     def _apply_gradients(self, group: PagedGroup) -> None:
         """Update a group, to stay, with the gradients that arrived."""
@@ -206,30 +199,15 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self.lap.note_applied(group, {stepped.parameter: stepped.settings for stepped in stepping.values()})
         self.lap.queue(group, updates)
 
-    def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter], grad_scale: float) -> None:
+    def _update_speculatively(self, group: PagedGroup, parameters: list[nn.Parameter]) -> None:
         """Update what can be of a group whose gradients were taken, for the step to accept."""
-        speculation = self._paging.paged.updates.speculation
-        stepping = self._stepping(grad_scale, parameters)
-        members = [sub for sub in group.members if speculation.may_update(sub)]
+        assert self._speculation.expected_scale is not None
+        stepping = self._stepping(self._speculation.expected_scale, parameters)
+        members = [sub for sub in group.members if self._speculation.may_update(sub)]
         updates = self._updates_of(members, stepping, self._paging.waiting_gradients.held)
         if updates:
-            for stepped in stepping.values():
-                self._stepped_speculatively[stepped.parameter] = stepped.inputs
+            self._speculation.note_inputs({index: stepped.inputs for index, stepped in stepping.items()})
             self.lap.queue(group, updates)
-
-    def _accept(self, stepping: Mapping[int, Stepping]) -> set[PagedSubGroup]:
-        """The sub-groups that the backward has updated as this step would, and that are updated now; all others are as
-        before."""
-        speculation = self._paging.paged.updates.speculation
-        for sub in [*speculation]:
-            of_sub = [stepping[piece.shard] for piece in sub.layout.pieces if piece.shard in stepping]
-            if not of_sub or any(
-                self._stepped_speculatively.get(stepped.parameter) != stepped.inputs for stepped in of_sub
-            ):
-                speculation.discard(sub)
-        accepted = {*speculation}
-        speculation.accept()
-        return accepted
 
     def _updates_of(
         self,
@@ -255,7 +233,6 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def _end_backward(self) -> None:
         self.lap.end()
-        self._stepped_speculatively.clear()
         self._places.clear()
 
     def init_state(self) -> None:

@@ -15,10 +15,12 @@ NVMe would be read once more. In a durable run the other slot is free, as the la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
+from infinity.schedule.speculation import SpeculationPolicy
 from infinity.store.layout import Layout, SubGroup
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
@@ -36,22 +38,37 @@ def bytes_ahead(layout: Layout) -> int:
 
 
 class Speculation:
-    """The sub-groups whose other slot holds an update that was not accepted yet. Used by one thread at a time."""
+    """What the backward of a step updates for the step to accept, and whether it should. Used by one thread at a time."""
 
     def __init__(self, stager: Stager) -> None:
-        self._stager = stager
+        self.expected_scale: float | None = None
+        """By what the step will probably multiply its gradients; None where this backward is not its last one."""
         self.is_due = True
-        """Whether the next backward is to update what it may. Until it is, state may be read ahead for the step."""
+        """Whether the next backward is to update what it may. Until it is, state may be read ahead for the step. Says the same
+        until `accept`, after which all that reads a sub-group is pointed anew."""
+        self._stager = stager
+        self._policy = SpeculationPolicy()
+        self._inputs: dict[int, Any] = {}
+        """By number of their shard: all that updates depend on beside the gradient and the state."""
         self._ties: dict[PagedSubGroup, torch.Tensor] = {}
-        """What the ties will be."""
+        """Of each sub-group whose other slot holds its update: what the ties will be."""
 
     def __iter__(self) -> Iterator[PagedSubGroup]:
         return iter(self._ties)
+
+    @property
+    def promises(self) -> bool:
+        """Whether an update in this backward will probably be accepted."""
+        return self.expected_scale is not None and self._policy.speculates
 
     def may_update(self, sub: PagedSubGroup) -> bool:
         """Whether the sub-group has another slot that may be written to, and all of it comes and goes."""
         movable = sub.moves and not sub.rests_in_host and sub.gradient_extent is None
         return movable and len(sub.slots) == 2 and sub.committed_slot in (None, sub.current_slot)
+
+    def note_inputs(self, inputs: Mapping[int, Any]) -> None:
+        """Shards are about to be updated from these."""
+        self._inputs |= inputs
 
     def begin(self, sub: PagedSubGroup, ties: torch.Tensor) -> None:
         """Its update is being written to the other slot, and has these ties."""
@@ -64,10 +81,26 @@ class Speculation:
     def discard_all(self) -> None:
         """All of them are void."""
         self._ties.clear()
+        self._inputs.clear()
 
-    def accept(self) -> None:
-        """Their values are those of the updates from now on; whatever reads them is to be pointed there, as `defer` does."""
+    def accept(self, inputs: Mapping[int, Any], grad_scale: float) -> set[PagedSubGroup]:
+        """The sub-groups that were updated as the step would, from these inputs, which are updated now; all others are as
+        before. Whatever reads them is to be pointed to their other slot, as `defer` does."""
+        were_updated = bool(self._ties)
+        for sub in [*self._ties]:
+            shards = [piece.shard for piece in sub.layout.pieces if piece.shard in inputs]
+            if not shards or any(self._inputs.get(shard) != inputs[shard] for shard in shards):
+                self.discard(sub)
+        accepted = {*self._ties}
         for sub, ties in self._ties.items():
             self._stager.drop(sub.chunk)  # read since, from the slot that was current
             sub.current_slot, sub.ties = 1 - sub.current_slot, ties
-        self._ties.clear()
+        self.discard_all()
+        as_planned = bool(accepted) or not were_updated  # not where settings were changed since the backward
+        self._policy.note(as_expected=grad_scale == self.expected_scale and as_planned)
+        self.is_due = self._policy.speculates
+        return accepted
+
+    def note_skipped(self) -> None:
+        """The step changes nothing."""
+        self._policy.note(as_expected=False)

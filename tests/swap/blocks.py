@@ -13,11 +13,11 @@ WIDTH = 64
 class Model(nn.Module):
     """Blocks of which a pass may leave some out, or use the first one twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = BLOCKS, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.first = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor, without: int | None = None, twice: bool = False) -> torch.Tensor:
         h = self.first(x)

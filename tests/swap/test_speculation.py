@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from infinity.swap.health import Health
 from infinity.swap.hosted_optimizer import HostedOptimizer
 from infinity.swap.paged_optimizer import PagedOptimizer
 from infinity.swap.speculation import Speculation
+from infinity.swap.sub_group import PagedSubGroup
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -78,9 +79,10 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     accept = Speculation.accept
 
-    def counting(self: Speculation) -> None:
-        counts.append(len([*self]))
-        accept(self)
+    def counting(self: Speculation, inputs: Mapping[int, Any], grad_scale: float) -> set[PagedSubGroup]:
+        accepted = accept(self, inputs, grad_scale)
+        counts.append(len(accepted))
+        return accepted
 
     monkeypatch.setattr(Speculation, "accept", counting)
     return counts

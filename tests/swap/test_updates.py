@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,23 +27,6 @@ from infinity.swap.taken_gradient import RefusingGradient
 
 BLOCKS = 5
 WIDTH = 96
-
-
-class Model(nn.Module):
-    """Blocks of which a pass may leave some out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-
-    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
-        h = self.first(x)
-        for number, block in enumerate(self.blocks):
-            if number != without:
-                h = h + block(h).tanh()
-        return h
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -70,7 +54,7 @@ def made(
         },
         "infinity": {"pinned_bytes_max": "16MiB", "wrap": ["Linear"], "update": "forward", **own},
     }
-    engine, *_ = infinity.initialize(model=model or Model(), config=config)
+    engine, *_ = infinity.initialize(model=model or Model(BLOCKS, WIDTH), config=config)
     return engine
 
 
@@ -376,7 +360,7 @@ def test_weights_full_of_ties_train_as_in_memory(nvme_path: Path, update: str) -
     """A checkpoint in fp16 has a tie in every eighth weight: just half-way between two bf16 numbers."""
 
     def model() -> Model:
-        model = Model()
+        model = Model(BLOCKS, WIDTH)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.half().float())
