@@ -38,10 +38,10 @@ def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
 
 
 def _next_step(policy: StagingPolicy) -> Iterator[int]:
-    if (policy._update == "backward" and not policy._speculative) or not policy._phase:
+    if not policy._phase:
         return
-    ahead = policy._ahead if policy._paged.updates.speculation.is_due else ()
-    stepped = dict.fromkeys(sub for sub in policy._paged.updates.stepped if sub not in ahead)
+    in_backward = policy._in_backward if policy._paged.updates.speculation.is_due else ()
+    stepped = dict.fromkeys(sub for sub in policy._paged.updates.stepped if sub not in in_backward)
     units: Iterable[int]
     if policy._update == "step":
         units = map(policy._unit, stepped)

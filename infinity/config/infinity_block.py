@@ -74,9 +74,10 @@ class InfinityConfig(Block):
     gradient_bytes_max: Annotated[int | Literal["auto"], or_auto(CACHE_BYTES)] = key(
         "auto",
         "Host memory, in bytes, in which the reduced gradients of this process wait for their update; those of the last "
-        "groups that don't fit wait on NVMe. auto keeps all in host memory. Without a meaning where the update is in "
-        "backward and keeps none. Gradients take 4 bytes per parameter, or 2 where 16 bits hold all of one: reduced in "
-        "bf16, or computed in 16 bits and reduced over one process, without accumulation.",
+        "groups that don't fit wait on NVMe. auto keeps all in host memory. Where updates are in the backward, those of every "
+        "fourth group wait for the next forward, and with clipping, accumulation or fp16 those of all; with a bound all "
+        "groups are updated in the backward. Gradients take 4 bytes per parameter, or 2 where 16 bits hold all of one: "
+        "reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
         unit="bytes",
     )
     keep_grad: Flag = key(
@@ -129,8 +130,10 @@ class InfinityConfig(Block):
     update: Annotated[Update, choice(Update)] = key(
         "auto",
         "When the weights of a group are updated: in step, in forward just before the group is gathered, or in backward "
-        "as soon as its gradient is there. The numbers are the same. With clipping, accumulation or fp16 the step accepts "
-        "what the backward updated, or discards it: that takes memory for gradients and twice the space on NVMe. auto is "
+        "as soon as its gradient is there (every fourth group in forward even so, unless `gradient_bytes_max` is set, so that "
+        "neither pass leaves the drive idle). The numbers are the same. With clipping, accumulation or fp16 the step "
+        "accepts what the backward updated, or discards it: that takes memory for gradients and nearly twice the space on "
+        "NVMe. auto is "
         "backward. It is forward with `keep_grad`, and where the step would have to accept, but the drives would not have as "
         "much space left as the second slot takes, or nothing could be updated so, as all of it rests partly in host memory "
         "or has its gradient on NVMe, or `aio.use_gds` wants reads past host memory.",

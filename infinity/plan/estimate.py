@@ -7,6 +7,7 @@ compute parameters; fp32 moments and fp32 gradients; and compute parameters to g
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 
 from infinity.plan.lower_bound import Part, candidates_of, step_bytes
@@ -22,6 +23,7 @@ from infinity.schedule.spilling import (
     gradient_itemsize,
     groups_that_spill,
 )
+from infinity.schedule.update_timing import is_left_to_forward
 from infinity.units import GIB, PAGE_BYTES, align_up
 
 HOST_PROCESS_BYTES = GIB // 2
@@ -95,7 +97,7 @@ class Strategy:
         return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
 
     def gradients_wait(self, scheme: Scheme) -> bool:
-        """Whether gradients are kept until the step."""
+        """Whether gradients of all groups are kept until the step."""
         return self.update_of(scheme) != "backward" or scheme.speculative
 
 
@@ -171,6 +173,19 @@ class Work:
         return gradient_itemsize(
             ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
         )
+
+    def left_to_forward(self, strategy: Strategy) -> list[bool]:
+        """By group: whether it is updated before its next forward where others are updated in the backward."""
+        groups = len(self.group_numels)
+        balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
+        number_of = ((group + 1) % groups for group in range(groups))  # the root is the first group of the forward
+        return [balanced and is_left_to_forward(number) for number in number_of]
+
+    def gradients_that_wait(self, strategy: Strategy) -> int:
+        """Elements of gradients that are kept until the step."""
+        if strategy.gradients_wait(self.scheme):
+            return self.shard_numel
+        return sum(shard for shard, left in zip(self.group_shards, self.left_to_forward(strategy), strict=True) if left)
 
     def gradients_that_spill(self, strategy: Strategy) -> list[int]:
         """By group: bytes of gradients that wait on NVMe."""
@@ -296,9 +311,10 @@ def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache
 def updated_in_backward(work: Work, strategy: Strategy, cache: HostCache = NO_CACHE) -> list[int]:
     """By group: elements that are updated in the backward, to stay or for the step to accept. The latter can't be what rests in
     host memory, or has its gradient on NVMe."""
-    shards = work.group_shards
     if strategy.update_of(work.scheme) != "backward":
-        return [0] * len(shards)
+        return [0] * len(work.group_shards)
+    left = work.left_to_forward(strategy)
+    shards = [0 if is_left else shard for shard, is_left in zip(work.group_shards, left, strict=True)]
     if not work.scheme.speculative:
         return shards
     compute, other = strategy.stored_bytes(work.scheme)
@@ -307,7 +323,7 @@ def updated_in_backward(work: Work, strategy: Strategy, cache: HostCache = NO_CA
         for of_compute, of_other in zip(cache.compute, cache.other_state, strict=True)
     ] or [0] * len(shards)
     spilled = work.gradients_that_spill(strategy)
-    return [0 if spills else shard - kept for shard, kept, spills in zip(shards, cached, spilled, strict=True)]
+    return [0 if spills else max(0, shard - kept) for shard, kept, spills in zip(shards, cached, spilled, strict=True)]
 
 
 def second_slot_bytes(work: Work, strategy: Strategy, cache: HostCache = NO_CACHE) -> int:
@@ -335,6 +351,8 @@ def memory_of(
         del device[_GRADIENTS]  # those of the host are they
     elif not strategy.gradients_wait(work.scheme):
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
+        if left := work.gradients_that_wait(strategy):
+            host[_GRADIENTS] = work.gradient_itemsize * left
     elif strategy.parameters == "nvme":
         spilled = sum(work.gradients_that_spill(strategy))
         host[_GRADIENTS] = work.gradient_itemsize * work.shard_numel - spilled
@@ -346,7 +364,7 @@ def memory_of(
         host["host cache, pinned"] = cache.nbytes
         nvme = {user: max(0, nbytes - _cached_of(user, cache)) for user, nbytes in nvme.items()}
     if second := second_slot_bytes(work, strategy, cache):
-        nvme["second slot of what is updated ahead"] = second
+        nvme["second slot of what the backward updates"] = second
     if moves and work.activations == "cpu":
         host["saved activations, pinned"] = sum(work.saved_bytes)
     elif moves:
@@ -430,7 +448,8 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     if not strategy.uses_nvme:
         return 0, 0
     spilled = work.gradients_that_spill(strategy)
-    waiting = sum(numel for numel, nbytes in zip(work.group_shards, spilled, strict=True) if nbytes)
+    waits = map(operator.or_, map(bool, spilled), work.left_to_forward(strategy))
+    waiting = sum(numel for numel, is_waiting in zip(work.group_shards, waits, strict=True) if is_waiting)
     later = replace(work.scheme, update=work.scheme.update if work.scheme.update == "step" else "forward")
     read = written = work.micro_batches * (sum(spilled) + sum(work.saved_on_drive))
     for numel, scheme in ((work.shard_numel - waiting, work.scheme), (waiting, later)):
@@ -478,7 +497,7 @@ def pipeline_of(
     if pool is None:
         in_backward = strategy.update_of(work.scheme) == "backward"
         waiting = sum(sorted(work.group_shards)[-2:]) * (COMPUTE_BYTES + per_element) if in_backward else 0
-        held = work.gradient_itemsize * work.shard_numel - sum(spilled) if work.scheme.speculative else 0
+        held = work.gradient_itemsize * work.gradients_that_wait(strategy) - sum(spilled) if in_backward else 0
         pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes, held)
     return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))
 

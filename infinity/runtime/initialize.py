@@ -50,7 +50,7 @@ from infinity.runtime.pretrained import save_as_pretrained
 from infinity.runtime.resolved import Resolved, compute_device, report_config, resolve
 from infinity.store.durable import DurableRun
 from infinity.swap import PagedOptimizer, SwapManager
-from infinity.swap.speculation import bytes_ahead
+from infinity.swap.speculation import second_slot_bytes
 from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
@@ -229,7 +229,7 @@ def _shard_and_page(
         paging = swap.page(model, resolved.paging)
         notes += swap.notes
         if paging.options.speculative and run is None:
-            second = format_bytes(bytes_ahead(paging.paged.layout))
+            second = format_bytes(second_slot_bytes(paging.paged.layout, paging.options))
             notes.append(
                 f"updates are made in the backward, ahead of the step, in {second} more on NVMe (infinity.update)"
             )

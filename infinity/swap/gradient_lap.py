@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.sharding import local_of
 from infinity.swap.group import PagedGroup
+from infinity.swap.health import Health
 from infinity.swap.paged_tensor import PagedTensor
 from infinity.swap.paging import Paging
 from infinity.swap.shard import GradientState, PagedShard
@@ -30,7 +31,9 @@ class GradientLap:
     """Follows the gradients of one model's trained parameters from one step to the next."""
 
     def __init__(self, paging: Paging, parameters: Iterable[nn.Parameter]) -> None:
-        self._paging, self._gradients_wait = paging, paging.options.gradients_wait
+        self._paging = paging
+        self._updates_to_stay = paging.options.update == "backward" and not paging.options.speculative
+        """Whether updates in the backward stay, and no step discards them."""
         self._shards = [trained_shard(parameter) for parameter in parameters]
         shards = paging.paged.shards
         self._gradient_counts = {
@@ -66,7 +69,7 @@ class GradientLap:
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
                 '(PagingOptions.update) to "forward" for a model that is used more than once per step'
             )
-        if not self._gradients_wait and not self._paging.policy.gradients_are_final(group):
+        if not group.gradients_wait and not self._paging.policy.gradients_are_final(group):
             return None
         arrived = self._arrived.setdefault(group, [])
         if shard.gradient is not GradientState.ARRIVED:
@@ -95,8 +98,8 @@ class GradientLap:
 
     def take_all(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take what came of groups of which a gradient is missing. Returns the norms of all that were taken."""
-        if self._gradients_wait:
-            for group in list(self._arrived):
+        for group in list(self._arrived):
+            if group.gradients_wait:
                 self.take(group)
         return self.norms
 
@@ -126,16 +129,19 @@ class GradientLap:
 
     def forget_coming(self) -> None:
         """A backward begins: what an exception left of the one before is not updated speculatively any more."""
-        if self._gradients_wait:
+        if not self._updates_to_stay:
             self._coming.clear()
 
     def check_complete(self) -> None:
         """Raise InfinityError where an exception ended `take` or the updates in the backward (the values are torn then), or
         where this step would forget gradients that were taken for another optimizer, or that one has forgotten these."""
-        if self._coming and not self._gradients_wait:  # FSDP2's own part of that backward may be over
-            self._paging.paged.health.tear("an update in the backward (interrupted)")
-            self._paging.paged.health.check_not_torn()
-        if any(shard.gradient is GradientState.TAKING for shard in self._shards):
+        health = self._paging.paged.health
+        lost = any(shard.gradient is GradientState.TAKING for shard in self._shards)
+        # FSDP2's own part of that backward may be over.
+        if (self._coming and self._updates_to_stay) or (lost and health.state is Health.PART_STEPPED):
+            health.tear("an update in the backward (interrupted)")
+            health.check_not_torn()
+        if lost:
             raise InfinityError(
                 "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
                 "step anew with its first micro-batch"

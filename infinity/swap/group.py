@@ -139,6 +139,10 @@ class PagedGroup:
 
     index: int
     name: str
+    updated_in_backward: bool = False
+    """Whether its members are updated as soon as its gradients are there, to stay or speculatively."""
+    gradients_wait: bool = True
+    """Whether its gradients are kept from the backward until the step."""
     shards: range = range(0)
     """Numbers of its shards."""
     members: list[PagedSubGroup] = field(default_factory=list, repr=False)

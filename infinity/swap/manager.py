@@ -43,7 +43,7 @@ from infinity.swap.options import PagingOptions, options_from_arguments
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paging import Paging
 from infinity.swap.plan import plan_model
-from infinity.swap.speculation import bytes_ahead
+from infinity.swap.speculation import second_slot_bytes
 from infinity.swap.stager import Stager
 from infinity.swap.tensor_store import TensorStore
 from infinity.swap.timeline import Timeline
@@ -238,8 +238,7 @@ class SwapManager:
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
                 compute_dtype=dtype,
-                updates_in_backward=options.update == "backward",
-                speculative=options.speculative,
+                options=options,
                 durable=self.run is not None,
                 stager=machinery.stager,
                 arena=machinery.arena,
@@ -276,22 +275,22 @@ class SwapManager:
             ranks: over how many it will be sharded.
             dtype: in which it will be gathered.
             options: as for `page`.
-            unasked: whether nobody asked for updates ahead. Second slots for them are to leave as much space free as they take,
-                with those of all ranks here.
+            unasked: whether nobody asked for speculative updates. Second slots for them are to leave as much space free as they
+                take, with those of all ranks here.
         """
         groups = outlined_groups(model, wrap)
         layout, _ = plan_model(groups, ranks, dtype, options, self._budget_bytes, self._memory_bytes)
         _checked_place(self.run, layout, groups, ranks, dtype, options.moments)
-        ahead = bytes_ahead(layout) if options.speculative else 0
+        second = second_slot_bytes(layout, options)
         nbytes = layout.nbytes + layout.gradient_bytes
         if self.run is not None:
             nbytes += layout.nbytes + record_bytes(layout.nbytes)
         elif unasked:
-            nbytes = ranks_here() * (nbytes + 2 * ahead)
+            nbytes = ranks_here() * (nbytes + 2 * second)
         else:
-            nbytes += ahead
+            nbytes += second
         self._drives.check_free(nbytes, self._stored(options) + ", and as much left free" * unasked)
-        return ahead > 0
+        return second > 0
 
     @property
     def paging(self) -> Paging:

@@ -15,6 +15,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.schedule.scheme import MasterWeights, Update
+from infinity.schedule.update_timing import is_left_to_forward
 from infinity.store.layout import MOMENTS as FIELDS
 
 
@@ -43,12 +44,12 @@ class PagingOptions:
     "step": in the optimizer's `step`.
     "forward": just before the parameter is gathered next, or looked at in any other way. This reads 2 bytes less per element,
     while the model computes. `step` returns at once and takes the gradients: `.grad` is None after it.
-    "backward": as soon as its gradient is reduced, which needs no memory for gradients. This is for loops in which a step
-    follows every backward, with the gradients as they are (no clipping, no accumulation) and with the learning rate that was
-    set before the backward, unless it is `speculative`."""
+    "backward": as soon as its gradient is reduced; but every fourth group before its next forward, as `update_of` says. This is
+    for loops in which a step follows every backward, with the gradients as they are (no clipping, no accumulation) and with the
+    learning rate that was set before the backward, unless it is `speculative`."""
     speculative: bool = False
     """With "backward": gradients wait all the same, and the step accepts what the backward updated, or discards it. For what is
-    not known in the backward (clipping, overflows, another micro-batch). Twice the space on NVMe: see [Note: Speculative
+    not known in the backward (clipping, overflows, another micro-batch). Nearly twice the space on NVMe: see [Note: Speculative
     updates] in infinity/swap/speculation.py."""
     master_weights: MasterWeights = "split"
     """"split": where the compute parameter is bf16, the master is that and its remainder: 12 bytes per element instead of 14.
@@ -62,8 +63,8 @@ class PagingOptions:
     16 bits] in infinity/swap/waiting_gradients.py. The backward takes such gradients; `.grad` refuses to be used after it."""
     gradient_bytes_max: int | None = None
     """Host memory (bytes) in which gradients wait; those of the last groups that don't fit wait on NVMe. None keeps all of them
-    in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it. Without
-    a meaning where `update` is "backward" and not `speculative`."""
+    in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it. With
+    "backward", any bound has all groups updated there; without `speculative`, no gradient waits then."""
     activation_buffer_bytes: int = 0
     """So many bytes of the pinned memory are for saved activations on their way to NVMe and back (the config's
     `offload_activations.buffer_bytes`): see `SwapManager.activation_buffers`."""
@@ -89,10 +90,19 @@ class PagingOptions:
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}: it must be at least {least}")
 
+    def update_of(self, group: int) -> Update:
+        """When the group of that number is updated: see [Note: Balance of the passes] in infinity/schedule/update_timing.py."""
+        balanced = self.update == "backward" and self.gradient_bytes_max is None
+        return "forward" if balanced and is_left_to_forward(group) else self.update
+
+    def gradients_wait_of(self, group: int) -> bool:
+        """Whether gradients of the group of that number are kept from the backward until the step."""
+        return self.speculative or self.update_of(group) != "backward"
+
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients are kept from the backward until the step."""
-        return self.update != "backward" or self.speculative
+        """Whether those of all groups are."""
+        return self.speculative or self.update != "backward"
 
     @property
     def stored_in_words(self) -> str:

@@ -21,11 +21,12 @@ from infinity.store.files import StoredFile
 from infinity.store.layout import Field, Layout
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health, ModelHealth
+from infinity.swap.options import PagingOptions
 from infinity.swap.pending_updates import PendingUpdates
 from infinity.swap.placement import make_groups, open_chunks, place_cached, place_sub_groups
 from infinity.swap.shard import PagedShard
 from infinity.swap.slots import Slots
-from infinity.swap.speculation import goes_ahead
+from infinity.swap.speculation import is_speculative
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.values import PieceOf, Values
@@ -37,8 +38,7 @@ class PagedModel:
 
     Args:
         compute_dtype: what is gathered: bf16, fp16, or fp32.
-        updates_in_backward: groups are updated in the backward where that is possible: see [Note: Updates in the backward].
-        speculative: these updates are accepted or discarded by the step: see infinity/swap/speculation.py.
+        options: when groups are updated; the defaults where None.
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         direct: whether reads may go past host memory: see [Note: Past host memory] in parameter_lap.py.
@@ -55,8 +55,7 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         compute_dtype: torch.dtype,
-        updates_in_backward: bool = False,
-        speculative: bool = False,
+        options: PagingOptions | None = None,
         durable: bool = False,
         stager: Stager,
         arena: Arena,
@@ -69,24 +68,23 @@ class PagedModel:
         self.compute_dtype = compute_dtype
         self.health = ModelHealth(on_ill=lambda: self.updates.clear())
         self.stager = stager
-        self._updates_in_backward, self._direct, self._arena = updates_in_backward, direct, arena
+        self._direct, self._arena = direct, arena
+        options = options or PagingOptions()
         self.sub_groups = place_sub_groups(
             layout,
             arena,
             stored,
-            has_second=lambda sub: durable or (speculative and goes_ahead(layout, sub)),
+            has_second=lambda sub: durable or is_speculative(layout, sub, options),
             dtype=compute_dtype,
             on_lost=self._lose,
         )
-        self.groups = make_groups(layout, group_names, self.sub_groups)
+        self.groups = make_groups(layout, group_names, self.sub_groups, options)
         self._cache = stager.make_room(layout.cached_bytes, "the host cache") if layout.cached_bytes else None
         if self._cache is not None:
             place_cached(self.sub_groups, self.groups, self._cache)
         open_chunks(self.sub_groups, self.groups)
         self._slots = Slots(self.sub_groups, self.health, stager)
-        self.updates = PendingUpdates(
-            self.groups, self.sub_groups, self._slots, self.health, stager, updates_in_backward=updates_in_backward
-        )
+        self.updates = PendingUpdates(self.groups, self.sub_groups, self._slots, self.health, stager)
         self.updates.point_all()
         self._values = Values(
             self.updates,
@@ -104,7 +102,7 @@ class PagedModel:
         memory] in parameter_lap.py."""
         if not self._direct or group.chunk is None or not all(sub.gathers_from_nvme for sub in group.members):
             return False
-        return not (self._updates_in_backward and group.completes)
+        return not (group.updated_in_backward and group.completes)
 
     @property
     def leases(self) -> list[Lease]:

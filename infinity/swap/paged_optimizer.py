@@ -178,11 +178,12 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             group = self.lap.came(parameter)
             if group is None:
                 return
-            options, policy = self._paging.options, self._paging.policy
-            if not options.gradients_wait:
+            policy = self._paging.policy
+            if not group.gradients_wait:
                 self._apply_gradients(group)
                 return
-            speculates = options.speculative and self._speculation.promises and policy.gradients_are_final(group)
+            due = group.updated_in_backward and self._speculation.promises
+            speculates = due and policy.gradients_are_final(group)
             parameters = self.lap.arrived(group)
             self.lap.take(group)
             policy.count_forwards_anew(group)

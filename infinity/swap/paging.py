@@ -76,8 +76,9 @@ class Paging:
         self.arena_layout = arena_layout
         self.host_gradients = machinery.host_gradients
         self.device = machinery.stager.device
+        takes_all = options.update == "backward"
         self.waiting_gradients = WaitingGradients(
-            paged, machinery.host_gradients, options.gradient_dtype, takes_all=options.speculative
+            paged, machinery.host_gradients, options.gradient_dtype, takes_all=takes_all
         )
         """Where its gradients wait for their update."""
         self._tensors = tensors

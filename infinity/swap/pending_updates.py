@@ -10,7 +10,8 @@ update at once.
 
 [Note: Updates in the backward]
 Where nothing has to be known of all gradients before one is applied (no clipping, no accumulation, no loss scale), a group can
-be updated as soon as its gradients are reduced, and they need no memory beyond that. Its compute parameters were read for its
+be updated as soon as its gradients are reduced, and they need no memory beyond that (but every fourth group's wait for the next
+forward: [Note: Balance of the passes] in infinity/schedule/update_timing.py). Its compute parameters were read for its
 backward and are staged still, as the trace knows that they are needed again; so the update reads the rest of the state. A group
 of which a gradient is missing, or that was used in forward more than once so that more may come, is left to the step.
 """
@@ -41,8 +42,7 @@ class PendingUpdates:
 
     Iterates over those that wait, in the order of the step.
 
-    `stepped`: what the last step updates, done or not, in its order. `updates_in_backward`: whether groups are updated in the
-    backward where that is possible, to stay or speculatively.
+    `stepped`: what the last step updates, done or not, in its order.
     """
 
     def __init__(
@@ -52,12 +52,9 @@ class PendingUpdates:
         slots: Slots,
         health: ModelHealth,
         stager: Stager,
-        *,
-        updates_in_backward: bool,
     ) -> None:
         self._groups, self._sub_groups = groups, sub_groups
         self._slots, self._health, self._stager = slots, health, stager
-        self._updates_in_backward = updates_in_backward
         self.speculation = Speculation(stager)
         self._pending: dict[PagedSubGroup, SubGroupUpdate] = {}
         self._running: tuple[PagedSubGroup, torch.Tensor] | None = None
@@ -202,7 +199,7 @@ class PendingUpdates:
     @contextlib.contextmanager
     def compute_staged(self, group: PagedGroup, updated: Sequence[PagedSubGroup]) -> Iterator[Lease | None]:
         """The lease of a group's compute parameters, where the masters need these; forgotten afterwards, as they are old."""
-        assert self._updates_in_backward and not any(sub in self._pending for sub in updated)
+        assert group.updated_in_backward and not any(sub in self._pending for sub in updated)
         chunk = group.completes
         compute = self._stager.acquire(chunk) if chunk is not None else None
         try:
@@ -294,7 +291,7 @@ class PendingUpdates:
 
     def _point_sub_group(self, sub: PagedSubGroup) -> None:
         group = self.group_of(sub)
-        in_backward = self._updates_in_backward and self.speculation.is_due
+        in_backward = group is not None and group.updated_in_backward and self.speculation.is_due
         staged_with_group = in_backward and group is not None and group.chunk is not None
         sub.chunk.reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
 

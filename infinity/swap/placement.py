@@ -16,6 +16,7 @@ from infinity.store.arena import Arena, Extent
 from infinity.store.layout import Field, Layout, SubGroup
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup, group_chunk
+from infinity.swap.options import PagingOptions
 from infinity.swap.sub_group import Location, PagedSubGroup, Tier
 
 
@@ -71,9 +72,14 @@ def place_cached(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGrou
                 at = _place(sub, name, cache, at)
 
 
-def make_groups(layout: Layout, names: Sequence[str], sub_groups: Sequence[PagedSubGroup]) -> list[PagedGroup]:
+def make_groups(
+    layout: Layout, names: Sequence[str], sub_groups: Sequence[PagedSubGroup], options: PagingOptions
+) -> list[PagedGroup]:
     """The groups with their members and the numbers of their shards; chunks they get from `open_chunks`."""
-    groups = [PagedGroup(index, name) for index, name in enumerate(names)]
+    groups = [
+        PagedGroup(index, name, options.update_of(index) == "backward", options.gradients_wait_of(index))
+        for index, name in enumerate(names)
+    ]
     first = 0
     for space, group in enumerate(groups):
         group.members = [sub_groups[sub.index] for sub in layout.by_space[space]]

@@ -77,7 +77,7 @@ def plan_model(
     pinned = pinned_bytes
     if pinned is None:
         waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
-        held = _held_gradient_bytes(layout, options) if options.speculative else 0
+        held = _held_gradient_bytes(layout, options) if options.update == "backward" else 0
         pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held) + reserved
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
@@ -119,7 +119,8 @@ def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
 
 def _held_gradient_bytes(layout: Layout, options: PagingOptions) -> int:
     """Of the gradients that wait in host memory."""
-    trained = sum(sub.numel for sub in layout.sub_groups if sub.trained)
+    waiting = (members for group, members in enumerate(layout.by_space) if options.gradients_wait_of(group))
+    trained = sum(sub.numel for members in waiting for sub in members if sub.trained)
     return trained * options.gradient_dtype.itemsize - layout.gradient_bytes
 
 

@@ -39,7 +39,7 @@ from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
-from infinity.swap.speculation import goes_ahead
+from infinity.swap.speculation import is_speculative
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.wanted import Wanted
 
@@ -60,7 +60,7 @@ class StagingPolicy:
         self, paged: PagedModel, options: PagingOptions, pool_bytes: int, look_ahead_bytes: int | None
     ) -> None:
         self._paged = paged
-        self._update, self._speculative = options.update, options.speculative
+        self._update = options.update
         self._traces = {True: Trace(), False: Trace()}
         self._phase = True
         """Whether it was training that used a group last."""
@@ -80,10 +80,13 @@ class StagingPolicy:
         self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
         """The same, but nothing for sub-groups."""
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
-        self._ahead = frozenset(
-            sub for sub in paged.sub_groups if options.speculative and goes_ahead(paged.layout, sub.layout)
+        in_backward = (sub for group in paged.groups if group.updated_in_backward for sub in group.members)
+        self._in_backward = frozenset(
+            sub
+            for sub in in_backward
+            if sub.layout.trained and (not options.speculative or is_speculative(paged.layout, sub.layout, options))
         )
-        """What the backward updates for the step to accept, while that is due."""
+        """What the backward updates; where that is speculative, while it is due."""
         self._spilled = frozenset(self._unit(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
         largest_group = max(group_bytes)
         self._room_bytes = look_ahead_room(pool_bytes, largest_group)
@@ -321,10 +324,8 @@ class StagingPolicy:
     def _next_step(self, cycle: Sequence[int]) -> Iterator[int]:
         """The units of the coming step, if it is like the last one, in its order, up to the first that can't be read before it:
         see [Note: State before its gradients]. Where groups are updated in the forward, with room for what that gathers."""
-        if self._update == "backward" and not self._speculative:
-            return
-        ahead = self._ahead if self._paged.updates.speculation.is_due else ()
-        stepped = {sub: None for sub in self._paged.updates.stepped if sub not in ahead}
+        in_backward = self._in_backward if self._paged.updates.speculation.is_due else ()
+        stepped = {sub: None for sub in self._paged.updates.stepped if sub not in in_backward}
         units: Iterable[int]
         if self._update == "step":
             units = map(self._unit, stepped)
@@ -359,9 +360,7 @@ class StagingPolicy:
         paged = self._paged
         if cycle:
             return {paged.sub_groups[unit - len(paged.groups)] for unit in cycle if unit >= len(paged.groups)}
-        if self._update != "backward" or self._speculative:
-            return self._ahead
-        return {sub for group in paged.groups for sub in group.members if sub.layout.trained}
+        return self._in_backward
 
     def _gathers_of(self, cycle: Sequence[int], waiting: set[PagedSubGroup]) -> int:
         """Bytes that the gathers of a cycle read, without those that the updates for them read, of what is `waiting`."""

@@ -22,19 +22,21 @@ import torch
 
 from infinity.schedule.speculation import SpeculationPolicy
 from infinity.store.layout import Layout, SubGroup
+from infinity.swap.options import PagingOptions
 from infinity.swap.stager import Stager
 from infinity.swap.sub_group import PagedSubGroup
 
 
-def goes_ahead(layout: Layout, sub: SubGroup) -> bool:
-    """Whether speculative updates can be made of a sub-group, and it needs another slot for them."""
+def is_speculative(layout: Layout, sub: SubGroup, options: PagingOptions) -> bool:
+    """Whether the backward updates a sub-group for the step to accept, which takes another slot."""
+    due = options.speculative and options.update_of(sub.space) == "backward"
     moves = sub.trained and sub.space != layout.resident_space and sub.nbytes > 0
-    return moves and not (sub.held or sub.cached or sub.gradient_itemsize)
+    return due and moves and not (sub.held or sub.cached or sub.gradient_itemsize)
 
 
-def bytes_ahead(layout: Layout) -> int:
-    """What the second slots take."""
-    return sum(sub.nbytes for sub in layout.sub_groups if goes_ahead(layout, sub))
+def second_slot_bytes(layout: Layout, options: PagingOptions) -> int:
+    """What the second slots take on NVMe."""
+    return sum(sub.nbytes for sub in layout.sub_groups if is_speculative(layout, sub, options))
 
 
 class Speculation:

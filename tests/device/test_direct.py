@@ -105,11 +105,12 @@ def test_a_note_says_where_nothing_goes_past(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(training, "STEPS", 1)
-    for name, said in (("plain", True), ("updated in forward", False)):
+    all_in_backward = dataclasses.replace(training.CASES["plain"], gradients_in_memory=1 << 30)
+    for case, said in ((all_in_backward, True), (training.CASES["updated in forward"], False)):
         caplog.clear()
         machine = Machine(FakeRuntime(), monkeypatch)
         with caplog.at_level(logging.INFO, "infinity"):
-            machine.train(training.CASES[name], nvme_path)
+            machine.train(case, nvme_path)
         assert ("nothing of this model goes past host memory" in caplog.text) == said
         assert bool(machine.readers[0].asked) != said
 

@@ -15,6 +15,7 @@ import infinity
 from infinity.plan.estimate import STRATEGIES, states_of
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
 from infinity.schedule.scheme import Scheme
+from infinity.schedule.update_timing import GROUPS_APART
 from infinity.store.layout import SPACE_ALIGN
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -81,10 +82,21 @@ def optimum(ranks: int, cache_bytes: int, update: str, moments: int) -> tuple[in
     return moved_bytes(parts, choose_resident(parts, cache_bytes))
 
 
+def updated_early(ranks: int, cache_bytes: int) -> int:
+    """Elements whose updates are speculative: of all groups but the one that is left to the forward, those of which nothing is
+    cached. Compute parameters are cached first, those of the first groups before others."""
+    groups = [256 * HIDDEN // ranks, *[8 * HIDDEN * HIDDEN // ranks] * BLOCKS]
+    cached, early = cache_bytes // 2, 0
+    for index, numel in enumerate(groups):
+        early += 0 if index == GROUPS_APART - 1 else max(0, numel - cached)
+        cached = max(0, cached - numel)
+    return early
+
+
 def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> None:
     """Raises AssertionError where a step moves other bytes than the optimum, or memory is exceeded.
 
-    `update`: "speculative" is "backward" with clipping, which the last step but one does: it discards what was updated ahead.
+    `update`: "speculative" is "backward" with clipping, which the last step but one does: it discards what was updated early.
     """
     speculative = update == "speculative"
     torch.manual_seed(0)
@@ -135,17 +147,17 @@ def check(nvme_path: str, share: Fraction, update: str, moments: int = 2) -> Non
             said.append(swap.step_bytes())
         best = optimum(dist.get_world_size(), cache_bytes, update, moments)
         assert moved[STEPS - 1] == said[STEPS - 1] == best, (share, moved, said)
-        ahead = numel - min(numel, cache_bytes // 2) if speculative else 0  # compute parameters are cached first
+        early = updated_early(dist.get_world_size(), cache_bytes) if speculative else 0
         if speculative:  # what was discarded is read once more, partly before that step ends and partly after it
-            more = [ahead * each for each in Scheme(moments=moments).discarded_bytes]
+            more = [early * each for each in Scheme(moments=moments).discarded_bytes]
             over = [sum(each) - 2 * least for each, least in zip(zip(*moved[STEPS:], strict=True), best, strict=True)]
             assert over == more, (share, moved)
         assert after.cached_bytes == cache_bytes
-        assert after.arena_bytes == (4 + 4 * moments) * (numel + ahead) - cache_bytes
+        assert after.arena_bytes == (4 + 4 * moments) * (numel + early) - cache_bytes
         if not share:
             everything = next(each for each in STRATEGIES if each.parameters == each.optimizer == "nvme")
             states = states_of(numel, 1, everything, Scheme(moments=moments))
-            assert after.arena_bytes == (1 + speculative) * states.nvme_bytes
+            assert after.arena_bytes == states.nvme_bytes * (numel + early) // numel
         assert after.pinned_peak_bytes <= after.pinned_bytes
 
 

@@ -20,6 +20,7 @@ from infinity.plan.estimate import (
     memory_of,
     pinned_bytes_min,
     pipeline_of,
+    updated_in_backward,
 )
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
@@ -40,7 +41,10 @@ PLAIN = Scheme("full", "step")
 """That of the published example."""
 SCHEMES = [Scheme(master, update) for master in ("split", "full") for update in ("step", "forward", "backward")]
 SPECULATIVE = [replace(scheme, speculative=True) for scheme in SCHEMES if scheme.update == "backward"]
-SECOND_SLOT = "second slot of what is updated ahead"
+UNBOUNDED = 1 << 60
+"""Of gradients that wait: with any bound all groups are updated in the backward, and none before its next forward."""
+
+SECOND_SLOT = "second slot of what the backward updates"
 NODE = Machine(
     name="a node",
     ranks_per_node=8,
@@ -104,7 +108,7 @@ def test_the_published_example_simulated() -> None:
 )
 def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: int, written: int) -> None:
     """But for what stays gathered, the root, and staged, a few groups: read once from forward to backward."""
-    work = work_of(70 * B, ranks=8, scheme=scheme)
+    work = work_of(70 * B, ranks=8, scheme=scheme, gradient_bytes_max=UNBOUNDED)
     assert bytes_of_step(work, ALL_NVME) == (read * work.shard_numel, written * work.shard_numel)
     simulated = plan_step(work, NODE, ALL_NVME, cache_bytes=0).simulated
     assert simulated is not None
@@ -175,7 +179,7 @@ def test_memory_traffic_of_an_update(parameters: str, optimizer: str, scheme: Sc
 
 
 def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
-    work = work_of(70 * B, ranks=8, clipping=False, scheme=Scheme("split", "backward"))
+    work = work_of(70 * B, ranks=8, clipping=False, scheme=Scheme("split", "backward"), gradient_bytes_max=UNBOUNDED)
     memory = memory_of(work, ALL_NVME, pinned_bytes=0, device_is_host=False)
     assert "gradients" not in memory.host
     assert memory.host["gradients being applied"] == 2 * 4 * max(work.group_shards)
@@ -184,7 +188,7 @@ def test_updates_in_the_backward_need_no_memory_for_gradients() -> None:
 
 
 def test_updates_ahead_need_the_memory_for_gradients_and_a_second_slot() -> None:
-    work = work_of(70 * B, ranks=8, scheme=SPECULATIVE[0])
+    work = work_of(70 * B, ranks=8, scheme=SPECULATIVE[0], gradient_bytes_max=UNBOUNDED)
     forward, ahead = (
         memory_of(each, ALL_NVME, pinned_bytes=0, device_is_host=False)
         for each in (replace(work, scheme=Scheme()), work)
@@ -197,11 +201,42 @@ def test_updates_ahead_need_the_memory_for_gradients_and_a_second_slot() -> None
     assert SECOND_SLOT not in durable.nvme and durable.nvme_bytes > ahead.nvme_bytes
 
 
+IN_BACKWARD = [scheme for scheme in (*SCHEMES, *SPECULATIVE) if scheme.update == "backward"]
+
+
+@pytest.mark.parametrize("scheme", IN_BACKWARD, ids=str)
+def test_every_fourth_group_is_updated_before_its_next_forward(scheme: Scheme) -> None:
+    """It moves what "forward" says, has one slot, and its gradients wait."""
+    work = work_of(70 * B, ranks=8, scheme=scheme)
+    whole, left = work.shard_numel, sum(work.group_shards[2:-1:4])  # the root comes first
+    assert sum(updated_in_backward(work, ALL_NVME)) == pytest.approx(whole - left, rel=1e-6)
+    plan = plan_step(work, NODE, ALL_NVME, cache_bytes=0)
+    second = scheme.speculative * sum(ALL_NVME.stored_bytes(scheme)) * (whole - left)
+    assert plan.memory.nvme.get(SECOND_SLOT, 0) == pytest.approx(second, rel=1e-6)
+    assert plan.memory.host["gradients"] == pytest.approx(4 * (whole if scheme.speculative else left), rel=1e-6)
+    spared = 2 * left if scheme.master_weights == "full" else 0
+    some, none = (bytes_of_step(replace(work, gradient_bytes_max=most), ALL_NVME) for most in (None, UNBOUNDED))
+    assert some == pytest.approx((none[0] - spared, none[1]), rel=1e-6)
+    assert plan.simulated is not None and plan.simulated.written_bytes == pytest.approx(some[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("scheme", [Scheme("split", "backward"), SPECULATIVE[0]], ids=str)
+def test_where_compute_takes_as_long_as_the_drive_no_pass_waits_for_it(scheme: Scheme) -> None:
+    work = work_of(8 * B, ranks=8, scheme=scheme, clipping=scheme.speculative, checkpointing=False)
+    drive = NODE.drive_of_rank().lower_bound_seconds(*bytes_of_step(work, ALL_NVME))
+    even = replace(NODE, flops_per_s=work.flops / drive)
+    some, none = (
+        plan_step(replace(work, gradient_bytes_max=most), even, ALL_NVME, cache_bytes=0).step_seconds
+        for most in (None, UNBOUNDED)
+    )
+    assert some < 0.9 * none and some < 1.25 * drive, (some, none, drive)
+
+
 @given(scheme=st.sampled_from(SPECULATIVE), micro_batches=st.integers(1, 3), share=st.floats(0, 1.2))
 def test_a_discarded_step_reads_and_writes_the_state_of_what_was_updated_ahead_again(
     scheme: Scheme, micro_batches: int, share: float
 ) -> None:
-    work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=micro_batches)
+    work = work_of(8 * B, ranks=8, scheme=scheme, micro_batches=micro_batches, gradient_bytes_max=UNBOUNDED)
     plan = plan_step(work, NODE, ALL_NVME, cache_bytes=int(share * 12 * work.shard_numel))
     discarding = simulate(
         step_of(work, NODE, ALL_NVME, plan.pipeline, plan.cache, discards=True), Resources(NODE.drive_of_rank())
@@ -301,7 +336,7 @@ def test_the_pipeline_fits_its_pool(numel: int, ranks: int, strategy: Strategy) 
 
 
 def test_what_is_updated_in_the_backward_waits_within_a_quarter_of_the_memory() -> None:
-    work = replace(work_of(B), scheme=Scheme(update="backward"), clipping=False)
+    work = replace(work_of(B), scheme=Scheme(update="backward"), clipping=False, gradient_bytes_max=UNBOUNDED)
     before, roomy = (pipeline_of(each, ALL_NVME).pinned_bytes for each in (work_of(B), work))
     assert roomy > 2 * 14 * max(work.group_shards) > before
     small = replace(NODE, host_bytes=4 * NODE.ranks_per_node * (roomy - MIB))
