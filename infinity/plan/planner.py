@@ -95,9 +95,9 @@ class Plan:
         """Bytes (read, written) of one rank that a step moves more where it discards what the backward updated."""
         if not self.work.scheme.speculative:
             return 0, 0
-        ahead = sum(updated_in_backward(self.work, self.strategy, self.cache))
+        early = sum(updated_in_backward(self.work, self.strategy, self.cache))
         read, written = self.work.scheme.discarded_bytes
-        return read * ahead, written * ahead
+        return read * early, written * early
 
     def discarding_seconds(self) -> float:
         """A step that discards what the backward updated, and updates in its forward what the one before had discarded."""
@@ -176,13 +176,13 @@ def _in_forward(work: Work) -> Work:
     return replace(work, scheme=replace(scheme, update="forward", speculative=False)) if scheme.speculative else work
 
 
-def _is_worth_it(ahead: Plan, later: Plan) -> bool:
+def _is_worth_it(early: Plan, later: Plan) -> bool:
     """Whether speculative updates that nobody asked for are planned, and not updates in the forward: the engine would make
     them, and the step is no longer."""
-    second = second_slot_bytes(ahead.work, ahead.strategy, ahead.cache)
-    needed = (ahead.memory.nvme_bytes + second) * ahead.machine.ranks_per_node
-    has_effect = ahead.discarded_bytes[1] > 0 and needed <= ahead.machine.drive_room_bytes
-    return has_effect and ahead.step_seconds <= later.step_seconds and ahead.fits >= later.fits
+    second = second_slot_bytes(early.work, early.strategy, early.cache)
+    needed = (early.memory.nvme_bytes + second) * early.machine.ranks_per_node
+    has_effect = early.discarded_bytes[1] > 0 and needed <= early.machine.drive_room_bytes
+    return has_effect and early.step_seconds <= later.step_seconds and early.fits >= later.fits
 
 
 def _resources(machine: Machine, strategy: Strategy) -> Resources:

@@ -104,7 +104,7 @@ class _ProgramOfRank:
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
         self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
         self._update = strategy.update_of(work.scheme)
-        self._ahead = updated_in_backward(work, strategy, cache)
+        self._in_backward = updated_in_backward(work, strategy, cache)
         """By group: elements that are updated in the backward."""
         self._program: list[Use | SubGroup | Pause] = []
 
@@ -124,13 +124,13 @@ class _ProgramOfRank:
 
     def _forward(self, *, updated: bool) -> None:
         def use(group: int) -> None:
-            ahead = 0 if self._discards else self._ahead[group]
+            in_backward = 0 if self._discards else self._in_backward[group]
             made = (
-                updated and not ahead
+                updated and not in_backward
             )  # where only a part is updated here, compute parameters of that rest in host memory
-            if updated and ahead < self._shards[group]:
+            if updated and in_backward < self._shards[group]:
                 into = group if made and self.group_bytes[group] else None
-                self._update_group(group, self._rest(group, ahead), into=into)
+                self._update_group(group, self._rest(group, in_backward), into=into)
             self._use(group, backward=False, made=made)
 
         self._pass((self._root, *range(self._root)), use, self._save)
@@ -173,8 +173,8 @@ class _ProgramOfRank:
         def finish(group: int, place: int) -> None:
             if self._spilled[group]:
                 self._spill(group, place, again=not first)
-            elif updated and self._ahead[group]:
-                whole, rest = self._rest(group, 0), self._rest(group, self._ahead[group])
+            elif updated and self._in_backward[group]:
+                whole, rest = self._rest(group, 0), self._rest(group, self._in_backward[group])
                 self._update_group(group, _Elements(*map(operator.sub, whole, rest)), after=place)
 
         self._pass((*reversed(range(self._root)), self._root), use, finish)
@@ -220,13 +220,13 @@ class _ProgramOfRank:
     def _stays_gathered(self, group: int, *, backward: bool) -> bool:
         return backward and (group == self._root or self._strategy.stage < 3)
 
-    def _rest(self, group: int, ahead: int) -> _Elements:
+    def _rest(self, group: int, in_backward: int) -> _Elements:
         """What is left of a group without so many elements, of which nothing is cached, or which are all."""
         compute, other = self._strategy.stored_bytes(self._work.scheme)
         return _Elements(
-            self._shards[group] - ahead,
-            max(0, self._compute_bytes[group] - compute * ahead),
-            max(0, self._other_state_bytes[group] - other * ahead),
+            self._shards[group] - in_backward,
+            max(0, self._compute_bytes[group] - compute * in_backward),
+            max(0, self._other_state_bytes[group] - other * in_backward),
         )
 
     def _update_group(self, group: int, part: _Elements, *, into: int | None = None, after: int | None = None) -> None:
