@@ -465,6 +465,25 @@ def test_what_has_arrived_is_written_at_once(bench: Bench) -> None:
     assert chunk.state is ChunkState.WRITING
 
 
+@pytest.mark.parametrize("backend", ["threads"])
+def test_what_has_arrived_is_written_once_more_where_an_exception_ended_the_start_of_that(
+    real: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = real.chunk()
+    real.write_late(chunk, 5).fire()
+    with monkeypatch.context() as patch:
+        patch.setattr(real.arena, "count_write", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            real.stager.reap()
+    real.stager.recover([])
+    assert real.is_clean()
+    assert real.read(chunk) == [5]
+
+
+def raise_interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_whoever_reads_what_is_arriving_waits_for_device_and_drive(bench: Bench) -> None:
     chunk = bench.chunk()
     other = Chunk("the same bytes", PAGE, (Span(0, 0, PAGE),), (), after=(chunk,))
