@@ -91,8 +91,7 @@ class PendingUpdates:
         for group in self._groups:
             group.forget(stager)
         for sub in updates:
-            of_no_use = sub.gradient_extent is not None or sub.chunk.reads != sub.reads(compute=True)
-            if of_no_use:  # read with an earlier gradient, or without the compute parameter
+            if sub.gradient_extent is not None:  # read with an earlier gradient
                 stager.drop(sub.chunk)
         self.stepped = tuple(updates)
         self._pending.update(updates)
@@ -293,7 +292,14 @@ class PendingUpdates:
         group = self.group_of(sub)
         in_backward = group is not None and group.updated_in_backward and self.speculation.is_due
         staged_with_group = in_backward and group is not None and group.chunk is not None
-        sub.chunk.reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
+        reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
+        if reads != sub.chunk.reads:
+            if sub.chunk.state in (
+                ChunkState.READING,
+                ChunkState.STAGED,
+            ):  # without the compute parameter, or in another slot
+                self._stager.drop(sub.chunk)
+            sub.chunk.reads = reads
 
 
 def _in_turn(moving: list[PagedSubGroup], staying: list[PagedSubGroup]) -> list[PagedSubGroup]:

@@ -257,6 +257,43 @@ def test_what_is_not_updated_ahead_has_one_slot(paging: dict[str, int], nvme_pat
         assert swap.stats().arena_bytes == taken
 
 
+@pytest.mark.parametrize("missing", range(4))
+def test_state_that_was_read_for_a_group_which_a_step_left_out_is_whole_in_the_next(
+    missing: int, nvme_path: Path
+) -> None:
+    """It was read without the compute parameter, as for an update in the backward; then steps clip, and updates wait."""
+    steps = [
+        (ACCEPTED, None),
+        (CLIPPED, None),
+        (ACCEPTED, None),
+        (CLIPPED, missing),
+        (CLIPPED, missing),
+        (CLIPPED, None),
+    ]
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for number, (factor, without) in enumerate(steps):
+            if isinstance(optimizer, PagedOptimizer):
+                optimizer.expect(1.0)
+            model(batch(number), without=without).float().square().mean().backward()
+            if isinstance(optimizer, PagedOptimizer):
+                optimizer.step(grad_scale=factor)
+            else:
+                if factor != 1.0:
+                    torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], factor)
+                optimizer.step()
+            optimizer.zero_grad()
+        return state(model, optimizer)
+
+    memory = sharded()
+    expected = run(memory, torch.optim.SGD(memory.parameters(), lr=1e-2, momentum=0.9))
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="64MiB", checksums=False) as swap:
+        nvme = sharded()
+        stepper = Stepper(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-2, momentum=0.9))
+        swap.page(nvme, options(moments=stepper.moments))
+        assert_same(run(nvme, HostedOptimizer(nvme.parameters(), swap=swap, like=stepper)), expected)
+
+
 @pytest.mark.parametrize("format", ["dcp", "arena"])
 def test_a_checkpoint_holds_what_was_accepted(format: str, nvme_path: Path, tmp_path: Path) -> None:
     def made(place: str) -> infinity.Engine:
