@@ -35,6 +35,7 @@ class GradientLap:
         self._updates_to_stay = paging.options.update == "backward" and not paging.options.speculative
         """Whether updates in the backward stay, and no step discards them."""
         self._shards = [trained_shard(parameter) for parameter in parameters]
+        self._numbers = frozenset(shard.index for shard in self._shards)
         shards = paging.paged.shards
         self._gradient_counts = {
             group: sum(shards[index].trained and shards[index].resident is None for index in group.shards)
@@ -56,8 +57,8 @@ class GradientLap:
     def came(self, parameter: nn.Parameter) -> PagedGroup | None:
         """The gradient of a parameter is reduced. Its group, where all gradients of that are there now; else None.
 
-        Raises InfinityError for a gradient of a group that was updated already, where the values are torn then; and where
-        somebody set `.grad` of one that was taken before.
+        Raises InfinityError for a gradient of a group that was updated already, where the values are torn then; where
+        somebody set `.grad` of one that was taken before; and where an exception has ended the taking of one.
         """
         if self.left(parameter) is None:
             return None  # another optimizer over the same parameter has taken it
@@ -71,6 +72,8 @@ class GradientLap:
             )
         if not group.gradients_wait and not self._paging.policy.gradients_are_final(group):
             return None
+        if shard.gradient is GradientState.TAKING:
+            raise _lost_gradients()
         arrived = self._arrived.setdefault(group, [])
         if shard.gradient is not GradientState.ARRIVED:
             shard.move_gradient_to(GradientState.ARRIVED)
@@ -134,7 +137,7 @@ class GradientLap:
 
     def check_complete(self) -> None:
         """Raise InfinityError where an exception ended `take` or the updates in the backward (the values are torn then), or
-        where this step would forget gradients that were taken for another optimizer, or that one has forgotten these."""
+        where the updates of this step would use up gradients that were taken for another optimizer."""
         health = self._paging.paged.health
         lost = any(shard.gradient is GradientState.TAKING for shard in self._shards)
         # FSDP2's own part of that backward may be over.
@@ -142,16 +145,15 @@ class GradientLap:
             health.tear("an update in the backward (interrupted)")
             health.check_not_torn()
         if lost:
-            raise InfinityError(
-                "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the "
-                "step anew with its first micro-batch"
-            )
-        has, mine = self._paging.waiting_gradients.has, {shard.index for shard in self._shards}
-        for shard in self._paging.paged.shards:
-            if shard.gradient is GradientState.TAKEN and has(shard) != (shard.index in mine):
+            raise _lost_gradients()
+        has, paged = self._paging.waiting_gradients.has, self._paging.paged
+        for sub in paged.sub_groups:
+            waiting = [index for piece in sub.layout.pieces if has(paged.shards[index := piece.shard])]
+            others = [index for index in waiting if index not in self._numbers]
+            if 0 < len(others) < len(waiting):
                 raise InfinityError(
-                    f"two optimizers step this model, and a step or zero_grad() of one forgets what the backward took for the "
-                    f"other, as of {shard.name}: give all parameters to one optimizer, in parameter groups of their own"
+                    f"two optimizers step parts of one group, as {paged.shards[others[0]].name}, which are updated together: "
+                    "give all parameters of a group to one optimizer, in parameter groups of their own"
                 )
 
     def check_applied(self, settings: Mapping[nn.Parameter, Any], grad_scale: float) -> None:
@@ -166,7 +168,7 @@ class GradientLap:
         """The step is over: what comes from now on belongs to the next."""
         self.hide_taken()
         self._paging.paged.updates.speculation.discard_all()
-        self._paging.waiting_gradients.forget()
+        self._paging.waiting_gradients.forget(self._numbers)
         self.norms.clear()
         self._coming.clear()
         self._arrived.clear()
@@ -238,6 +240,13 @@ def trained_shard(parameter: nn.Parameter) -> PagedShard:
     if parameter.requires_grad and not local._shard.trained:
         raise ConfigError(f"{local._shard.name} was frozen when the model was paged: unfreeze it before page()")
     return local._shard
+
+
+def _lost_gradients() -> InfinityError:
+    return InfinityError(
+        "an exception ended the taking of gradients, and some of them are lost: call zero_grad(), and begin the step anew with "
+        "its first micro-batch"
+    )
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:

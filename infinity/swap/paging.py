@@ -250,7 +250,7 @@ class Paging:
 
     def close(self) -> None:
         """Let go of all that holds memory, as the model outlives this. To be called with nobody in here: see `alone`."""
-        self.waiting_gradients.forget()
+        self.waiting_gradients.forget(range(len(self.paged.shards)))
         self.parameters.close()
         self.paged.close()
         self._machinery = self._activation_part = self._activation_stager = None

@@ -12,7 +12,7 @@ fp32 first, and stay in host memory until the update. So what is kept is always 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,10 +122,12 @@ class WaitingGradients:
         """The gradients (1-D) of a sub-group that waited on NVMe, in the lease of its update."""
         return lease.view(self._dtype, sub.layout.nbytes, sub.layout.numel)
 
-    def forget(self) -> None:
-        """What comes from now on belongs to the next step."""
-        self._held.clear()
-        self._came.clear()
+    def forget(self, shards: Collection[int]) -> None:
+        """What comes of these shards (by number) from now on belongs to the next step."""
+        self._came.difference_update(shards)
+        for sub in [*self._held]:
+            if not any(piece.shard in self._came for piece in sub.layout.pieces):
+                del self._held[sub]
         if any(self._moved):
             self._moved_before, self._moved = self._moved, (0, 0)
 
