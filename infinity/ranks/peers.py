@@ -139,12 +139,13 @@ class Peers:
             raise cause.as_error()
 
     @contextlib.contextmanager
-    def in_pass(self, pass_name: str, standing: Callable[[], list[str]]) -> Iterator[None]:
+    def in_pass(self, pass_name: str, standing: Callable[[], list[str]], *, last: bool = False) -> Iterator[None]:
         """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
         `pass_name`: "a forward". `standing`: says where this rank stands, its step first; ranks that stand elsewhere after an
-        error have parted. Where the pass fails on another rank, raises an error of the same kind, which names the rank and
-        quotes it; InfinityError where another rank is in another pass.
+        error have parted. `last`: no pass follows, so that the rank that serves the store may have left. Where the pass fails
+        on another rank, raises an error of the same kind, which names the rank and quotes it; InfinityError where another rank
+        is in another pass.
         """
         if self._alone or self._pass() is not None:
             yield
@@ -155,7 +156,8 @@ class Peers:
             self._pass = weakref.ref(running)
             self.check()
             self._passes += 1
-            self._tell_name(running, f"{pass_name} of {standing()[0]}")
+            with _while_the_store_lasts() if last else contextlib.nullcontext():
+                self._tell_name(running, f"{pass_name} of {standing()[0]}")
             yield
             self._check_names(running)
         except BaseException as error:
@@ -174,7 +176,8 @@ class Peers:
         """
         if self._others and not self.parted:
             self._passes += 1
-            self._tell_name(_Pass(), f"{pass_name} of {standing()[0]}")
+            with _while_the_store_lasts():
+                self._tell_name(_Pass(), f"{pass_name} of {standing()[0]}")
 
     def close(self) -> None:
         """Idempotent; no collective."""
@@ -206,9 +209,8 @@ class Peers:
     def _tell_name(self, running: _Pass, name: str) -> None:
         running.name, running.entered = name, time.monotonic()
         if self._others:
-            with _while_the_store_lasts():
-                self._store.set(self._name_key(dist.get_rank(), self._passes), f"{self._passes} {name}")
-                running.number = self._passes
+            self._store.set(self._name_key(dist.get_rank(), self._passes), f"{self._passes} {name}")
+            running.number = self._passes
 
     def _check_names(self, running: _Pass) -> None:
         """Raise InfinityError where another rank is, or was, in another pass of the same number."""

@@ -141,8 +141,8 @@ class Engine(DeepSpeedSurface):
         with self._in_pass(name), around, _timing(self, "fwd"), saving, explained:
             yield
 
-    def _in_pass(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return self.peers.in_pass(name, self._guard.standing)
+    def _in_pass(self, name: str, *, last: bool = False) -> contextlib.AbstractContextManager[None]:
+        return self.peers.in_pass(name, self._guard.standing, last=last)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
@@ -377,7 +377,7 @@ class Engine(DeepSpeedSurface):
             if sys.exc_info()[0] is not None:
                 self.peers.leave("a close after an error", self._guard.standing)
             elif not self.peers.parted:
-                with self._in_pass("a close"):
+                with self._in_pass("a close", last=True):
                     self._commits.make()
                     self.finish_checkpoint()
                 if self.flops_profile is not None:
