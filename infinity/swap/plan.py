@@ -119,7 +119,9 @@ def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
 
 def _held_gradient_bytes(layout: Layout, options: PagingOptions) -> int:
     """Of the gradients that wait in host memory."""
-    waiting = (members for group, members in enumerate(layout.by_space) if options.gradients_wait_of(group))
+    *groups, resident = layout.by_space
+    waiting = [members for group, members in enumerate(groups) if options.gradients_wait_of(group)]
+    waiting += [resident] if options.gradients_wait else []
     trained = sum(sub.numel for members in waiting for sub in members if sub.trained)
     return trained * options.gradient_dtype.itemsize - layout.gradient_bytes
 
