@@ -75,9 +75,9 @@ class InfinityConfig(Block):
         "auto",
         "Host memory, in bytes, in which the reduced gradients of this process wait for their update; those of the last "
         "groups that don't fit wait on NVMe. auto keeps all in host memory. Where updates are in the backward, those of every "
-        "fourth group wait for the next forward, and with clipping, accumulation or fp16 those of all; with a bound all "
-        "groups are updated in the backward. Gradients take 4 bytes per parameter, or 2 where 16 bits hold all of one: "
-        "reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
+        "fourth group wait for the next forward, and with clipping, accumulation or fp16 those of all; with a bound no group "
+        "is left to the forward, be it reached or not. Gradients take 4 bytes per parameter, or 2 where 16 bits hold all of "
+        "one: reduced in bf16, or computed in 16 bits and reduced over one process, without accumulation.",
         unit="bytes",
     )
     keep_grad: Flag = key(

@@ -178,7 +178,9 @@ class Work:
         """By group: whether it is updated before its next forward where others are updated in the backward."""
         groups = len(self.group_numels)
         balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
-        number_of = ((group + 1) % groups for group in range(groups))  # the root is the first group of the forward
+        number_of = (
+            (group + 1) % groups for group in range(groups)
+        )  # the root, if it has parameters, is group 0 of the engine
         return [balanced and is_left_to_forward(number) for number in number_of]
 
     def gradients_that_wait(self, strategy: Strategy) -> int:

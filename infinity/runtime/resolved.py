@@ -68,7 +68,7 @@ class Resolved:
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether gradients are kept until the step."""
+        """Whether the gradients of all groups are kept until the step."""
         return self.paging is None or self.paging.gradients_wait
 
 

@@ -4,7 +4,8 @@
 A gradient waits from the backward that brings it to the update that takes it. Where updates are in the forward, the gradients
 that come first wait longest: those of the last groups, which the forward reaches last. So the last groups' gradients spill,
 which leaves most time to write them and to read them again. Each element moves its bytes once each way; with n micro-batches,
-whose sum it holds, n times. Where updates are in the backward, gradients don't wait.
+whose sum it holds, n times. Where updates are in the backward and not
+speculative, gradients don't spill: with a bound none waits.
 """
 
 from __future__ import annotations

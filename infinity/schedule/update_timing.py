@@ -20,6 +20,5 @@ GROUPS_APART = 4
 
 
 def is_left_to_forward(group: int) -> bool:
-    """Whether a group is updated before its next forward where the others are updated in the backward. By its number in the
-    order of the forward, the root's being 0."""
+    """Whether a group, by its number, is updated before its next forward where the others are updated in the backward."""
     return group % GROUPS_APART == GROUPS_APART - 1

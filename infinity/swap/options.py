@@ -64,7 +64,8 @@ class PagingOptions:
     gradient_bytes_max: int | None = None
     """Host memory (bytes) in which gradients wait; those of the last groups that don't fit wait on NVMe. None keeps all of them
     in memory. The backward takes the gradients of a group that waits on NVMe, and `.grad` refuses to be used after it. With
-    "backward", any bound has all groups updated there; without `speculative`, no gradient waits then."""
+    "backward", no group is left to the forward where there is a bound, be it reached or not: without `speculative`, no
+    gradient waits then."""
     activation_buffer_bytes: int = 0
     """So many bytes of the pinned memory are for saved activations on their way to NVMe and back (the config's
     `offload_activations.buffer_bytes`): see `SwapManager.activation_buffers`."""

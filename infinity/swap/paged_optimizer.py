@@ -164,7 +164,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         return self.lap.take_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for torch; gradients that were taken in the backward, but not applied, are forgotten too."""
+        """As for torch; gradients that were taken in the backward are forgotten too, unless others were applied there, as that
+        step has begun."""
         self.lap.hide_taken()
         super().zero_grad(set_to_none)
         if self._paging.paged.health.state is not Health.PART_STEPPED:

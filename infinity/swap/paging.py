@@ -351,12 +351,15 @@ class Paging:
             return None
         groups = self.paged.groups
         largest = max(group.compute_bytes for group in groups)
-        if any(map(self.paged.may_go_direct, groups)):  # these are read ahead there, and nowhere else
+        fetched = [group for group in groups if group.chunk is not None]
+        direct = sum(map(self.paged.may_go_direct, fetched))
+        if direct:  # these are read ahead there, and nowhere else
             largest = max(largest, look_ahead_bytes or 0)
-        elif machinery.direct is not None:
+        if machinery.direct is not None and direct < len(fetched):
+            some = f"only {direct} of {len(fetched)} groups go" if direct else "nothing of this model goes"
             machinery.note(
-                "nothing of this model goes past host memory, although aio.use_gds is set: the host needs all copies that "
-                'are read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
+                f"{some} past host memory, although aio.use_gds is set: the host needs all copies of the others that are "
+                'read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
             )
         return DeviceAhead(self.policy, bytes_max=largest)
 

@@ -53,11 +53,11 @@ class Location:
 class PagedSubGroup:
     """One sub-group and the chunk through which the optimizer reads and writes it.
 
-    `slots`: its extents in the arena; two in a durable run, or where it is updated ahead. `current_slot` is the number of the
-    one that holds its values, `committed_slot` of the one that must stay as it is. `gradient_extent`: in which its gradient
-    waits for the update, where that is not in host memory. `ties`: where a split master was rounded up on a tie (int32,
-    ascending): see [Note: Split masters] in infinity/optim/kernel.py. The chunk of one that rests in host memory altogether
-    moves nothing.
+    `slots`: its extents in the arena; two in a durable run, or where its updates are speculative. `current_slot` is the number
+    of the one that holds its values, `committed_slot` of the one that must stay as it is. `gradient_extent`: in which its
+    gradient waits for the update, where that is not in host memory. `ties`: where a split master was rounded up on a tie
+    (int32, ascending): see [Note: Split masters] in infinity/optim/kernel.py. The chunk of one that rests in host memory
+    altogether moves nothing.
     """
 
     layout: SubGroup
