@@ -167,6 +167,8 @@ def parse_record(content: bytes, layout: ArenaLayout | None = None) -> Record:
         raise ValueError("its bytes are not those that were written (SHA-256)")
     head, layout_json, ties, unpaged_state, sums = sections
     if int(line[1]) < VERSION:
+        if _renamed(layout_json) == layout_json:
+            raise ValueError(f"it says that it has format {int(line[1])}, and has the names of another")
         head, layout_json = _renamed(head), _renamed(layout_json)
     if layout is None or layout_json != layout.as_json:
         layout = parse_json(ArenaLayout, layout_json)

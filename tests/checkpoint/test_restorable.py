@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,9 +173,22 @@ def test_forged_names_are_refused_in_words(spoilt: dict[str, Any], monkeypatch: 
 
 
 def test_a_record_of_the_format_before_is_gone_on_from(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = commit.Record.to_bytes
+
+    def as_before(record: commit.Record) -> bytes:
+        """With the number and the names of that time."""
+        line, _, content = written(record).partition(b"\n")
+        lengths = [int(length) for length in line.split()[3:]]
+        ends = [*accumulate(lengths)]
+        sections = [content[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        for older, name in commit._OLDER_NAMES.items():
+            sections[:2] = [section.replace(name, older) for section in sections[:2]]
+        numbers = " ".join(str(len(section)) for section in sections)
+        return f"infinity-commit 1 {commit._hash(sections)} {numbers}\n".encode() + b"".join(sections)
+
     with monkeypatch.context() as patch:
         patch.setattr(training_state, "_packed", dict)
-        patch.setattr(commit, "VERSION", 1)
+        patch.setattr(commit.Record, "to_bytes", as_before)
         with make(nvme_path, Case()) as engine:
             losses = [step(engine)]
     assert (nvme_path / "infinity-durable-run" / "rank0.commit-1").read_bytes().startswith(b"infinity-commit 1 ")

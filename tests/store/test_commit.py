@@ -80,6 +80,14 @@ def test_a_record_with_any_bit_flipped_is_refused(data: st.DataObject) -> None:
         parse_record(bytes(content))
 
 
+@pytest.mark.parametrize("older", [b"1", b"2"])
+def test_a_record_that_says_an_older_format_is_refused(older: bytes) -> None:
+    """As one flipped bit can: the hash is not of that number."""
+    content = record().to_bytes()
+    with pytest.raises(ValueError, match="has the names of another"):
+        parse_record(content.replace(b"infinity-commit 3", b"infinity-commit " + older))
+
+
 @pytest.mark.inputs
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes_are_refused(content: bytes) -> None:
