@@ -21,9 +21,11 @@ pass, or commit. At one rank nothing of this happens.
 [Note: Ranks in different passes]
 An exception that one rank catches between two passes reaches none of the above. That rank goes on elsewhere, begins a step anew
 perhaps, and its operations meet those of another pass on the others: they wait for ever, or exchange the wrong bytes. So each
-rank names its pass in the store as it enters it ("a backward of step 3.1"), before the first operation. A pass is right only if
-the ranks that gather parameters together have the same name for the pass of that number. This is checked when the pass ends,
-before its results are used, and by the watcher while one takes long. It costs two small requests a pass and no collective.
+rank names its pass in the store as it enters it ("a backward of step 3.1"), and looks at the names of the others, before the
+first operation. A pass is right only if the ranks that gather parameters together have the same name for the pass of that
+number. Of two ranks that go different ways, the one whose name comes second sees it, and begins no operation; so none meets that
+of another pass, in which gloo may end the whole process. The names are looked at again when the pass ends, before its results are
+used, and by the watcher while one takes long. It costs four small requests a pass and no collective.
 """
 
 from __future__ import annotations
@@ -158,6 +160,7 @@ class Peers:
             self._passes += 1
             with _while_the_store_lasts() if last else contextlib.nullcontext():
                 self._tell_name(running, f"{pass_name} of {standing()[0]}")
+            self._check_names(running)
             yield
             self._check_names(running)
         except BaseException as error:
