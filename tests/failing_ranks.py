@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import durable_training as training
+import torch
 import torch.distributed as dist
 from durable_training import Case, Crash, make, step
 
 import infinity
+from infinity.fsdp2.sharding import gathered_groups, reshard
 from infinity.ranks import peers
 from infinity.swap.stager import Stager
 
@@ -118,6 +120,23 @@ def everywhere(folder: Path) -> None:
         assert not engine.peers.parted
         step(engine)
         print(f"rank {dist.get_rank()}: not parted", flush=True)
+
+
+def gathered(folder: Path) -> None:
+    """An error that comes on all ranks in the same place parts them where something is gathered on one of them only: the next
+    pass would not gather it with the other."""
+    with make(folder, Case(), durability="none") as engine:
+        step(engine)
+        with torch.no_grad():
+            engine(training.batch(1, 0))
+        assert gathered_groups(engine.module)
+        if dist.get_rank() == 1:
+            reshard(engine.module)
+        with contextlib.suppress(ValueError):
+            engine.backward(torch.ones(2))
+        words = error_of(step, engine)
+        assert "the ranks have parted" in words, words
+        print("parted", flush=True)
 
 
 def apart(folder: Path) -> None:

@@ -71,6 +71,12 @@ def is_at_rest(model: nn.Module, *, gathered: bool) -> bool:
     return not _is_in_pass(model) and (gathered or all(group.is_sharded for group in _all_groups(model)))
 
 
+def gathered_groups(model: nn.Module) -> list[int]:
+    """The numbers of the groups that are gathered."""
+    assert isinstance(model, FSDPModule)
+    return [number for number, group in enumerate(_all_groups(model)) if not group.is_sharded]
+
+
 def _is_in_pass(model: FSDPModule, *, root_may_run: bool = False) -> bool:
     root = model._get_fsdp_state()
     shared = root._state_ctx

@@ -23,9 +23,9 @@ An exception that one rank catches between two passes reaches none of the above.
 perhaps, and its operations meet those of another pass on the others: they wait for ever, or exchange the wrong bytes. So each
 rank names its pass in the store as it enters it ("a backward of step 3.1"), and looks at the names of the others, before the
 first operation. A pass is right only if the ranks that gather parameters together have the same name for the pass of that
-number. Of two ranks that go different ways, the one whose name comes second sees it, and begins no operation; so none meets that
-of another pass, in which gloo may end the whole process. The names are looked at again when the pass ends, before its results are
-used, and by the watcher while one takes long. It costs four small requests a pass and no collective.
+number. Of two ranks that go different ways, the one whose name comes second sees it, and begins no operation; so none meets
+that of another pass, in which gloo may end the whole process. The names are looked at again when the pass ends, before its
+results are used, and by the watcher while one takes long. It costs four small requests a pass and no collective.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Peers:
             raise cause.as_error()
 
     @contextlib.contextmanager
-    def in_pass(self, pass_name: str, standing: Callable[[], list[str]], *, last: bool = False) -> Iterator[None]:
+    def in_pass(self, pass_name: str, standing: Callable[[], Iterable[str]], *, last: bool = False) -> Iterator[None]:
         """Around what all ranks do together in one pass: see [Note: How a pass fails on all ranks].
 
         `pass_name`: "a forward". `standing`: says where this rank stands, its step first; ranks that stand elsewhere after an
@@ -159,20 +159,20 @@ class Peers:
             self.check()
             self._passes += 1
             with _while_the_store_lasts() if last else contextlib.nullcontext():
-                self._tell_name(running, f"{pass_name} of {standing()[0]}")
+                self._tell_name(running, f"{pass_name} of {next(iter(standing()))}")
             self._check_names(running)
             yield
             self._check_names(running)
         except BaseException as error:
             if not had_parted:
-                self._fail(error, standing(), running)
+                self._fail(error, [*standing()], running)
             raise
         finally:
             self._pass = lambda: None
         if self._cause is not None:  # operations that were aborted end as if they had been done
             raise self._cause.as_error()
 
-    def leave(self, pass_name: str, standing: Callable[[], list[str]]) -> None:
+    def leave(self, pass_name: str, standing: Callable[[], Iterable[str]]) -> None:
         """Tell the others that this rank runs no more passes, as `pass_name` says ("a close after an error"); no collective.
 
         Ranks that wait for it in a pass are ended, as by one in another pass.
@@ -180,7 +180,7 @@ class Peers:
         if self._others and not self.parted:
             self._passes += 1
             with _while_the_store_lasts():
-                self._tell_name(_Pass(), f"{pass_name} of {standing()[0]}")
+                self._tell_name(_Pass(), f"{pass_name} of {next(iter(standing()))}")
 
     def close(self) -> None:
         """Idempotent; no collective."""

@@ -18,7 +18,7 @@ from torch import nn
 from infinity.activations.saved_tensors import Activations
 from infinity.errors import CheckpointError, InfinityError, in_words
 from infinity.fsdp2.routes import Routes
-from infinity.fsdp2.sharding import abandon_unfinished_pass, in_backward, reshard
+from infinity.fsdp2.sharding import abandon_unfinished_pass, gathered_groups, in_backward, reshard
 from infinity.runtime.in_memory import AnyCommits, AnyPaging, Updater
 from infinity.runtime.observe import Progress
 from infinity.swap.health import Health, ModelHealth
@@ -131,16 +131,16 @@ class PassGuard:
         else:
             self._note_partial(why)
 
-    def standing(self) -> list[str]:
-        """For the peers: where this rank stands, its step first. After an error ranks go on together from one place alone."""
+    def standing(self) -> Iterator[str]:
+        """For the peers: where this rank stands, its step first. After an error ranks go on together from one place alone: what
+        is gathered on one of them only, its next pass would not gather with the others."""
         gradients = Gradients.WHOLE if self._partial_since is None else Gradients.PARTIAL
-        return [
-            f"step {self._progress.global_steps}.{self._progress.micro_steps}",
-            self._routes.place if self._routes is not None else "",
-            self.health.state.value,
-            gradients.value,
-            f"commit of {self._commits.pending_step}",
-        ]
+        yield f"step {self._progress.global_steps}.{self._progress.micro_steps}"
+        yield self._routes.place if self._routes is not None else ""
+        yield self.health.state.value
+        yield gradients.value
+        yield f"commit of {self._commits.pending_step}"
+        yield f"gathered groups: {gathered_groups(self._module)}"
 
     # Gradients.
 

@@ -39,6 +39,11 @@ def test_an_error_that_comes_on_all_ranks_leaves_them_together(forked_ranks: Any
     assert output.count("not parted") == 2, output
 
 
+def test_an_error_on_all_ranks_parts_them_where_one_has_something_gathered(forked_ranks: Any, nvme_path: Path) -> None:
+    output = forked_ranks(SCRIPT, "gathered", str(nvme_path), timeout_seconds=100).stdout
+    assert output.count("parted") == 2, output
+
+
 def test_ranks_that_go_on_in_different_passes_are_told_so(forked_ranks: Any, nvme_path: Path) -> None:
     output = forked_ranks(SCRIPT, "apart", str(nvme_path), timeout_seconds=100).stdout
     assert output.count("told") == 2, output
