@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from infinity.errors import BudgetError
 from infinity.plan.estimate import (
     STRATEGIES,
-    HostCache,
     Memory,
     Pipeline,
     Strategy,
@@ -25,6 +24,7 @@ from infinity.plan.estimate import (
     second_slot_bytes,
     updated_in_backward,
 )
+from infinity.plan.host_cache import HostCache
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
 from infinity.plan.program import step_of

@@ -7,7 +7,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from infinity.plan.estimate import HostCache, Pipeline, Strategy, Work, updated_in_backward
+from infinity.plan.estimate import Pipeline, Strategy, Work, updated_in_backward
+from infinity.plan.host_cache import HostCache
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme

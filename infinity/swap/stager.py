@@ -342,9 +342,7 @@ class Stager:
 
     def _write_from_device(self, chunk: Chunk) -> None:
         self._wait_copied(chunk)
-        self._from_device.pop(
-            chunk, None
-        )  # gone already where an exception ended this after it: `recover` does it again
+        self._from_device.pop(chunk, None)  # done already, where `recover` repeats what an exception ended
         self._start_write(chunk)
 
     def _start_write(self, chunk: Chunk) -> None:
