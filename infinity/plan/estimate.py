@@ -97,7 +97,7 @@ class Strategy:
             return "step"
         return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
 
-    def gradients_wait(self, scheme: Scheme) -> bool:
+    def all_gradients_wait(self, scheme: Scheme) -> bool:
         """Whether gradients of all groups are kept until the step."""
         return self.update_of(scheme) != "backward" or scheme.speculative
 
@@ -177,23 +177,20 @@ class Work:
 
     def left_to_forward(self, strategy: Strategy) -> list[bool]:
         """By group: whether it is updated before its next forward where others are updated in the backward."""
-        groups = len(self.group_numels)
         balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
-        number_of = (
-            (group + 1) % groups for group in range(groups)
-        )  # the root, if it has parameters, is group 0 of the engine
-        return [balanced and is_left_to_forward(number) for number in number_of]
+        blocks = range(1, len(self.group_numels))  # as the engine numbers them: the root is 0
+        return [balanced and is_left_to_forward(number) for number in (*blocks, 0)]
 
     def gradients_that_wait(self, strategy: Strategy) -> int:
         """Elements of gradients that are kept until the step."""
-        if strategy.gradients_wait(self.scheme):
+        if strategy.all_gradients_wait(self.scheme):
             return self.shard_numel
         return sum(shard for shard, left in zip(self.group_shards, self.left_to_forward(strategy), strict=True) if left)
 
     def gradients_that_spill(self, strategy: Strategy) -> list[int]:
         """By group: bytes of gradients that wait on NVMe."""
         shards = self.group_shards
-        if strategy.parameters != "nvme" or not strategy.gradients_wait(self.scheme):
+        if strategy.parameters != "nvme" or not strategy.all_gradients_wait(self.scheme):
             return [0] * len(shards)
         nbytes = [self.gradient_itemsize * shard for shard in shards]
         order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
@@ -337,7 +334,7 @@ def memory_of(
         nvme |= {"second place of the state": stored, "commit records": record_bytes(stored)}
     if strategy.keeps_compute and device_is_host:
         del device[_GRADIENTS]  # those of the host are they
-    elif not strategy.gradients_wait(work.scheme):
+    elif not strategy.all_gradients_wait(work.scheme):
         host["gradients being applied"] = GRADIENTS_APPLIED * GRADIENT_BYTES * max(work.group_shards)
         if left := work.gradients_that_wait(strategy):
             host[_GRADIENTS] = work.gradient_itemsize * left
@@ -401,7 +398,7 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     masters = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
     user = f"optimizer state: {masters} and moments" if scheme.moments else f"optimizer state: {masters}"
     home[user] = (other_state_bytes or state_bytes(scheme.moments)) * shard
-    if strategy.gradients_wait(scheme):
+    if strategy.all_gradients_wait(scheme):
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.keeps_compute:
         device[_GRADIENTS] = GRADIENT_BYTES * shard  # until the step, which brings all of them to the host

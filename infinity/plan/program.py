@@ -115,7 +115,7 @@ class _ProgramOfRank:
         for micro_batch in range(self._work.micro_batches):
             self._forward(updated=self._update != "step" and micro_batch == 0)
             self._backward(updated=micro_batch == last, first=micro_batch == 0)
-        if self._strategy.gradients_wait(self._work.scheme):
+        if self._strategy.all_gradients_wait(self._work.scheme):
             clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
             seconds = (NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s
             self._program.append(Pause(seconds, reads_go_on=not any(self._spilled)))
@@ -126,9 +126,8 @@ class _ProgramOfRank:
     def _forward(self, *, updated: bool) -> None:
         def use(group: int) -> None:
             in_backward = 0 if self._discards else self._in_backward[group]
-            made = (
-                updated and not in_backward
-            )  # where only a part is updated here, compute parameters of that rest in host memory
+            # Where only a part is updated here, compute parameters of that rest in host memory.
+            made = updated and not in_backward
             if updated and in_backward < self._shards[group]:
                 into = group if made and self.group_bytes[group] else None
                 self._update_group(group, self._rest(group, in_backward), into=into)

@@ -252,7 +252,7 @@ class Engine(DeepSpeedSurface):
 
         Raises ConfigError for False where gradients are applied in the backward (`infinity.update`).
         """
-        if not is_boundary and not self._resolved.gradients_wait:
+        if not is_boundary and not self._resolved.all_gradients_wait:
             raise ConfigError(
                 'gradients that are accumulated can\'t be applied in the backward: set infinity.update to "forward", or '
                 "gradient_accumulation_steps"

@@ -133,7 +133,7 @@ class PassGuard:
 
     def standing(self) -> Iterator[str]:
         """For the peers: where this rank stands, its step first. After an error ranks go on together from one place alone: what
-        is gathered on one of them only, its next pass would not gather with the others."""
+        is gathered on one of them only, its next pass would not gather with the others. Read to its end only after an error."""
         gradients = Gradients.WHOLE if self._partial_since is None else Gradients.PARTIAL
         yield f"step {self._progress.global_steps}.{self._progress.micro_steps}"
         yield self._routes.place if self._routes is not None else ""

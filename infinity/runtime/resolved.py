@@ -67,9 +67,9 @@ class Resolved:
         return self.paging is not None and self.paging.update == "backward"
 
     @property
-    def gradients_wait(self) -> bool:
+    def all_gradients_wait(self) -> bool:
         """Whether the gradients of all groups are kept until the step."""
-        return self.paging is None or self.paging.gradients_wait
+        return self.paging is None or self.paging.all_gradients_wait
 
 
 def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...], device_type: str) -> Resolved:

@@ -101,7 +101,7 @@ class PagingOptions:
         return self.speculative or self.update_of(group) != "backward"
 
     @property
-    def gradients_wait(self) -> bool:
+    def all_gradients_wait(self) -> bool:
         """Whether those of all groups are."""
         return self.speculative or self.update != "backward"
 

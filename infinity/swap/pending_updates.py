@@ -294,10 +294,7 @@ class PendingUpdates:
         staged_with_group = in_backward and group is not None and group.chunk is not None
         reads = sub.reads(compute=not (staged_with_group and sub not in self._pending))
         if reads != sub.chunk.reads:
-            if sub.chunk.state in (
-                ChunkState.READING,
-                ChunkState.STAGED,
-            ):  # without the compute parameter, or in another slot
+            if sub.chunk.state in (ChunkState.READING, ChunkState.STAGED):  # other bytes than these
                 self._stager.drop(sub.chunk)
             sub.chunk.reads = reads
 

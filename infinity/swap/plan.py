@@ -109,7 +109,7 @@ def _shards(groups: Sequence[GroupOutline], ranks: int, options: PagingOptions) 
 
 def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
     """Bytes per element of gradients that wait on NVMe, by flat space. Those of resident shards never do, and come first."""
-    if not options.gradients_wait or options.gradient_bytes_max is None:
+    if not options.all_gradients_wait or options.gradient_bytes_max is None:
         return {}
     itemsize = options.gradient_dtype.itemsize
     *numels, resident = (sum(sub.numel for sub in members if sub.trained) for members in layout.by_space)
@@ -121,7 +121,7 @@ def _held_gradient_bytes(layout: Layout, options: PagingOptions) -> int:
     """Of the gradients that wait in host memory."""
     *groups, resident = layout.by_space
     waiting = [members for group, members in enumerate(groups) if options.gradients_wait_of(group)]
-    waiting += [resident] if options.gradients_wait else []
+    waiting += [resident] if options.all_gradients_wait else []
     trained = sum(sub.numel for members in waiting for sub in members if sub.trained)
     return trained * options.gradient_dtype.itemsize - layout.gradient_bytes
 
