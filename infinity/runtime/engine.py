@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,15 @@ from infinity.fsdp2.sharding import local_of, reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.runtime.checkpoints import Checkpoints
-from infinity.runtime.deepspeed_surface import DeepSpeedSurface
 from infinity.runtime.engine_state import EngineState
 from infinity.runtime.flops import FlopsProfile
-from infinity.runtime.gradient_norm import Scalar, factor_of, gradient_factor, scaled_norm
+from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
 from infinity.runtime.observe import EngineStats, Progress, StepMeter, WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
+from infinity.runtime.passes import Passes
 from infinity.runtime.resolved import Resolved
 from infinity.swap import SwapManager
 from infinity.swap.timeline import measured
@@ -41,7 +41,7 @@ from infinity.swap.timeline import measured
 log = logging.getLogger("infinity")
 
 
-class Engine(DeepSpeedSurface):
+class Engine(Passes):
     """Trains one model. Made by `infinity.initialize`.
 
     `engine(batch)` runs the model, `engine.backward(loss)` its backward pass, `engine.step()` the optimizer after every
@@ -118,58 +118,7 @@ class Engine(DeepSpeedSurface):
         self._meter = StepMeter(storage.stats)
         module.zero_grad = partial(_zero_grad_of, weakref.ref(self), weakref.ref(module))  # type: ignore[method-assign]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
     # A step.
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. With gradients, what it saves for the backward goes where the config keeps activations."""
-        with self.forward_pass():
-            return self.module(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """What `forward` does around the model, for a loop that calls the model itself."""
-        saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.activations is not None and torch.is_grad_enabled():
-            saving = self.activations.saving()
-        self._guard.begin_forward()
-        explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
-        name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
-        around = self._guard.around(Pass.FORWARD)
-        with self._in_pass(name), around, _timing(self, "fwd"), saving, explained:
-            yield
-
-    def _in_pass(self, name: str, *, last: bool = False) -> contextlib.AbstractContextManager[None]:
-        return self.peers.in_pass(name, self._guard.standing, last=last)
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward pass of a micro-batch's loss (a scalar), which is divided by the number of accumulation steps first,
-        unless `scale_wrt_gas` is False.
-
-        Returns the divided loss. Gradients are reduced over the ranks and summed in fp32 (see `infinity.reduce_dtype`). With
-        fp16 they are `cur_scale` times as large until `step`. Raises ConfigError when a parameter was unfrozen since
-        `initialize`: nothing would train it.
-        """
-        with self._in_pass("a backward"), _timing(self, "bwd"):
-            if loss.numel() != 1:
-                raise ValueError(f"backward takes a scalar loss, got one of shape {tuple(loss.shape)}")
-            _check_none_unfrozen(self.module, self._frozen)
-            self._guard.settle()
-            self._guard.check_gradients_whole()
-            last = self._progress.ends_a_step(self._progress.micro_steps + 1)
-            if self.live is not None:
-                self.live.begin_backward(last=last)
-            self._updater.expect(factor_of(self.cur_scale) if last else None)
-            divided = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-            scaled = divided.float() * self.cur_scale if self._loss_scale.may_overflow else divided
-            with self._guard.around(Pass.BACKWARD):
-                if self._resolved.updates_in_backward:
-                    self._commits.make()
-                scaled.backward(retain_graph=retain_graph)
-                self._progress.micro_steps += 1
-            return divided
 
     def step(self) -> None:
         """At an accumulation boundary: clip, step the optimizer and the schedule, clear the gradients. Else nothing.
@@ -178,7 +127,7 @@ class Engine(DeepSpeedSurface):
         counts in `skipped_steps`; `optimizer.overflow` says whether the last step was such a one.
         A ReduceLROnPlateau is not stepped, as it wants your metric: call `lr_scheduler.step(metric)` when you have one.
         """
-        with self._in_pass("a step"), _timing(self, "step"):
+        with self._in_pass("a step"), self._timing("step"):
             if not self.is_gradient_accumulation_boundary():
                 return
             self._guard.settle()
@@ -390,33 +339,6 @@ class Engine(DeepSpeedSurface):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-@contextlib.contextmanager
-def _timing(engine: Engine, part: Literal["fwd", "bwd", "step"]) -> Iterator[None]:
-    """Count what happens in the block for `part`, wherever that is wanted; tell when a step ends."""
-    steps, clock, profile = engine.global_steps, engine.wall_clock, engine.flops_profile
-    with (
-        measured(engine.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
-        clock.measure(part) if clock is not None else contextlib.nullcontext(),
-        profile.measure(part, steps) if profile is not None else contextlib.nullcontext(),
-    ):
-        yield
-    stepped = engine.global_steps > steps
-    if clock is not None and part == "step":
-        clock.report(stepped=stepped)
-    if profile is not None and stepped and profile.report():
-        engine.flops_profile = None  # told once
-
-
-def _check_none_unfrozen(module: nn.Module, frozen: set[str]) -> None:
-    """Raise ConfigError where a parameter of `frozen` requires a gradient now."""
-    for parameter, names in parameter_names(module).items() if frozen else ():
-        if parameter.requires_grad and names[0] in frozen:
-            raise ConfigError(
-                f"parameter {names[0]} was frozen when initialize was called, so it has no optimizer state and is not "
-                "trained: unfreeze it before initialize, or set requires_grad to False again"
-            )
 
 
 def _zero_grad_of(engine: weakref.ref[Engine], module: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
