@@ -5,7 +5,7 @@
 #
 # --wheels   wheels of what the machine may lack (pybind11, pydantic, rich, safetensors, pytest, ...): pip takes them, and nothing
 #            from an index. Made beforehand, for the Python of the machine:
-#            pip download -d FOLDER --python-version 3.12 --only-binary :all: pybind11 pydantic rich safetensors pytest ...
+#            pip download -d FOLDER --python-version 3.12 --only-binary :all: pybind11 pydantic rich safetensors greenlet pytest ...
 # --rehearse small sizes on the CPU; so it is anyway where there is no GPU.
 # --out      gets results (JSON lines), the tests' log and what each part took (default: .gpu-run).
 # Each part has a limit of its own, so that one that hangs doesn't take the others' time; the exit status is 0 when all went well.
@@ -47,11 +47,11 @@ part() {  # part NAME LIMIT COMMAND...: runs it, says how it went
 export PYTHONPATH=$PWD:$out/site${PYTHONPATH:+:$PYTHONPATH}
 if [ -n "$wheels" ]; then
   part wheels 90 bash -c '
-    for each in setuptools pybind11 numpy pydantic rich safetensors pytest pytest-timeout:pytest_timeout hypothesis; do
+    for each in setuptools pybind11 numpy pydantic rich safetensors greenlet pytest pytest-timeout:pytest_timeout hypothesis; do
       "$0" -c "import ${each#*:}" 2>/dev/null && continue
       "$0" -m pip install --quiet --no-index --find-links "$1" --target "$2" "${each%:*}" || echo "no wheel of ${each%:*}"
     done
-    exec "$0" -c "import torch, pybind11, pydantic, rich, safetensors, pytest"' "$python" "$wheels" "$out/site"
+    exec "$0" -c "import torch, pybind11, pydantic, rich, safetensors, greenlet, pytest"' "$python" "$wheels" "$out/site"
 fi
 if "$python" -c "import infinity._aio, infinity._optim" 2>/dev/null; then
   echo "gpu_run: infinity is built for $python already" | tee -a "$out/summary.txt"

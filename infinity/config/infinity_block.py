@@ -20,6 +20,7 @@ from infinity.config.rules import (
     Mix,
     Positive,
     ReduceDtype,
+    Schedule,
     Update,
     Whose,
     choice,
@@ -137,6 +138,14 @@ class InfinityConfig(Block):
         "backward. It is forward with `keep_grad`, and where the step would have to accept, but the drives would not have as "
         "much space left as the second slot takes, or nothing could be updated so, as all of it rests partly in host memory "
         "or has its gradient on NVMe, or `aio.use_gds` wants reads past host memory.",
+    )
+    schedule: Annotated[Schedule, choice(Schedule)] = key(
+        "auto",
+        "In which order the micro-batches of a step pass through the groups in `Engine.train_batch`: horizontal is one "
+        "micro-batch after the other; vertical is all of them through a group before the next, which reads every group twice "
+        "a step instead of twice a micro-batch, and holds the activations of all of them. The numbers are the same. auto is "
+        "vertical where the model rests on NVMe and its micro-batches can take turns. With vertical, no loop over `backward` "
+        "is possible, and gradients need no memory under accumulation where they are neither clipped nor scaled.",
     )
     durability: Annotated[Durability, choice(Durability)] = key(
         "none",

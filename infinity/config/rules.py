@@ -111,6 +111,7 @@ Durability = Literal["none", "step"]
 Whose = Literal["run", "config"]
 CheckpointFormat = Literal["dcp", "arena"]
 Update = Literal["auto", "step", "forward", "backward"]
+Schedule = Literal["auto", "vertical", "horizontal"]
 WarmupType = Literal["log", "linear"]
 
 FLAG = Rule(

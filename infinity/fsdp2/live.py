@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +26,7 @@ from infinity.config import ZeroConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.names import clean_name
 from infinity.fsdp2.sharding import in_backward, outlined_groups, owner_of
+from infinity.fsdp2.vertical import micro_batches_in
 from infinity.fsdp2.wrap import gather_small_as_one, largest_part, modules_to_wrap
 from infinity.schedule.live import ROOT, LiveGroup, LivePlan, least_live, plan_live, stack_of
 from infinity.units import format_count
@@ -137,6 +139,8 @@ class LiveParameters:
         self._modules = [cast(FSDPModule, module) for module in outline.modules]
         self._order = outline.order
         self._expected = [ROOT, *outline.order]
+        self._at_once, self._calls = 1, Counter[int]()
+        """Micro-batches of the forward that is going on, and how often they have called each group."""
         self._path: list[int] = []
         self._path_before: list[int] = []
         self._ahead: set[int] = set()
@@ -236,7 +240,11 @@ class LiveParameters:
             return
         if group == ROOT:
             self._path = [ROOT]
-        elif self._path:  # a part of the model that is called on its own makes no path
+            self._at_once, self._calls = micro_batches_in(args), Counter()
+        self._calls[group] += 1
+        if group != ROOT and (self._calls[group] - 1) % self._at_once:
+            return  # another micro-batch, which passes through what is gathered
+        if group != ROOT and self._path:  # a part of the model that is called on its own makes no path
             self._path.append(group)
         window = self.plan.forward_prefetch[group]
         self._release_ahead(self._ahead.difference(window, {group}))

@@ -267,6 +267,68 @@ def replace_collectives(module: FSDPModule, gather: AllGather, reduction: Reduce
             group._reduce_scatter_comm = reduction
 
 
+class RunningGroup:
+    """The group of a module that more than one micro-batch is in at a time: what each of them sees of it, and its reductions.
+
+    [Note: A leaf for each micro-batch]
+    In one backward autograd sums what all uses of a leaf give, in the dtype of compute, before FSDP2 sees any of it. Gradients
+    of several micro-batches are to be summed in fp32. So each micro-batch computes with leaves of its own, over the memory of
+    the gathered parameters, and what comes for one of them is given to FSDP2 as the gradient of the parameter. Where that of
+    an earlier micro-batch is there still, it is reduced first: FSDP2 reduces when gradients reach a module's inputs, and those
+    of the root, or of a first block over a frozen embedding, need none.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+        self._groups = _groups_of(module._get_fsdp_state())
+        self._leaves: dict[tuple[Any, int], nn.Parameter] = {}
+
+    @property
+    def is_resharded_after_forward(self) -> bool:
+        return all(group._reshard_after_forward for group in self._groups)
+
+    def enter(self, micro_batch: int) -> None:
+        """It is gathered: from now on its modules show the leaves of a micro-batch."""
+        for parameter in self._trained():
+            parameter._setattr_on_modules(self._leaf(parameter, micro_batch))
+
+    def leave(self) -> None:
+        """Its modules show the gathered parameters."""
+        for parameter in self._trained():
+            parameter._setattr_on_modules(parameter._unsharded_param)
+
+    def begin(self) -> None:
+        """A forward of all micro-batches begins: what an exception left in the leaves of the one before is void."""
+        for leaf in self._leaves.values():
+            leaf.grad = None
+
+    def _trained(self) -> list[Any]:
+        return [p for group in self._groups for p in group.fsdp_params if p._unsharded_param.requires_grad]
+
+    def _leaf(self, parameter: Any, micro_batch: int) -> nn.Parameter:
+        leaf = self._leaves.get((parameter, micro_batch))
+        if leaf is None:
+            leaf = self._leaves[parameter, micro_batch] = nn.Parameter(parameter._unsharded_param.detach())
+            leaf.register_post_accumulate_grad_hook(functools.partial(self._give_to_fsdp, parameter))
+        return leaf
+
+    def _give_to_fsdp(self, parameter: Any, leaf: torch.Tensor) -> None:
+        unsharded = parameter._unsharded_param
+        if unsharded.grad is not None:
+            self._reduce()
+        unsharded.grad, leaf.grad = leaf.grad, None
+
+    def _reduce(self) -> None:
+        """Reduce what is there, in the middle of a backward: the group stays gathered."""
+        for group in self._groups:
+            reshards, group.reshard_after_backward = group.reshard_after_backward, False
+            with group.use_training_state(
+                group._training_state
+            ):  # and back, so that the end of the backward reduces the rest
+                group.post_backward()
+            group.reshard_after_backward = reshards
+
+
 def _apply_unless_it_converts(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:

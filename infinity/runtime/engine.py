@@ -22,6 +22,7 @@ from infinity.fsdp2.live import LiveParameters
 from infinity.fsdp2.names import parameter_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.sharding import local_of, reshard
+from infinity.fsdp2.vertical import Vertical
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.ranks.peers import Peers
 from infinity.runtime.checkpoints import Checkpoints
@@ -63,6 +64,7 @@ class Engine(Passes):
         live: LiveParameters | None,
         activations: Activations | None,
         routes: Routes | None,
+        vertical: Vertical,
         peers: Peers,
         on_close: Callable[[], None],
     ) -> None:
@@ -81,7 +83,7 @@ class Engine(Passes):
         """What keeps saved activations elsewhere until their backward; None where they stay."""
         self.live = live
         """What stays gathered between uses, and what is gathered ahead; None below stage 3."""
-        self._routes = routes
+        self._routes, self._vertical = routes, vertical
         self.peers = peers
         """The other ranks, and whether they still work together."""
         self.client_state: dict[str, Any] = {}

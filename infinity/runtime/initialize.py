@@ -32,6 +32,7 @@ from infinity.fsdp2.materialize import load_weights, stored_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
+from infinity.fsdp2.vertical import Vertical
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
 from infinity.ranks.all_ranks import first_of_ranks, raise_on_all_ranks
 from infinity.ranks.peers import Peers
@@ -173,6 +174,7 @@ def initialize(
             live=live,
             activations=activations,
             routes=routes,
+            vertical=Vertical(model),
             peers=peers,
             on_close=close_group,
         )

@@ -31,6 +31,11 @@ class Progress:
     _micro_steps_before: int = 0
     """`micro_steps` when the last step ended."""
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a backward pass of the step that is due has ended."""
+        return self.micro_steps != self._micro_steps_before
+
     def ends_a_step(self, micro_steps: int) -> bool:
         """Whether a step is due after so many micro-batches."""
         if self.boundary is not None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from infinity.activations.saved_tensors import ActivationOptions
 from infinity.config import Config, ZeroConfig
+from infinity.config.rules import Schedule
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
 from infinity.schedule.scheme import choose_update, state_bytes
@@ -45,6 +46,8 @@ class Resolved:
     """Over how many ranks each copy of the model is sharded: a divisor of all."""
     reshard_after_forward: bool | int
     """As for `fully_shard`; a number is of ranks that hold a second sharding from forward to backward."""
+    schedule: Schedule
+    """In which order micro-batches pass through groups in `train_batch`."""
     wrap: tuple[str, ...] | None
     """Classes whose modules are groups; None finds the repeated blocks."""
     live: LiveOptions
@@ -60,6 +63,11 @@ class Resolved:
 
     notes: tuple[str, ...]
     """What the config asks for that comes out otherwise than its words, a line each."""
+
+    @property
+    def backwards_per_step(self) -> int:
+        """How many backward passes a step has, if it has as many as it may."""
+        return backwards_per_step(self.config)
 
     @property
     def updates_in_backward(self) -> bool:
@@ -104,6 +112,7 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
         offload_policy=_offload_policy(config, device_type),
         shard_ranks=shard_ranks,
         reshard_after_forward=second_ranks if has_second_sharding else zero.stage >= 3,
+        schedule=infinity.schedule,
         wrap=None if infinity.wrap == "auto" else infinity.wrap,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
         paging=_paging_options(config, ranks, shard_ranks, numel, moments) if config.nvme_paths else None,
@@ -111,6 +120,11 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
         activations=_activation_options(config),
         notes=tuple(_notes(zero, shard_ranks, device_type)),
     )
+
+
+def backwards_per_step(config: Config) -> int:
+    """How many backward passes a step may have: one where all its micro-batches are in it."""
+    return 1 if config.infinity.schedule == "vertical" else config.batch.accumulation
 
 
 def compute_device() -> torch.device:
@@ -166,7 +180,7 @@ def _paging_options(
     update, speculative = choose_update(
         infinity.update,
         clipping=config.gradient_clipping > 0,
-        accumulation=config.batch.accumulation,
+        accumulation=backwards_per_step(config),
         loss_scaling=config.fp16.enabled,
         keep_grad=infinity.keep_grad,
     )

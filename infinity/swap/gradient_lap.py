@@ -8,6 +8,7 @@ training thread, and by autograd's threads on its behalf; see infinity/swap/READ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ class GradientLap:
         """Of how many parameters of a group gradients come."""
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
         """Norms (0-D) of the gradients that were taken or applied in the backward since the last step, in their order."""
+        self._arrivals: Counter[nn.Parameter] = Counter()
+        """How often one came since the last step."""
         self._arrived: dict[PagedGroup, list[nn.Parameter]] = {}
         self._applied: dict[nn.Parameter, Any] = {}
         """With what was updated in the backward since the last step."""
@@ -70,6 +73,9 @@ class GradientLap:
                 f"group {group.name} was updated in the backward, and now there are more gradients for it: set infinity.update "
                 '(PagingOptions.update) to "forward" for a model that is used more than once per step'
             )
+        self._arrivals[parameter] += 1
+        if self._arrivals[parameter] < self._paging.policy.micro_batches_at_once:
+            return None  # those of the others follow in this backward
         if not group.gradients_wait and not self._paging.policy.gradients_are_final(group):
             return None
         if shard.gradient is GradientState.TAKING:
@@ -171,6 +177,7 @@ class GradientLap:
         self._paging.waiting_gradients.forget(self._numbers)
         self.norms.clear()
         self._coming.clear()
+        self._arrivals.clear()
         self._arrived.clear()
         self._applied.clear()
         for shard in self._shards:

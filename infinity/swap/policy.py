@@ -66,6 +66,8 @@ class StagingPolicy:
         """Whether it was training that used a group last."""
         self._pass_trains: bool | None = None
         """Whether the forward of the whole model that is going on is training's; None where none is going on."""
+        self.micro_batches_at_once = 1
+        """Of the last forward of the whole model: see [Note: The vertical schedule] in infinity/fsdp2/vertical.py."""
         self._forwards: Counter[int] = Counter()
         """By group: how often it was called in training since the last step."""
         self._logged_misprediction = False
@@ -110,9 +112,9 @@ class StagingPolicy:
 
     # What it is told.
 
-    def begin_pass(self, *, trains: bool) -> None:
-        """A forward of the whole model begins."""
-        self._pass_trains = trains
+    def begin_pass(self, *, trains: bool, micro_batches: int) -> None:
+        """A forward of the whole model begins, with so many micro-batches at once."""
+        self._pass_trains, self.micro_batches_at_once = trains, micro_batches
 
     def end_pass(self) -> None:
         """The forward of the whole model is over."""
@@ -156,7 +158,7 @@ class StagingPolicy:
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """In a backward: whether the gradients of a group, once all are there, are all that come."""
-        return self._forwards[group.index] == 1
+        return self._forwards[group.index] == self.micro_batches_at_once
 
     def count_forwards_anew(self, group: PagedGroup) -> None:
         """The gradients of a group were taken; more may come of the next micro-batch."""

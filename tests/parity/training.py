@@ -42,6 +42,7 @@ class Case:
     optimizer: str = "AdamW"
     reduce_dtype: str = "fp32"
     loss_scale: float | None = None  # fp16; 0 adapts
+    whole_steps: bool = False  # by train_batch, where it is on NVMe
     # What only the NVMe side has.
     backend: str = "auto"
     pinned_bytes_max: int | str = "16MiB"
@@ -54,6 +55,7 @@ class Case:
     reuse: int | str = "auto"
     prefetch: int | str = "auto"
     update: str = "auto"
+    schedule: str = "auto"
     master: str = "split"
     cached: float = 0.0  # this part of the state stays in host memory
     gradients_in_memory: int | str = "auto"  # bytes
@@ -152,6 +154,41 @@ CASES = {
     "gradients on NVMe, everything else cached": Case(
         gradients_in_memory=0, cached=1.1, clipping=1.0, persistence_threshold=0
     ),
+    **{
+        f"train_batch, {name}": dataclasses.replace(case, whole_steps=True)
+        for name, case in {
+            "vertical": Case(schedule="vertical", accumulation=4, persistence_threshold=0),
+            "vertical, one micro-batch": Case(schedule="vertical"),
+            "vertical, 8 micro-batches": Case(schedule="vertical", accumulation=8, sub_group_size=4096, evaluate=True),
+            "vertical, clipped": Case(schedule="vertical", accumulation=2, clipping=0.5, persistence_threshold=0),
+            "vertical, speculative": Case(accumulation=4, clipping=1e3, sub_group_size=4096, evaluate=True),
+            "vertical, forward": Case(schedule="vertical", accumulation=2, update="forward", evaluate=True),
+            "vertical, step": Case(schedule="vertical", accumulation=2, update="step", persistence_threshold=0),
+            "vertical, activation checkpointing": Case(schedule="vertical", accumulation=2, checkpointing=True),
+            "vertical, frozen parameters": Case(schedule="vertical", accumulation=2, clipping=1e3, frozen=True),
+            "vertical, fp32": Case(schedule="vertical", accumulation=4, bf16=False, sub_group_size=4096),
+            "vertical, fp16": Case(schedule="vertical", accumulation=2, bf16=False, loss_scale=0, clipping=0.5),
+            "vertical, bf16 reduction": Case(schedule="vertical", accumulation=2, reduce_dtype="bf16"),
+            "vertical, SGD, masters in full": Case(schedule="vertical", accumulation=2, optimizer="SGD", master="full"),
+            "vertical, half cached": Case(schedule="vertical", accumulation=2, cached=0.5, persistence_threshold=0),
+            "vertical, gradients on NVMe": Case(
+                schedule="vertical", accumulation=2, gradients_in_memory=0, clipping=0.5, sub_group_size=4096
+            ),
+            "vertical, few live parameters": Case(
+                schedule="vertical", live=2 * BLOCK_NUMEL, prefetch=0, accumulation=2, evaluate=True
+            ),
+            "vertical, some that stay, some ahead": Case(
+                live=4 * BLOCK_NUMEL,
+                reuse=2 * BLOCK_NUMEL,
+                prefetch=BLOCK_NUMEL,
+                checkpointing=True,
+                evaluate=True,
+                accumulation=4,
+            ),
+            "vertical, only the optimizer on NVMe": Case(schedule="vertical", accumulation=2, parameters_on="none"),
+            "horizontal": Case(schedule="horizontal", accumulation=2, evaluate=True),
+        }.items()
+    },
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -185,6 +222,13 @@ ON_SEVERAL_RANKS = (
     "SGD",
     "SGD with dampening",
     "SGD without momentum, updated in forward",
+    "train_batch, vertical",
+    "train_batch, vertical, clipped",
+    "train_batch, vertical, speculative",
+    "train_batch, vertical, frozen parameters",
+    "train_batch, vertical, fp16",
+    "train_batch, vertical, gradients on NVMe",
+    "train_batch, vertical, some that stay, some ahead",
 )
 """What more than one rank makes different: shards cut unevenly, reductions, agreements. The rest only take minutes there."""
 
@@ -235,7 +279,29 @@ def batch(step: int, micro: int) -> torch.Tensor:
 
 
 def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x)[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())
+    return loss_fn(model(x), x)
+
+
+def loss_fn(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), x[:, 1:].flatten())
+
+
+def train_step(engine: infinity.Engine, case: Case, step: int, *, in_memory: bool) -> list[float]:
+    """A step, and its losses: of each micro-batch, or their mean over all ranks."""
+    batches = [batch(step, micro) for micro in range(case.accumulation)]
+    if case.whole_steps and not in_memory:
+        return [engine.train_batch(iter([(x, x) for x in batches]), loss_fn=loss_fn).item()]
+    losses = []
+    for x in batches:
+        loss = loss_of(engine, x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    if not case.whole_steps:
+        return [loss.item() for loss in losses]
+    mean = torch.stack(losses).mean()
+    dist.all_reduce(mean)
+    return [(mean / dist.get_world_size()).item()]
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -291,6 +357,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "gradient_bytes_max": case.gradients_in_memory,
             "backend": case.backend,
             "update": case.update,
+            "schedule": case.schedule if nvme_path else "auto",
             "master_weights": case.master,
             "fused": case.fused,
             "reduce_dtype": case.reduce_dtype,
@@ -300,11 +367,7 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
     losses = []
     with engine:
         for step in range(STEPS):
-            for micro in range(case.accumulation):
-                loss = loss_of(engine, batch(step, micro))
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
+            losses += train_step(engine, case, step, in_memory=nvme_path is None)
             norm = engine.get_global_grad_norm()
             assert norm is not None
             losses.append(norm if math.isfinite(norm) else -1.0)  # NaN is not equal to itself
@@ -329,6 +392,7 @@ IN_MEMORY = (
         "optimizer",
         "reduce_dtype",
         "loss_scale",
+        "whole_steps",
     ),
 )
 """What of a case its training in memory depends on: cases that differ in the rest have it in common."""

@@ -1,0 +1,152 @@
+"""Floor 7. A function that pauses in its middle, wherever it is, so that others run meanwhile. Training thread only.
+
+[Note: What a pause leaves behind]
+A greenlet has a stack of its own, and shares all else with its thread. What torch keeps for the thread has to be right for
+whoever runs. Random number generators and hooks on saved tensors are taken along: activation checkpointing calls a block inside
+such hooks. In any other context of torch's (no_grad, autocast, a dispatch mode) a function can't pause, since that context
+would be the others', too; it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch.overrides import _len_torch_function_stack
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+
+class CannotPause(Exception):
+    """Why a function can't, in words."""
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Of torch's generators: the CPU's, and that of the GPU in use."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @staticmethod
+    def now() -> RandomState:
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return RandomState(torch.get_rng_state(), cuda)
+
+    @staticmethod
+    def seeded(seed: int) -> RandomState:
+        """As after `torch.manual_seed`."""
+        before = RandomState.now()
+        torch.manual_seed(seed)
+        seeded = RandomState.now()
+        before.set()
+        return seeded
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """Around what draws these. The generators are as before after it."""
+        before = RandomState.now()
+        self.set()
+        try:
+            yield
+        finally:
+            before.set()
+
+    def set(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+
+
+class Coroutine:
+    """Runs `function` until it pauses, and goes on from there.
+
+    random: what the generators give it.
+    """
+
+    def __init__(self, function: Callable[[], Any], random: RandomState) -> None:
+        self._greenlet = greenlet(self._run)
+        self._function, self._random = function, random
+        self._surroundings, self._hooks_outside = _surroundings(), _count_hooks()
+        self.waits_for: Any = None
+        """What it was about to do when it paused."""
+        self.result: Any = None
+        """Of the function, once it is done."""
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._greenlet.dead)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the caller runs in it."""
+        return getcurrent() is self._greenlet
+
+    def go_on(self) -> None:
+        """Run it until it pauses or is done. Raises what it raises."""
+        before = RandomState.now()
+        self._random.set()
+        try:
+            self._greenlet.switch()
+        finally:
+            self._random = RandomState.now()
+            before.set()
+
+    def pause(self, waits_for: Any) -> None:
+        """In it: let the caller of `go_on` go on. Raises CannotPause: see [Note: What a pause leaves behind]."""
+        surroundings = _surroundings()
+        for name, here in surroundings.items():
+            if here != self._surroundings[name]:
+                raise CannotPause(f"its blocks are called in a context of their own ({name}: {here})")
+        self.waits_for = waits_for
+        hooks = _take_hooks(leave=self._hooks_outside)
+        try:
+            assert self._greenlet.parent is not None
+            self._greenlet.parent.switch()
+        finally:
+            _put_on(hooks)
+
+    def end(self) -> None:
+        """End it where it paused: its contexts are left as by an exception."""
+        if self._greenlet:
+            self._greenlet.throw(GreenletExit)
+
+    def _run(self) -> None:
+        self.result = self._function()
+
+
+def _surroundings() -> dict[str, object]:
+    """The contexts that torch keeps for this thread, by name."""
+    return {
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast on the CPU": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "autocast on the GPU": torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        "function modes": _len_torch_function_stack(),
+        "dispatch modes": _len_torch_dispatch_stack(),
+    }
+
+
+def _take_hooks(*, leave: int) -> list[tuple[Any, Any]]:
+    """Take the hooks on saved tensors off that are in effect, innermost last, but for the first ones, and return them."""
+    hooks: list[tuple[Any, Any]] = []
+    top: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+    while (innermost := top(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.insert(0, innermost)
+    _put_on(hooks[:leave])
+    return hooks[leave:]
+
+
+def _put_on(hooks: list[tuple[Any, Any]]) -> None:
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _count_hooks() -> int:
+    hooks = _take_hooks(leave=0)
+    _put_on(hooks)
+    return len(hooks)

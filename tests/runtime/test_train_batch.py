@@ -1,0 +1,364 @@
+"""`Engine.train_batch`: whole steps, in the vertical schedule and one micro-batch after the other, of models of all kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.swap.health import Health
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+WIDTH, TOKENS, WORDS = 48, 6, 31
+
+
+class Block(nn.Module):
+    """Keyword arguments in, a tuple out, as Hugging Face's are."""
+
+    def __init__(self, dropout: float = 0.0, *, crosses: bool = False) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.across = nn.Linear(WIDTH, WIDTH) if crosses else None
+
+    def forward(
+        self, hidden: torch.Tensor, *, mask: torch.Tensor | None = None, encoded: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        inner = self.dropout(self.down(F.gelu(self.up(self.norm(hidden)))))
+        if self.across is not None:
+            assert encoded is not None
+            inner = inner + self.across(encoded).mean(1, keepdim=True)
+        return hidden + (inner if mask is None else inner * mask), None
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, mask = self.embedding(tokens), (tokens > 2).unsqueeze(-1)
+        for block in self.blocks:
+            hidden, _ = self.call(block, hidden, mask)
+        return hidden
+
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        return block(hidden, mask=mask)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.run(tokens))
+        return {"logits": logits, "loss": F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())}
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class Checkpointed(Model):
+    """The block is called inside the checkpoint, so a pause is there, too. Dropout is drawn again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        return checkpoint(block, hidden, mask=mask, use_reentrant=False)
+
+
+class FrozenBelow(Model):
+    """No gradient reaches the input of the first trained block, and blocks below it are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.embedding.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+
+
+class EncoderDecoder(Model):
+    """What the encoder gives goes into every block of the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.decoder = nn.ModuleList(Block(crosses=True) for _ in range(3))
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        encoded, hidden = self.norm(super().run(tokens)), self.embedding(tokens.flip(1))
+        for block in self.decoder:
+            hidden, _ = block(hidden, encoded=encoded)
+        return hidden
+
+
+class Branching(Model):
+    """Micro-batches skip different blocks, and one of them skips all that others share."""
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, skipped = self.embedding(tokens), int(tokens[0, 0]) % 4
+        for number, block in enumerate(self.blocks):
+            if number != skipped:
+                hidden, _ = block(hidden)
+        return hidden
+
+
+class Twice(Model):
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](super().run(tokens))[0]
+
+
+class Reentrant(Model):
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        return checkpoint(lambda h, m: block(h, mask=m), hidden, mask, use_reentrant=True)
+
+
+class Autocast(Model):
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return block(hidden, mask=mask)
+
+
+MODELS: list[Callable[[], nn.Module]] = [
+    Model,
+    Tied,
+    lambda: Model(dropout=0.3),
+    Checkpointed,
+    FrozenBelow,
+    EncoderDecoder,
+    Branching,
+]
+NAMES = ["plain", "tied", "dropout", "checkpointed", "frozen below", "encoder and decoder", "branching"]
+
+
+def batches(seed: int = 0) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(0, WORDS, (2, TOKENS), generator=generator)
+
+
+def start(
+    make: Callable[[], nn.Module], path: Path, *, accumulation: int = 3, clipping: float = 0.0, **own: Any
+) -> infinity.Engine:
+    torch.manual_seed(0)
+    place = {"device": "nvme", "nvme_path": str(path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": place,
+            "offload_optimizer": place,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "infinity": {"pinned_bytes_max": "16MiB", **own},
+    }
+    return infinity.initialize(model=make(), config=config)[0]
+
+
+def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor().clone() + 0 for name, value in engine.module.state_dict().items()}
+
+
+def train(make: Callable[[], nn.Module], path: Path, *, steps: int = 4, **config: Any) -> tuple[Any, ...]:
+    with start(make, path, **config) as engine:
+        data = batches()
+        losses = [engine.train_batch(data).item() for _ in range(steps)]
+        losses.append(engine.eval_batch(batches(9)).item())
+        return losses, weights(engine)
+
+
+def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert one[0] == other[0]
+    assert len(set(one[0])) > 1
+    for name, value in one[1].items():
+        assert torch.equal(value, other[1][name]), name
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.3])
+@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clipping: float, nvme_path: Path) -> None:
+    expected = train(make, nvme_path, schedule="horizontal", clipping=clipping)
+    assert_same(expected, train(make, nvme_path, schedule="vertical", clipping=clipping))
+    assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Twice, "group blocks.0 is called twice"),
+        (Reentrant, "a context of their own"),
+        (Autocast, "a context of their own"),
+    ],
+    ids=["a group twice", "reentrant checkpoints", "autocast inside"],
+)
+def test_what_cannot_take_turns_goes_one_after_the_other(
+    make: Callable[[], nn.Module], why: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        fallen_back = train(make, nvme_path)
+    said = [record.getMessage() for record in caplog.records if 'is "horizontal" here' in record.getMessage()]
+    assert len(said) == 1 and why in said[0]
+    assert_same(train(make, nvme_path, schedule="horizontal"), fallen_back)
+    with (
+        start(make, nvme_path, schedule="vertical") as engine,
+        pytest.raises(infinity.ConfigError, match=r"can't take turns.*set infinity.schedule to"),
+    ):
+        engine.train_batch(batches())
+
+
+def test_micro_batches_that_would_not_fit_go_one_after_the_other(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available = itertools.count(1000 << 20, -(400 << 20))  # a block takes 400 MiB; one is left after the second
+    monkeypatch.setattr("infinity.runtime.passes.available_bytes", lambda: next(available))
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        fallen_back = train(lambda: Model(layers=4), nvme_path)
+    said = [record.getMessage() for record in caplog.records if 'is "horizontal" here' in record.getMessage()]
+    assert len(said) == 1 and "would take 800.00 MiB more, and 600.00 MiB are available" in said[0]
+    assert_same(train(lambda: Model(layers=4), nvme_path, schedule="horizontal"), fallen_back)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 16])
+def test_a_step_moves_as_many_bytes_for_any_number_of_micro_batches(accumulation: int, nvme_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 512), nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))))
+
+    moved = []
+    with start(make, nvme_path, accumulation=accumulation, schedule="vertical", pinned_bytes_max="8MiB") as engine:
+        data = itertools.repeat((torch.ones(1, 8), torch.zeros(())))
+        for _ in range(5):
+            before = engine.swap_stats()
+            engine.train_batch(data, loss_fn=lambda output, target: (output.float() - target).square().mean())
+            assert engine.swap is not None
+            engine.swap.stager.settle_all()
+            after = engine.swap_stats()
+            assert before is not None and after is not None
+            read, written = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
+            moved.append((read / engine.shard_numel, written / engine.shard_numel))
+    for read, written in moved[2:]:
+        assert 12 <= read <= 14.5
+        assert 11.9 <= written <= 12.3
+
+
+class Interrupts(Model):
+    """Raises where it is told to, in the forward or backward of a block."""
+
+    at: int | None = None
+    calls = 0
+
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        hidden = super().call(block, hidden, mask)[0]
+        self.interrupt()
+        hidden.register_hook(lambda grad: self.interrupt()) if hidden.requires_grad else None
+        return hidden, None
+
+    def interrupt(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "auto"])
+@pytest.mark.parametrize("at", range(1, 19))
+def test_a_step_that_an_exception_ended_is_taken_again(at: int, schedule: str, nvme_path: Path) -> None:
+    """3 micro-batches x 3 blocks, forward and backward. A vertical step that has applied gradients is torn, and says so."""
+    expected = train(Interrupts, nvme_path, schedule=schedule)
+    with start(Interrupts, nvme_path, schedule=schedule) as engine:
+        data, losses = batches(), []
+        losses.append(engine.train_batch(data).item())
+        micro_batches = list(itertools.islice(data, 3))
+        torch_state = torch.get_rng_state()
+        model = engine.module
+        model.at, model.calls = at, 0
+        with pytest.raises(KeyboardInterrupt):
+            engine.train_batch(iter(micro_batches))
+        model.at = None
+        torch.set_rng_state(torch_state)
+        with contextlib.suppress(infinity.InfinityError):
+            engine.zero_grad()
+        if engine.health.state is Health.TORN:  # some groups were updated already, to stay
+            assert schedule == "vertical" and at > 9
+            with pytest.raises(infinity.InfinityError, match="torn"):
+                engine.train_batch(iter(micro_batches))
+            return
+        losses.append(engine.train_batch(iter(micro_batches)).item())
+        losses += [engine.train_batch(data).item() for _ in range(2)]
+        losses.append(engine.eval_batch(batches(9)).item())
+        assert_same(expected, (losses, weights(engine)))
+
+
+def test_evaluation_and_loops_between_vertical_steps(nvme_path: Path) -> None:
+    def mixed(schedule: str) -> tuple[Any, ...]:
+        with start(Model, nvme_path, schedule=schedule, clipping=0.3) as engine:
+            data, losses = batches(), []
+            for step in range(6):
+                losses.append(engine.train_batch(data).item())
+                if step % 2:
+                    losses.append(engine.eval_batch(batches(step)).item())
+                    for tokens in itertools.islice(data, 3):
+                        engine.backward(engine(tokens)["loss"])
+                        engine.step()
+            return losses, weights(engine)
+
+    assert_same(mixed("horizontal"), mixed("auto"))
+
+
+def test_what_train_batch_refuses(nvme_path: Path) -> None:
+    with start(Model, nvme_path, schedule="vertical") as engine:
+        before = weights(engine)
+        with pytest.raises(StopIteration, match="after 2 of the 3 micro-batches"):
+            engine.train_batch(itertools.islice(batches(), 2))
+        with pytest.raises(TypeError, match=r"is a list: make an iterator of it once"):
+            engine.train_batch(list(itertools.islice(batches(), 3)))  # type: ignore[arg-type]
+        with pytest.raises(infinity.ConfigError, match="needs data_iter"):
+            engine.train_batch()
+        with pytest.raises(infinity.ConfigError, match=r'"vertical" runs all micro-batches.*call engine.train_batch'):
+            engine.backward(engine(next(batches()))["loss"])
+        with pytest.raises(TypeError, match=r"micro-batch is \(inputs, labels\), got a Tensor"):
+            engine.train_batch(batches(), loss_fn=lambda output, labels: output)
+        after = weights(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert engine.global_steps == 0
+        engine.train_batch(batches())
+    with start(Model, nvme_path) as engine:
+        engine.backward(engine(next(batches()))["loss"])
+        with pytest.raises(infinity.InfinityError, match=r"this one has begun: call step\(\) or zero_grad\(\) first"):
+            engine.train_batch(batches())
+        engine.zero_grad()
+        engine.train_batch(batches())
+
+
+def test_the_loader_that_initialize_made_is_gone_through_again_and_again(nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    tokens = torch.arange(4 * TOKENS).reshape(4, TOKENS) % WORDS
+    engine, _, loader, _ = infinity.initialize(
+        model=Model(),
+        training_data=list(tokens),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(nvme_path)}},
+            "infinity": {"pinned_bytes_max": "16MiB"},
+        },
+    )
+    with engine:
+        assert len(loader) == 2
+        assert len({engine.train_batch().item() for _ in range(4)}) == 4
+        assert engine.global_steps == 4
