@@ -269,8 +269,8 @@ def _median(values: Iterable[float]) -> float | None:
 
 def _predicted_seconds(work: Work, machine: Machine, *, pinned_bytes: int, cache_bytes: int) -> float | None:
     """Seconds of a step on `machine` with everything on NVMe, by the planner; None where it says that it can't run."""
-    from infinity.plan.estimate import STRATEGIES
     from infinity.plan.planner import plan_step
+    from infinity.plan.strategy import STRATEGIES
 
     everything = next(s for s in STRATEGIES if (s.parameters, s.optimizer) == ("nvme", "nvme"))
     plan = plan_step(work, machine, everything, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)

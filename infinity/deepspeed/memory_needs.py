@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import nn
 
 from infinity.fsdp2.wrap import modules_to_wrap
-from infinity.plan.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, STRATEGIES, Memory, Strategy, states_of
+from infinity.plan.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, Memory, states_of
+from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.schedule.pinned import SUB_GROUP_NUMEL_DEFAULT, comfortable_bytes, gather_bytes
 from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.units import GIB, format_count

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from infinity.plan.host_cache import NO_CACHE, HostCache
 from infinity.plan.lower_bound import Part, candidates_of, step_bytes
+from infinity.plan.strategy import Strategy
 from infinity.plan.transformer import Transformer
 from infinity.schedule import pinned
 from infinity.schedule.residency import choose_resident
-from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update, state_bytes
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, state_bytes
 from infinity.schedule.spilling import (
     BUFFER_BYTES_DEFAULT,
     BUFFER_SHARES,
@@ -46,72 +47,6 @@ SAVED_ON_THE_WAY = 2
 
 GRADIENTS_APPLIED = 2
 """Groups whose gradients are in host memory at once where updates are in the backward: one arrives while one is applied."""
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Where the states of a model rest.
-
-    Attributes:
-        name: for people.
-        stage: of ZeRO; 2 keeps parameters gathered from forward to backward, 3 gathers them for each use.
-        parameters, optimizer: "none" (the device), "cpu" or "nvme", as in offload_param and offload_optimizer.
-        runs: whether infinity can run it. It can't update in host memory what rests on a GPU.
-    """
-
-    name: str
-    stage: int
-    parameters: str = "none"
-    optimizer: str = "none"
-    runs: bool = True
-
-    @property
-    def uses_nvme(self) -> bool:
-        return "nvme" in (self.parameters, self.optimizer)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the update happens in host memory."""
-        return self.optimizer != "none"
-
-    def stored_bytes(self, scheme: Scheme) -> tuple[int, int]:
-        """Bytes on NVMe of each element: of its compute parameter, and of its other state."""
-        if self.optimizer != "nvme":
-            return 0, 0
-        return (
-            (COMPUTE_BYTES, scheme.other_state_bytes())
-            if self.parameters == "nvme"
-            else (0, state_bytes(scheme.moments))
-        )
-
-    @property
-    def keeps_compute(self) -> bool:
-        """Whether state rests on NVMe and no compute parameter does. Gradients are torch's then, in fp32, until the step takes
-        them to host memory; and sub-groups are cut from all parameters, not from those of a group."""
-        return self.optimizer == "nvme" and self.parameters != "nvme"
-
-    def update_of(self, scheme: Scheme) -> Update:
-        """When groups are updated. Only state on NVMe gains anything by updates in the passes. Gradients that the step takes to
-        host memory are not applied before it."""
-        if self.optimizer != "nvme":
-            return "step"
-        return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
-
-    def all_gradients_wait(self, scheme: Scheme) -> bool:
-        """Whether gradients of all groups are kept until the step."""
-        return self.update_of(scheme) != "backward" or scheme.speculative
-
-
-STRATEGIES = (
-    Strategy("stage 2", 2),
-    Strategy("stage 2, optimizer on CPU", 2, optimizer="cpu", runs=False),
-    Strategy("stage 3", 3),
-    Strategy("stage 3, optimizer on CPU", 3, optimizer="cpu", runs=False),
-    Strategy("stage 3, all on CPU", 3, parameters="cpu", optimizer="cpu"),
-    Strategy("stage 3, optimizer on NVMe", 3, optimizer="nvme"),
-    Strategy("stage 3, all on NVMe", 3, parameters="nvme", optimizer="nvme"),
-)
-"""From the fastest to the most frugal, as experts try them by hand."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
-from infinity.plan.estimate import Strategy
 from infinity.plan.lower_bound import DriveSpeed
+from infinity.plan.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

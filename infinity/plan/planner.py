@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 from infinity.errors import BudgetError
 from infinity.plan.estimate import (
-    STRATEGIES,
     Memory,
     Pipeline,
-    Strategy,
     Work,
     bytes_of_step,
     host_cache_of,
@@ -30,6 +28,7 @@ from infinity.plan.machine import Machine
 from infinity.plan.program import step_of
 from infinity.plan.resources import Resources, Simulated
 from infinity.plan.simulator import simulate
+from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.schedule.spilling import BUFFER_SHARES
 from infinity.schedule.timeline import Interval, total, united
 from infinity.units import format_bytes

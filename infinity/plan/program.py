@@ -7,10 +7,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from infinity.plan.estimate import Pipeline, Strategy, Work, updated_in_backward
+from infinity.plan.estimate import Pipeline, Work, updated_in_backward
 from infinity.plan.host_cache import HostCache
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
+from infinity.plan.strategy import Strategy
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
 from infinity.schedule.spilling import BUFFER_SHARES, GRADIENT_BYTES, IN_HAND_SHARES
 

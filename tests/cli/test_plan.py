@@ -15,9 +15,9 @@ from infinity.cli.plan.model import read_hf_config
 from infinity.config import AdamConfig, load_config
 from infinity.drive.profile import DriveProfile, save_profile
 from infinity.errors import ConfigError
-from infinity.plan.estimate import STRATEGIES
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.planner import plans_for
+from infinity.plan.strategy import STRATEGIES
 
 FIGURES = [
     *("--tflops", "400", "--gpu-memory", "80GB", "--gpu-bandwidth", "3000", "--link", "50"),

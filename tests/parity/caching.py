@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.plan.estimate import STRATEGIES, states_of
+from infinity.plan.estimate import states_of
+from infinity.plan.strategy import STRATEGIES
 from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.update_timing import GROUPS_APART

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
 from infinity.plan.estimate import (
-    STRATEGIES,
-    Strategy,
     Work,
     bytes_of_step,
     host_cache_of,
@@ -28,6 +26,7 @@ from infinity.plan.planner import busiest, fastest_that_fits, plan_step, plans_f
 from infinity.plan.program import step_of, update_bytes
 from infinity.plan.resources import Resources
 from infinity.plan.simulator import simulate
+from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.transformer import transformer_of
 from infinity.schedule import pinned
 from infinity.schedule.scheme import Scheme
