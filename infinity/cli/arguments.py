@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from infinity.errors import ConfigError
-from infinity.schedule.scheme import MasterWeights, Scheme, Update, choose_update
+from infinity.schedule.scheme import MasterWeights, Schedule, Scheme, Update, choose_update
 from infinity.units import MIB, parse_bytes
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -118,9 +118,23 @@ def add_scheme(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--no-clipping", action="store_true", help="do not clip gradients (default: at a norm of 1)")
 
 
-def scheme_from(options: argparse.Namespace, *, accumulation: int = 1) -> Scheme:
+def add_schedule(parser: argparse._ActionsContainer, *, default: Schedule) -> None:
+    """Add the option for the order in which the micro-batches of a step pass through the groups."""
+    parser.add_argument(
+        "--schedule",
+        choices=get_args(Schedule),
+        default=default,
+        help="horizontal: one micro-batch after the other, as in a loop; vertical: all of them through a group before the "
+        f"next, as Engine.train_batch can (default: {default})",
+    )
+
+
+def scheme_from(options: argparse.Namespace, *, accumulation: int = 1, schedule: Schedule = "horizontal") -> Scheme:
     """The scheme of the options of `add_scheme`."""
     update, speculative = choose_update(
-        options.update, clipping=not options.no_clipping, accumulation=accumulation, loss_scaling=False
+        options.update,
+        clipping=not options.no_clipping,
+        accumulation=1 if schedule == "vertical" else accumulation,
+        loss_scaling=False,
     )
     return Scheme(options.master_weights, update, speculative=speculative)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.cli.arguments import (
     add_json,
+    add_schedule,
     add_scheme,
     check_file,
     checked_value,
@@ -72,10 +73,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--nvme-path", type=Path, default=Path(), help="folder on the drive (default: the current one)")
     parser.add_argument("--steps", type=count, default=5, help="steps to time (default: 5)")
     parser.add_argument("--warmup", type=count, default=2, help="steps before them (default: 2)")
-    parser.add_argument("--batch-size", type=count, default=4, help="sequences per step (default: 4)")
+    parser.add_argument("--batch-size", type=count, default=4, help="sequences per micro-batch (default: 4)")
     parser.add_argument(
         "--seq", type=checked_value(whole_number, at_least=2), default=256, help="tokens per sequence (default: 256)"
     )
+    parser.add_argument(
+        "--accumulation", type=count, default=1, metavar="N", help="micro-batches per step (default: 1)"
+    )
+    add_schedule(parser, default="vertical")
     add_scheme(parser)
     parser.add_argument(
         "--clipping", type=norm, metavar="NORM", help="largest norm of the gradient; 0 does not clip (default: 1.0)"
@@ -155,10 +160,12 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     # Before the steps, so that it is a prediction.
     report = functools.partial(_show, options)
     machine = measure_machine(options.nvme_path, shape, samples=options.batch_size, report=report)
-    scheme = scheme_from(options)
+    scheme = scheme_from(options, accumulation=options.accumulation, schedule=options.schedule)
     work = Work(
         shape,
         samples=options.batch_size,
+        micro_batches=options.accumulation,
+        schedule=options.schedule,
         checkpointing=False,
         clipping=not options.no_clipping,
         scheme=scheme,
@@ -168,22 +175,27 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     with _engine(options, shape) as engine:
         _show(options, f"{format_count(engine.numel)} parameters, {shape.layers} layers of hidden size {shape.hidden}")
         for _ in range(options.warmup):
-            _step(engine, _tokens(options))
+            _step(engine, options)
         make = functools.partial(make_training, shape, options.batch_size)
-        limits = {"shape": shape, "samples": options.batch_size, "clipping": options.clipping}
+        limits = {
+            "shape": shape,
+            "samples": options.batch_size,
+            "clipping": options.clipping,
+            "micro_batches": options.accumulation,
+        }
         with _drive_test(options) as drive, plain_torch(make, report=report, **limits) as plain:
             if plain is not None:
                 for _ in range(options.warmup):
                     plain.step()
             rounds = []
             for number in range(options.steps):
-                step = _step(engine, _tokens(options))
+                step = _step(engine, options)
                 rounds.append(Round(step, plain.step() if plain is not None else None, _rates(drive, engine)))
                 _show(options, f"round {number + 1} of {options.steps}: {rounds[-1].in_words()}")
         traced = None
         if options.trace is not None:
             engine.start_trace()
-            _step(engine, _tokens(options))
+            _step(engine, options)
             traced = engine.stop_trace(options.trace)
         stats = engine.swap_stats()
         assert stats is not None and engine.swap is not None
@@ -194,6 +206,8 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         "layers": shape.layers,
         "hidden": shape.hidden,
         "batch_size": options.batch_size,
+        "accumulation": options.accumulation,
+        "schedule": options.schedule,
         "seq": options.seq,
         "clipping": options.clipping,
         "master_weights": scheme.master_weights,
@@ -287,6 +301,7 @@ def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engi
     drive = {"device": "nvme", "nvme_path": str(options.nvme_path)}
     config = {
         "train_micro_batch_size_per_gpu": options.batch_size,
+        "gradient_accumulation_steps": options.accumulation,
         "bf16": {"enabled": True},
         "gradient_clipping": options.clipping,
         "steps_per_print": 0,
@@ -296,6 +311,7 @@ def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engi
             "host_cache_bytes": options.cache,
             "master_weights": options.master_weights,
             "update": options.update,
+            "schedule": options.schedule,
             "gradient_bytes_max": "auto" if options.gradient_memory is None else options.gradient_memory,
         },
     }
@@ -309,14 +325,14 @@ def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engi
         engine.close()
 
 
-def _step(engine: infinity.Engine, tokens: Any) -> dict[str, Any]:
+def _step(engine: infinity.Engine, options: argparse.Namespace) -> dict[str, Any]:
     """One step, its last writes included."""
     from infinity.cli.plain_torch import Usage
 
+    micro_batches = [_tokens(options) for _ in range(options.accumulation)]
     before, used_before = engine.swap_stats(), Usage.now()
     began = time.perf_counter()
-    engine.backward(engine(tokens))
-    engine.step()
+    engine.train_batch(iter(micro_batches))
     assert engine.swap is not None and before is not None
     engine.swap.stager.settle_all()
     seconds = time.perf_counter() - began

@@ -131,7 +131,7 @@ class LiveParameters:
     """Keeps what FSDP2 gathers within a bound; made once the model is sharded and paged. See the note of this file."""
 
     def __init__(self, outline: Outline, options: LiveOptions, *, micro_batches: int, ranks: int) -> None:
-        """`micro_batches`: of a step. `ranks`: over which the model is sharded."""
+        """`micro_batches`: of a step, those that pass at once counted as one. `ranks`: over which the model is sharded."""
         self.outline = outline
         self._options = options
         self._micro_batches = micro_batches

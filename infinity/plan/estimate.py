@@ -16,7 +16,7 @@ from infinity.plan.strategy import Strategy
 from infinity.plan.transformer import Transformer
 from infinity.schedule import pinned
 from infinity.schedule.residency import choose_resident
-from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, state_bytes
+from infinity.schedule.scheme import COMPUTE_BYTES, Schedule, Scheme, state_bytes
 from infinity.schedule.spilling import (
     BUFFER_BYTES_DEFAULT,
     BUFFER_SHARES,
@@ -58,6 +58,7 @@ class Work:
         ranks: over which it is sharded.
         samples: of one micro-batch of one rank.
         micro_batches: per step.
+        schedule: in which order they pass through the groups.
         checkpointing: whether activations are kept at the blocks' borders only, and computed again.
         groups_per_block: into how many groups of its own the parts of a block are wrapped.
         clipping: whether the norm of all gradients is taken, and they are scaled by it.
@@ -75,6 +76,7 @@ class Work:
     ranks: int = 1
     samples: int = 1
     micro_batches: int = 1
+    schedule: Schedule = "horizontal"
     checkpointing: bool = True
     groups_per_block: int = 1
     clipping: bool = True
@@ -89,6 +91,20 @@ class Work:
     def shard_numel(self) -> int:
         """Parameters of one rank."""
         return -(-self.model.numel // self.ranks)
+
+    @property
+    def passes(self) -> int:
+        """Forwards of a step, each with as many micro-batches at once as there are left."""
+        return 1 if self.schedule == "vertical" else self.micro_batches
+
+    @property
+    def micro_batches_at_once(self) -> int:
+        return self.micro_batches // self.passes
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples of one rank that pass through a group before it is released."""
+        return self.samples * self.micro_batches_at_once
 
     @property
     def group_numels(self) -> list[int]:
@@ -135,7 +151,7 @@ class Work:
     @property
     def saved_bytes(self) -> list[int]:
         """By group: what a pass saves for the backward, the logits aside."""
-        of_block = self.model.saved_bytes(self.samples, checkpointing=self.checkpointing)
+        of_block = self.model.saved_bytes(self.samples_at_once, checkpointing=self.checkpointing)
         return [of_block // self.groups_per_block] * (len(self.group_numels) - 1) + [0]
 
     @property
@@ -179,7 +195,7 @@ class Work:
     @property
     def flops(self) -> float:
         """Of a step on one rank."""
-        return self.micro_batches * self.model.flops(self.samples, checkpointing=self.checkpointing)
+        return self.passes * self.model.flops(self.samples_at_once, checkpointing=self.checkpointing)
 
 
 @dataclass(frozen=True)
@@ -216,7 +232,7 @@ def host_cache_of(work: Work, strategy: Strategy, cache_bytes: int) -> HostCache
     parts = [
         Part(
             shards[group],
-            work.micro_batches * (1 if group == root else 2),
+            work.passes * (1 if group == root else 2),
             compute_on_nvme=strategy.parameters == "nvme",
         )
         for group in order
@@ -353,12 +369,12 @@ def _working_memory(work: Work, strategy: Strategy, *, activations_move: bool) -
         of_block = model.saved_bytes(work.samples, checkpointing=work.checkpointing)
         lines["saved activations on their way"] = min(SAVED_ON_THE_WAY, model.layers) * of_block
     elif work.checkpointing:
-        lines["activation checkpoints"] = model.checkpoint_bytes(work.samples)
+        lines["activation checkpoints"] = model.checkpoint_bytes(work.samples_at_once)
     else:
-        lines["activations"] = model.activation_bytes(work.samples, model.layers)
+        lines["activations"] = model.activation_bytes(work.samples_at_once, model.layers)
     if work.checkpointing:
         lines["activations of a block"] = model.activation_bytes(work.samples)
-    lines["logits"] = model.logits_bytes(work.samples)
+    lines["logits"] = model.logits_bytes(work.samples_at_once)
     return lines
 
 
@@ -371,9 +387,9 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     waits = map(operator.or_, map(bool, spilled), work.left_to_forward(strategy))
     waiting = sum(numel for numel, is_waiting in zip(work.group_shards, waits, strict=True) if is_waiting)
     later = replace(work.scheme, update=work.scheme.update if work.scheme.update == "step" else "forward")
-    read = written = work.micro_batches * (sum(spilled) + sum(work.saved_on_drive))
+    read = written = work.passes * (sum(spilled) + sum(work.saved_on_drive))
     for numel, scheme in ((work.shard_numel - waiting, work.scheme), (waiting, later)):
-        part = Part(numel, 2 * work.micro_batches, compute_on_nvme=strategy.parameters == "nvme")
+        part = Part(numel, 2 * work.passes, compute_on_nvme=strategy.parameters == "nvme")
         moved = step_bytes(part, scheme)
         read, written = read + moved[0], written + moved[1]
     return read, written

@@ -112,10 +112,10 @@ class _ProgramOfRank:
 
     def items(self) -> Program:
         """All of the step."""
-        last = self._work.micro_batches - 1
-        for micro_batch in range(self._work.micro_batches):
-            self._forward(updated=self._update != "step" and micro_batch == 0)
-            self._backward(updated=micro_batch == last, first=micro_batch == 0)
+        last = self._work.passes - 1
+        for number in range(self._work.passes):
+            self._forward(updated=self._update != "step" and number == 0)
+            self._backward(updated=number == last, first=number == 0)
         if self._strategy.all_gradients_wait(self._work.scheme):
             clip = CLIP_BYTES if self._work.clipping and self._strategy.optimizer != "nvme" else 0
             seconds = (NORM_BYTES + clip) * self._work.shard_numel / self._update_bytes_per_s
@@ -164,8 +164,8 @@ class _ProgramOfRank:
         return [SubGroup(lease_bytes=round(nbytes / max(1, count)), name=f"activations of group {group}")] * count
 
     def _backward(self, *, updated: bool, first: bool) -> None:
-        """What follows on the gradients of a group: its update; or they spill, where those of micro-batches before this one are
-        read again and added, unless it is the `first`."""
+        """What follows on the gradients of a group: its update; or they spill, where those of passes before this one are read
+        again and added, unless it is the `first`."""
 
         def use(group: int) -> None:
             self._restore(group)
@@ -196,7 +196,7 @@ class _ProgramOfRank:
     def _use(self, group: int, *, backward: bool, made: bool = False) -> None:
         """One use of a group, in forward or backward; `made`: its update has just made its compute parameters."""
         work, machine, strategy = self._work, self._machine, self._strategy
-        tokens = work.samples * work.model.seq
+        tokens = work.samples_at_once * work.model.seq
         flops_per_numel = 2 * tokens * ((3 if work.checkpointing else 2) if backward else 1)
         from_host = strategy.parameters != "none" or strategy.optimizer == "nvme"
         # From host memory FSDP2 copies the master, and casts it on the device.
@@ -209,8 +209,11 @@ class _ProgramOfRank:
                 read_bytes=0 if gathered or made else self._compute_bytes[group],
                 compute_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
                 gather_seconds=0.0 if gathered else machine.gather_seconds(COMPUTE_BYTES * numel),
-                compute_seconds=flops_per_numel * numel / machine.flops_per_s + machine.group_seconds,
-                reduce_seconds=machine.gather_seconds(GRADIENT_BYTES * numel) if backward else 0.0,
+                compute_seconds=flops_per_numel * numel / machine.flops_per_s
+                + work.micro_batches_at_once * machine.group_seconds,
+                reduce_seconds=work.micro_batches_at_once * machine.gather_seconds(GRADIENT_BYTES * numel)
+                if backward
+                else 0.0,
                 gradient_bytes=GRADIENT_BYTES * shard if backward and strategy.on_host else 0,
                 saved_bytes=0 if backward else self._saved[group],
                 restored_bytes=self._saved[group] if backward else 0,

@@ -218,7 +218,7 @@ class DeepSpeedSurface:
         with what saved activations moved in the last one.
         """
         gathers = self.live.gathers if self.live is not None else None
-        read, written = self._storage.step_bytes(micro_batches=self.gradient_accumulation_steps(), gathers=gathers)
+        read, written = self._storage.step_bytes(micro_batches=self._resolved.backwards_per_step, gathers=gathers)
         saved_read, saved_written = self.activations.step_bytes if self.activations is not None else (0, 0)
         drives = DriveSpeed(read_bytes_per_s, write_bytes_per_s)
         return max(compute_seconds, drives.lower_bound_seconds(read + saved_read, written + saved_written))

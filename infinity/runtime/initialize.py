@@ -237,8 +237,8 @@ def _shard_and_page(
             )
     live = None
     if resolved.config.zero_optimization.stage >= 3:
-        micro_batches = resolved.config.batch.accumulation
-        live = LiveParameters(outline, resolved.live, micro_batches=micro_batches, ranks=resolved.shard_ranks)
+        passes = resolved.backwards_per_step
+        live = LiveParameters(outline, resolved.live, micro_batches=passes, ranks=resolved.shard_ranks)
         notes += live.notes
         if swap is not None and swap.paging.parameters.ahead is not None:
             ahead = swap.paging.parameters.ahead

@@ -30,6 +30,8 @@ from infinity.errors import ConfigError
 
 MasterWeights = Literal["split", "full"]
 Update = Literal["step", "forward", "backward"]
+Schedule = Literal["horizontal", "vertical"]
+"""One micro-batch after the other, or all of them through a group before the next."""
 
 COMPUTE_BYTES = 2
 """One compute parameter (bf16)."""

@@ -52,7 +52,9 @@ class Model(nn.Module):
 
 def work_of(update: Update, accumulation: int, clipping: bool = False, **settings: Any) -> Work:
     shape = Transformer(LAYERS, WIDTH, 1, 1, 2, WIDTH * WIDTH, WIDTH * WIDTH)
-    scheme = Scheme("split", update, speculative=update == "backward" and (clipping or accumulation > 1))
+    at_once = settings.get("schedule") == "vertical"
+    speculative = update == "backward" and (clipping or (accumulation > 1 and not at_once))
+    scheme = Scheme("split", update, speculative=speculative)
     return Work(shape, micro_batches=accumulation, clipping=clipping, scheme=scheme, **settings)
 
 
@@ -134,3 +136,37 @@ def test_a_step_moves_what_was_planned_and_a_discarded_one_so_much_more(
     assert moved[3] == (plan.simulated.read_bytes - kept, plan.simulated.written_bytes)
     more = [sum(each) for each in zip(*moved[4:], strict=True)]
     assert more == [2 * a + b for a, b in zip(moved[3], plan.discarded_bytes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("update", "clipping"), [("step", False), ("forward", True), ("backward", False), ("backward", True)]
+)
+@pytest.mark.parametrize("accumulation", [2, 7])
+def test_a_vertical_step_holds_and_moves_what_was_planned(
+    update: Update, accumulation: int, clipping: bool, nvme_path: Path
+) -> None:
+    work = work_of(update, accumulation, clipping, schedule="vertical")
+    strategy = STRATEGIES[-1]
+    plan = plan_step(work, MACHINE, strategy, cache_bytes=0)
+    assert plan.simulated is not None
+    planned = memory_of(work, strategy, pinned_bytes=plan.pipeline.pinned_bytes, device_is_host=True)
+    x = torch.ones(4, WIDTH)
+    with started(strategy, nvme_path, update, accumulation, clipping, schedule="vertical") as engine:
+        assert engine.swap is not None
+        waiting = []
+        step = engine.step
+        engine.step = lambda: waiting.append(engine.gradient_bytes) or step()  # type: ignore[func-returns-value,method-assign]
+        for _ in range(4):
+            before = engine.swap.stats()
+            engine.train_batch(iter([(x, None)] * accumulation), loss_fn=lambda y, _: y.float().square().mean())
+            come_to_rest(engine.swap)
+            after = engine.swap.stats()
+        assert waiting[-1] == planned.host.get("gradients", 0)
+        assert after.arena_bytes == planned.nvme_bytes
+    kept = 2 * work.group_shards[-1] if update == "backward" else 0
+    moved = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
+    assert moved == (plan.simulated.read_bytes - kept, plan.simulated.written_bytes)
+    once = plan_step(work_of(update, 1, clipping), MACHINE, strategy, cache_bytes=0)
+    assert plan.plain_bytes == once.plain_bytes
+    apart = plan_step(work_of(update, accumulation, clipping), MACHINE, strategy, cache_bytes=0)
+    assert apart.plain_bytes[0] > plan.plain_bytes[0]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from infinity.cli.arguments import (
     add_json,
+    add_schedule,
     add_scheme,
     check_file,
     check_plot,
@@ -74,6 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="passes per step (default: 1)",
     )
+    add_schedule(training, default="horizontal")
     training.add_argument("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
     training.add_argument(
         "--pinned",
@@ -248,11 +250,13 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         ranks=machine.ranks,
         samples=asked.batch,
         micro_batches=asked.accumulation,
+        schedule=asked.schedule,
         checkpointing=not asked.no_checkpointing,
         groups_per_block=asked.groups_per_block,
         clipping=not asked.no_clipping,
         scheme=dataclasses.replace(
-            scheme_from(asked, accumulation=asked.accumulation), moments=OPTIMIZERS[asked.optimizer]
+            scheme_from(asked, accumulation=asked.accumulation, schedule=asked.schedule),
+            moments=OPTIMIZERS[asked.optimizer],
         ),
         gradient_bytes_max=asked.gradient_memory,
         activations=asked.offload_activations,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from infinity.plan.estimate import Work
 from infinity.plan.machine import Machine
 from infinity.plan.planner import Plan
 from infinity.units import format_bytes, format_count
@@ -67,9 +68,15 @@ def _about(plan: Plan) -> str:
     recomputed += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
     return (
         f"[bold]{format_count(model.numel)} parameters[/]: {model.layers} blocks, hidden size {model.hidden}, vocabulary "
-        f"{model.vocab}; {work.samples} x {model.seq} tokens a pass and rank, {work.micro_batches} passes a step, activations "
+        f"{model.vocab}; {work.samples} x {model.seq} tokens a pass and rank, {_micro_batches_in_words(work)}, activations "
         f"{recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, {machine.flops_per_s / 1e12:.3g} TFLOP/s each"
     )
+
+
+def _micro_batches_in_words(work: Work) -> str:
+    if work.schedule == "vertical" and work.micro_batches > 1:
+        return f"{work.micro_batches} micro-batches at once"
+    return f"{work.micro_batches} passes a step"
 
 
 def _table(plans: list[Plan], chosen: Plan | None) -> Table:
@@ -181,6 +188,7 @@ def as_json(plans: list[Plan], chosen: Plan | None, remedies: list[str], nvme_pa
         | _drive_as_json(machine),
         "batch": work.samples,
         "accumulation": work.micro_batches,
+        "schedule": work.schedule,
         "checkpointing": work.checkpointing,
         "groups_per_block": work.groups_per_block,
         "offload_activations": work.activations,
@@ -295,6 +303,8 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
             options["update"] = strategy.update_of(work.scheme)
         if work.gradient_bytes_max is not None:
             options["gradient_bytes_max"] = work.gradient_bytes_max
+    if work.schedule == "vertical":
+        options["schedule"] = work.schedule
     if work.activations != "none":
         options["offload_activations"] = {"device": work.activations}
     if work.activations == "nvme":
