@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
     )
-    from infinity.deepspeed import checkpointing, zero
+    from infinity.deepspeed import checkpointing, pipe, zero
     from infinity.deepspeed.memory_needs import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
     from infinity.runtime.engine import Engine as DeepSpeedEngine
     from infinity.runtime.initialize import initialize
+    from infinity.runtime.pipeline import PipelineModule
     from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, PagingOptions, SwapManager, TensorStore
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "PagedAdamW",
     "PagedSGD",
     "PagingOptions",
+    "PipelineModule",
     "StoreError",
     "SwapManager",
     "TensorStore",
@@ -71,6 +73,7 @@ __all__ = [
     "initialize",
     "measure_drive",
     "ops",
+    "pipe",
     "utils",
     "zero",
 ]
@@ -92,6 +95,7 @@ _NAMES_OF = {
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
     "infinity.runtime": ("Engine", "add_config_arguments", "init_distributed", "init_empty", "initialize"),
+    "infinity.runtime.pipeline": ("PipelineModule",),
     "infinity.checkpoint.consolidate": (
         "convert_zero_checkpoint_to_fp32_state_dict",
         "get_fp32_state_dict_from_zero_checkpoint",

@@ -194,6 +194,53 @@ def fail_inside(model: Any) -> None:
         raise KeyError
 
 
+def test_a_pipeline_module_is_a_sequential_model(nvme_path: Path) -> None:
+    from infinity.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from infinity.runtime.pipe.module import PipelineModule as SamePipelineModule
+
+    assert PipelineModule is SamePipelineModule is deepspeed.PipelineModule is deepspeed.pipe.PipelineModule
+
+    def unembed(embedding: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, embedding.weight)
+
+    def started(interval: int, schedule: str) -> deepspeed.Engine:
+        net = PipelineModule(
+            [
+                TiedLayerSpec("embedding", nn.Embedding, 17, 64),
+                lambda hidden: 2 * hidden,
+                *(LayerSpec(nn.TransformerEncoderLayer, 64, 2, 128, batch_first=True) for _ in range(3)),
+                nn.LayerNorm(64),
+                TiedLayerSpec("embedding", nn.Embedding, 17, 64, forward_fn=unembed),
+            ],
+            num_stages=1,
+            loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten()),
+            activation_checkpoint_interval=interval,
+            seed_layers=True,
+        )
+        assert len({p.data_ptr() for p in net.parameters()}) == 1 + 3 * 12 + 2
+        settings = config(
+            nvme_path, gradient_accumulation_steps=4, infinity={"schedule": schedule}, bf16={"enabled": True}
+        )
+        return deepspeed.initialize(model=net, config=settings)[0]
+
+    outcomes = []
+    for interval, schedule in ((0, "horizontal"), (0, "vertical"), (1, "vertical")):
+        with started(interval, schedule) as engine:
+            generator = torch.Generator().manual_seed(0)
+            tokens = [torch.randint(17, (2, 6), generator=generator) for _ in range(12)]
+            data_iter = iter([(x, x.roll(1)) for x in tokens])
+            losses = [engine.train_batch(data_iter=data_iter).item() for _ in range(3)]
+            outcomes.append((losses, whole(engine)))
+            losses.append(engine.eval_batch(data_iter=iter([(x, x) for x in tokens])).item())
+    for losses, weights in outcomes[1:]:
+        assert losses == outcomes[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(weights, outcomes[0][1], strict=True))
+    with pytest.raises(deepspeed.ConfigError, match="layer 0 of a PipelineModule is a int"):
+        PipelineModule([3])
+    with pytest.raises(deepspeed.ConfigError, match="LayerSpec takes a class of modules"):
+        LayerSpec(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
 def test_checkpointing_recomputes() -> None:
     deepspeed.checkpointing.configure(mpu_=None, partition_activations=True)
     assert deepspeed.checkpointing.is_configured()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MODULE_OF = {
     "infinity.checkpointing": "infinity.deepspeed.checkpointing",
     "infinity.ops.adam": "infinity.deepspeed.adam",
+    "infinity.pipe": "infinity.deepspeed.pipe",
+    "infinity.runtime.pipe.module": "infinity.deepspeed.pipe",
     "infinity.runtime.zero.stage3": "infinity.deepspeed.memory_needs",
     "infinity.runtime.zero.stage_1_and_2": "infinity.deepspeed.memory_needs",
     "infinity.utils.zero_to_fp32": "infinity.deepspeed.zero_to_fp32",
@@ -27,7 +29,7 @@ MODULE_OF = {
 }
 """Import path as in DeepSpeed → the module that is imported."""
 
-PACKAGES = ("infinity.ops", "infinity.runtime.zero", "infinity.utils")
+PACKAGES = ("infinity.ops", "infinity.runtime.pipe", "infinity.runtime.zero", "infinity.utils")
 """Paths that only lead to those below them."""
 
 

@@ -28,6 +28,7 @@ from infinity.runtime.gradient_norm import factor_of
 from infinity.runtime.in_memory import AnyCommits, Updater
 from infinity.runtime.observe import WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
+from infinity.runtime.pipeline import PipelineModule
 from infinity.swap.timeline import measured
 
 log = logging.getLogger("infinity")
@@ -120,8 +121,8 @@ class Passes(DeepSpeedSurface):
 
         `data_iter`: gives the micro-batches; None takes those of the data loader that `initialize` made, epoch after epoch. The
         model is called with a micro-batch: a mapping is its keyword arguments, a tuple or list its arguments. It returns the
-        loss, or something that has it as `.loss`, under "loss" or first. With a `loss_fn` (or where the model has one, as a
-        PipelineModule does), a micro-batch is (inputs, labels), and the loss is loss_fn(outputs, labels).
+        loss, or something that has it as `.loss`, under "loss" or first. With a `loss_fn` (or that of a PipelineModule), a
+        micro-batch is (inputs, labels), and the loss is loss_fn(outputs, labels).
 
         Which micro-batch passes through which group when is said by `infinity.schedule`; the numbers are the same. Each draws
         random numbers of a stream of its own, whose seed the CPU's generator gives: dropout differs from that of a loop over
@@ -135,8 +136,7 @@ class Passes(DeepSpeedSurface):
             raise InfinityError(
                 "train_batch takes a whole step, and this one has begun: call step() or zero_grad() first"
             )
-        loss_fn = loss_fn or getattr(self.module, "loss_fn", None)
-        batches = self._take(data_iter)
+        loss_fn, batches = loss_fn or self._own_loss_fn, self._take(data_iter)
         random = self._streams(len(batches))
         losses = self._forward_at_once(batches, random, loss_fn) if self._is_vertical else None
         if losses is not None:
@@ -156,7 +156,7 @@ class Passes(DeepSpeedSurface):
     def eval_batch(self, data_iter: Iterator[Any], *, loss_fn: LossFn | None = None) -> torch.Tensor:
         """The mean loss (0-D, fp32) of as many micro-batches, without gradients and in evaluation mode; else as
         `train_batch`."""
-        loss_fn = loss_fn or getattr(self.module, "loss_fn", None)
+        loss_fn = loss_fn or self._own_loss_fn
         batches, trains = self._take(data_iter), self.module.training
         self.module.eval()
         try:
@@ -168,6 +168,10 @@ class Passes(DeepSpeedSurface):
         finally:
             self.module.train(trains)
         return _mean_over_ranks(losses)
+
+    @property
+    def _own_loss_fn(self) -> LossFn | None:
+        return self.module.loss_fn if isinstance(self.module, PipelineModule) else None
 
     @property
     def _is_vertical(self) -> bool:
