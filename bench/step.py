@@ -5,6 +5,7 @@
     python bench/step.py --params 1B --ways torch,auto --alone
     python bench/step.py --params 200M --ways torch,backward,backward-cached --host-cache 2GiB
     python bench/step.py --params 200M --ways backward,backward-durable,forward,forward-durable
+    python bench/step.py --params 200M --batch-size 1 --context 64 --accumulation 8 --ways torch,auto,auto-vertical
     python bench/step.py --params 200M --batch-size 1 --clipping 0 --ways step-phase,step-phase-unchecked
 
 Every round steps the same model each way, one after the other, and measures the drive before and after each. Prints a table
@@ -40,7 +41,7 @@ from infinity.drive.measure import FILE_BYTES_MIN, DriveTest, Workload  # noqa: 
 from infinity.units import parse_bytes, parse_count  # noqa: E402
 
 UPDATES = ("auto", "backward", "forward", "step")
-VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable", "-unclipped")
+VARIANTS = ("", "-full", "-cached", "-spilled", "-unchecked", "-durable", "-unclipped", "-vertical")
 WAYS = (
     "torch",
     "memory",
@@ -50,8 +51,8 @@ WAYS = (
 )
 """Plain PyTorch in memory, to which every step is held; FSDP2 in memory, the oracle of bits and no yardstick of time; or with
 the update then. With masters in full; with --host-cache; with all gradients on NVMe; without checksums; with every step
-committed; without --clipping. With the optimizer's transfers alone before and after each step, which then begins cold; these
-without checksums, as fio and others move them."""
+committed; without --clipping; with all micro-batches of --accumulation at once. With the optimizer's transfers alone before
+and after each step, which then begins cold; these without checksums, as fio and others move them."""
 
 COMPARED = ("torch", "deepspeed")
 """Ways to compare with: where one can't run here, a line says so, and the others go on."""
@@ -60,7 +61,16 @@ DRIVE_SECONDS = 0.7
 WARM_UP_ROUNDS = 2
 """Not counted, whenever the processes have just started."""
 
-_ORDERED = ("batch_size", "context", "clipping", "backend", "pinned_bytes_max", "host_cache", "mmap_threshold")
+_ORDERED = (
+    "batch_size",
+    "context",
+    "accumulation",
+    "clipping",
+    "backend",
+    "pinned_bytes_max",
+    "host_cache",
+    "mmap_threshold",
+)
 """Arguments that the workers get."""
 
 
@@ -140,6 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch-size", type=count, default=4)
     parser.add_argument("--context", type=count, default=256)
+    parser.add_argument("--accumulation", type=count, default=1, help="micro-batches per step (default: %(default)s)")
     parser.add_argument(
         "--clipping",
         type=norm,

@@ -45,18 +45,20 @@ def torch_way(order: dict[str, Any]) -> Step:
     end_first_without_memory()
     torch.manual_seed(0)
     training = PlainTraining(GPT(config), clipping=order["clipping"])
-    batch = _batch(order)
+    batches = _batches(order)
 
     def step() -> dict[str, Any]:
         began = time.perf_counter()
-        loss = _loss(training.model(batch[:, :-1]), batch)
-        forward = time.perf_counter()
-        training.backward(loss)
+        loss, passes = _passes(training.model, lambda loss: training.backward(loss / len(batches)), batches)
         backward = time.perf_counter()
         training.step()
         ended = time.perf_counter()
-        measured = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
-        return measured | {"seconds": ended - began, "loss": loss.item(), "numel": training.numel}
+        return passes | {
+            "step": ended - backward,
+            "seconds": ended - began,
+            "loss": loss,
+            "numel": training.numel,
+        }
 
     return step
 
@@ -64,8 +66,8 @@ def torch_way(order: dict[str, Any]) -> Step:
 def infinity_way(order: dict[str, Any]) -> Step:
     """In memory ("memory"), or on NVMe with the updates as infinity chooses ("auto"), in "step", "forward" or "backward";
     "-full" keeps masters in full, "-cached" a part of the state in host memory, "-spilled" gradients on NVMe, "-unchecked" no
-    checksums, "-durable" commits every step, "-unclipped" does not clip, "-phase" moves all state before and after each step,
-    as the optimizer does but without arithmetic. Several may be told at once."""
+    checksums, "-durable" commits every step, "-unclipped" does not clip, "-vertical" trains all micro-batches at once, "-phase"
+    moves all state before and after each step, as the optimizer does but without arithmetic. Several may be told at once."""
     sys.path.insert(0, str(HERE.parent))
     import torch
     import torch.distributed as dist
@@ -77,6 +79,8 @@ def infinity_way(order: dict[str, Any]) -> Step:
     held = update == "memory"
     device = {"device": "none"} if held else {"device": "nvme", "nvme_path": order["nvme_path"]}
     config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": order["batch_size"],
+        "gradient_accumulation_steps": order["accumulation"],
         "bf16": {"enabled": True},
         "gradient_clipping": 0.0 if "unclipped" in variants else order["clipping"],
         "steps_per_print": 0,
@@ -98,7 +102,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
         engine = infinity.initialize(model=model, config=config)[0]
     except infinity.InfinityError as error:  # a full drive, a pool too small: the traceback would tell no more
         sys.exit(str(error))
-    batch = _batch(order)
+    batches = _batches(order)
 
     def phase() -> float:
         """Seconds that the transfers of an optimizer step take with nothing to do in between."""
@@ -113,20 +117,23 @@ def infinity_way(order: dict[str, Any]) -> Step:
         phases = [phase()] if "phase" in variants else []
         before = engine.swap_stats()
         began = time.perf_counter()
-        loss = _loss(engine(batch[:, :-1]), batch)
-        forward = time.perf_counter()
-        engine.backward(loss)
+        measured: dict[str, Any] = {}
+        if "vertical" in variants:
+            loss = engine.train_batch(iter([(batch[:, :-1], batch) for batch in batches]), loss_fn=_loss).item()
+        else:
+            loss, measured = _passes(engine, engine.backward, batches)
         if "phase" in variants:
             engine.start_trace()
         between = engine.swap_stats()
         backward = time.perf_counter()
-        engine.step()
+        if "vertical" not in variants:
+            engine.step()
         if engine.swap is not None:
             engine.swap.stager.settle_all()
         ended = time.perf_counter()
         after = engine.swap_stats()
-        measured = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
-        measured |= {"seconds": ended - began, "loss": loss.item(), "numel": engine.numel, "phases": phases}
+        measured |= {"step": ended - backward, "seconds": ended - began}
+        measured |= {"loss": loss, "numel": engine.numel, "phases": phases}
         if before is not None and after is not None and engine.swap is not None:
             measured |= {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
             measured["step_bytes"] = engine.swap.step_bytes()
@@ -148,6 +155,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "spilled": {"gradient_bytes_max": 0},
     "unchecked": {"checksums": False},
     "durable": {"durability": "step"},
+    "vertical": {"schedule": "vertical"},
 }
 
 _COUNTERS = ("read_bytes", "written_bytes", "stall_seconds")
@@ -167,6 +175,7 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
     place = {"device": "nvme", "nvme_path": order["nvme_path"], "pin_memory": True}
     config = {
         "train_micro_batch_size_per_gpu": order["batch_size"],
+        "gradient_accumulation_steps": order["accumulation"],
         "gradient_clipping": order["clipping"],
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
@@ -184,32 +193,53 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         "aio": {"block_size": 8 << 20, "queue_depth": 128, "intra_op_parallelism": 2, "overlap_events": True},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    batch = _batch(order)
+    batches = _batches(order)
+
+    def backward(loss: Any) -> None:
+        engine.backward(loss)
+        if len(batches) > 1:
+            engine.step()  # DeepSpeed counts micro-batches there
 
     def step() -> dict[str, Any]:
         began = time.perf_counter()
-        loss = _loss(engine(batch[:, :-1]), batch)
-        forward = time.perf_counter()
-        engine.backward(loss)
-        backward = time.perf_counter()
-        engine.step()
+        loss, passes = _passes(engine, backward, batches)
+        middle = time.perf_counter()
+        if len(batches) == 1:
+            engine.step()
         ended = time.perf_counter()
-        measured = {"forward": forward - began, "backward": backward - forward, "step": ended - backward}
-        return measured | {
+        return passes | {
+            "step": ended - middle,
             "seconds": ended - began,
-            "loss": loss.item(),
+            "loss": loss,
             "numel": sum(p.ds_numel for p in model.parameters()),
         }
 
     return step
 
 
-def _batch(order: dict[str, Any]) -> Any:
+def _batches(order: dict[str, Any]) -> list[Any]:
+    """The micro-batches of every step."""
     import torch
 
-    return torch.randint(
-        0, 256, (order["batch_size"], order["context"] + 1), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    shape = order["batch_size"], order["context"] + 1
+    return [torch.randint(0, 256, shape, generator=generator) for _ in range(order["accumulation"])]
+
+
+def _passes(model: Any, backward: Callable[[Any], Any], batches: list[Any]) -> tuple[float, dict[str, Any]]:
+    """Forward and backward of one micro-batch after the other: the mean loss, and the seconds of each."""
+    import torch
+
+    losses, seconds = [], {"forward": 0.0, "backward": 0.0}
+    for batch in batches:
+        began = time.perf_counter()
+        loss = _loss(model(batch[:, :-1]), batch)
+        middle = time.perf_counter()
+        backward(loss)
+        seconds["forward"] += middle - began
+        seconds["backward"] += time.perf_counter() - middle
+        losses.append(loss.detach())
+    return torch.stack(losses).mean().item(), seconds
 
 
 def _loss(logits: Any, batch: Any) -> Any:

@@ -25,6 +25,7 @@ KEYS = {
     "minor_faults_per_step", "torch_in_memory_cpu_seconds_per_step", "torch_in_memory_minor_faults_per_step",
     "torch_in_memory_peak_rss_bytes", "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive",
     "pinned_bytes", "arena_bytes", "peak_rss_bytes", "cache_bytes", "master_weights", "update", "trace",
+    "accumulation", "schedule",
 }  # fmt: skip
 
 
@@ -68,6 +69,22 @@ def test_how_a_model_is_stepped_is_asked_for(nvme_path: Path) -> None:
     result: dict[str, Any] = json.loads(done.stdout)
     assert (result["master_weights"], result["update"], result["clipping"]) == ("full", "step", 0.25)
     assert 0 < result["cache_bytes"] <= 1 << 20
+
+
+def test_a_vertical_step_reads_as_much_for_any_number_of_micro_batches(nvme_path: Path) -> None:
+    moved = {}
+    for accumulation, schedule in ((1, "vertical"), (4, "vertical"), (4, "horizontal")):
+        pool = ("--params", "3M", "--pinned-bytes-max", "16MiB", "--steps", "2", "--warmup", "3", "--seq", "16")
+        done = run(
+            "--nvme-path", nvme_path, *pool, "--accumulation", accumulation, "--schedule", schedule, "--json", "-"
+        )
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        assert (result["accumulation"], result["schedule"]) == (accumulation, schedule)
+        moved[accumulation, schedule] = result["read_bytes_per_param"]
+        assert result["written_bytes_per_param"] <= 12.3
+    assert moved[4, "vertical"] == pytest.approx(moved[1, "vertical"], rel=0.05)
+    assert moved[4, "horizontal"] > moved[4, "vertical"]
 
 
 @pytest.mark.parametrize("off", ["--no-clipping", "--clipping=0"])
