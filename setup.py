@@ -34,7 +34,7 @@ def sources_in(folder: str) -> list[str]:
 AIO_SOURCES = sources_in("csrc/aio")
 AIO_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "error", "process")]
 OPTIM_SOURCES = sources_in("csrc/optim")
-OPTIM_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "process", "thread_pool")]
+OPTIM_BASE = [f"csrc/base/{name}.cpp" for name in ("crc32c", "openmp", "process", "thread_pool")]
 HEADERS = sorted(str(path) for pattern in ("*.h", "*.hpp", "*.inc") for path in Path("csrc").rglob(pattern))
 
 # The flags and calls that the io_uring backend cannot do without: an older liburing counts as none.

@@ -65,3 +65,6 @@ def split(
     *, master: int, numel: int, copy: int, remainder: int, threads: int, instructions: str
 ) -> npt.NDArray[np.int32]:
     """Set `copy` and `remainder` from `master`, and return the ties that were rounded up."""
+
+def accumulate(*, grad_dtype: str, grads: int, numel: int, sums: int, threads: int, instructions: str) -> None:
+    """Add `numel` gradients at `grads` to those at `sums` (fp32)."""

@@ -5,6 +5,8 @@
 #include <string>
 #include <system_error>
 
+#include "base/openmp.h"
+
 namespace infinity {
 
 // Never destroyed: its threads wait on it until the process ends. In a forked child there are no threads, and its locks
@@ -27,6 +29,16 @@ void ThreadPool::run(int threads, int64_t count, const std::function<void(int64_
   }
   std::lock_guard<std::mutex> turn(turn_);
   int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
+  if (Parallel parallel = openmp_parallel()) {  // [Note: One team]
+    body_ = &body;
+    count_ = count;
+    next_.store(0, std::memory_order_relaxed);
+    failure_ = nullptr;
+    parallel([](void* pool) { static_cast<ThreadPool*>(pool)->take_part(); }, this, static_cast<unsigned>(helpers + 1),
+             0);
+    if (failure_) std::rethrow_exception(failure_);
+    return;
+  }
   start_threads(helpers);
   {
     std::lock_guard<std::mutex> lock(mutex_);

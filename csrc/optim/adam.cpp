@@ -275,4 +275,13 @@ std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute
   }));
 }
 
+void accumulate(Grad grad, const void* grads, int64_t numel, float* sums, const Means& means) {
+  auto* kernel = kernels_named(means.instructions).accumulate[static_cast<size_t>(grad)];
+  const int64_t itemsize = grad == Grad::kFloat32 ? 4 : 2;
+  Ties none{nullptr, nullptr};
+  run_blocks(numel, none, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay&) {
+    kernel(static_cast<const std::byte*>(grads) + begin * itemsize, end - begin, sums + begin);
+  });
+}
+
 }  // namespace infinity::optim

@@ -93,4 +93,7 @@ void join(const uint16_t* compute_param, const uint16_t* remainder, int64_t nume
 std::vector<int32_t> split(const float* master, int64_t numel, uint16_t* compute_param, uint16_t* remainder,
                            const Means& means);
 
+// Adds `numel` gradients to `sums`.
+void accumulate(Grad grad, const void* grads, int64_t numel, float* sums, const Means& means);
+
 }  // namespace infinity::optim

@@ -120,6 +120,14 @@ TiesArray split_fields(Address master, int64_t numel, Address compute_param, Add
   return array_of(std::move(rounded_up));
 }
 
+void accumulate_grads(const std::string& grad_dtype, Address grads, int64_t numel, Address sums, int threads,
+                      const std::string& instructions) {
+  Means means = means_of(threads, instructions);
+  Grad grad = grad_of(grad_dtype);
+  py::gil_scoped_release release;
+  accumulate(grad, at<const void>(grads), numel, at<float>(sums), means);
+}
+
 }  // namespace
 }  // namespace infinity::optim
 
@@ -137,4 +145,6 @@ PYBIND11_MODULE(_optim, module) {
              py::arg("ties"), py::arg("master"), py::arg("threads"), py::arg("instructions"));
   module.def("split", &optim::split_fields, py::kw_only(), py::arg("master"), py::arg("numel"), py::arg("copy"),
              py::arg("remainder"), py::arg("threads"), py::arg("instructions"));
+  module.def("accumulate", &optim::accumulate_grads, py::kw_only(), py::arg("grad_dtype"), py::arg("grads"),
+             py::arg("numel"), py::arg("sums"), py::arg("threads"), py::arg("instructions"));
 }

@@ -59,6 +59,7 @@ struct Kernels {
                float* master);
   void (*split)(const float* master, int64_t index, int64_t numel, uint16_t* compute_param, uint16_t* remainder,
                 TiesOnTheWay&);
+  void (*accumulate[3])(const void* grads, int64_t numel, float* sums);  // by Grad
 };
 
 extern const Kernels kAvx512Kernels;

@@ -204,6 +204,26 @@ def join(
     return master
 
 
+def accumulate(
+    sums: torch.Tensor, grads: torch.Tensor, *, threads: int | None = None, instructions: str = INSTRUCTIONS[0]
+) -> None:
+    """Add `grads` (fp32, bf16 or fp16) to `sums` (fp32), as `sums.add_(grads.float())` does, in one pass over memory.
+
+    Both are 1-D and contiguous, in host memory, of one length. Raises ValueError for others. (torch's own sum of two dtypes
+    takes twenty times as long.)
+    """
+    _check([sums], (torch.float32,), "sums", sums.numel())
+    _check([grads], tuple(_GRAD_DTYPES), "gradients", sums.numel())
+    _optim.accumulate(
+        grad_dtype=_GRAD_DTYPES[grads.dtype],
+        grads=grads.data_ptr(),
+        numel=sums.numel(),
+        sums=sums.data_ptr(),
+        threads=threads or torch.get_num_threads(),
+        instructions=instructions,
+    )
+
+
 # [Note: The same as torch]
 # The kernel rounds where torch's own binary does, which its source does not fix: the compiler chose where a product and a sum
 # are rounded once. Another torch, or another kind of CPU, may have chosen otherwise, so before the kernel is used it is

@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import logging
 import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -444,6 +446,46 @@ def test_threads_change_no_bit(threads: int) -> None:
     parts.step(settings_of(), pieces, 1, threads=threads)
     assert equal_bits(one.fields(), many.fields())
     assert equal_bits(one.fields(), parts.fields())
+
+
+@every_instruction_set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 33, 40_000, 100_003])
+def test_gradients_are_summed_as_by_torch(numel: int, dtype: torch.dtype, instructions: str) -> None:
+    state = State(numel)
+    grads = [state.draw().to(dtype) for _ in range(3)]
+    if numel > 2:
+        grads[1][:2] = torch.tensor([float("inf"), -0.0])
+    expected, sums = grads[0].float(), grads[0].float().clone()
+    for grad in grads[1:]:
+        expected = expected + grad.float()
+        kernel.accumulate(sums, grad, threads=3, instructions=instructions)
+    assert torch.equal(sums.view(torch.int32), expected.view(torch.int32))
+
+
+def test_only_gradients_of_one_length_in_host_memory_are_summed() -> None:
+    with pytest.raises(ValueError, match="gradients must be 4 elements"):
+        kernel.accumulate(torch.zeros(4), torch.zeros(5))
+    with pytest.raises(ValueError, match="sums must be 4 elements"):
+        kernel.accumulate(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))
+    with pytest.raises(ValueError, match="1-D, contiguous"):
+        kernel.accumulate(torch.zeros(4), torch.zeros(8)[::2])
+
+
+THREADS_AFTER_AN_UPDATE = """
+import torch
+from pathlib import Path
+from infinity.optim import kernel
+kernel.accumulate(torch.zeros(10**6), torch.ones(10**6), threads=3)
+names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+print(sum(name.startswith("inf-update") for name in names), "libgomp" in Path("/proc/self/maps").read_text())
+"""
+
+
+def test_torchs_own_threads_take_part_where_it_has_gnus_openmp() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS_AFTER_AN_UPDATE], capture_output=True, text=True, check=True)
+    threads, has_libgomp = done.stdout.split()
+    assert (threads, has_libgomp) in (("0", "True"), ("2", "False"))
 
 
 def test_several_python_threads_may_update_at_once() -> None:

@@ -157,6 +157,23 @@ TEST_CASE("instruction sets, threads and cuts change no bit") {
   }
 }
 
+TEST_CASE("gradients are summed with the same bits by every instruction set") {
+  constexpr int64_t kNumel = 100'003;
+  std::vector<float> grads(kNumel), sums(kNumel, 1.5f);
+  for (int64_t i = 0; i < kNumel; ++i) grads[static_cast<size_t>(i)] = 1.0f / static_cast<float>(i + 1);
+  std::vector<uint16_t> halves(kNumel);
+  for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(0x3F80 + i % 100);  // around 1
+  std::vector<std::vector<float>> found;
+  for (const std::string& instructions : instruction_sets()) {
+    Means means{3, instructions};
+    found.push_back(sums);
+    accumulate(Grad::kFloat32, grads.data(), kNumel, found.back().data(), means);
+    accumulate(Grad::kBfloat16, halves.data(), kNumel, found.back().data(), means);
+    CHECK(equal_bits(found.front(), found.back()));
+  }
+  CHECK(found.front()[0] == 1.5f + 1.0f + 1.0f);
+}
+
 TEST_CASE("several threads may update at once") {
   std::vector<std::thread> callers;
   for (unsigned seed = 0; seed < 4; ++seed) {
