@@ -96,7 +96,7 @@ class PlainTraining:
         def take(param: torch.Tensor) -> None:
             assert param.grad is not None
             if self._accumulates:
-                into.add_(param.grad)
+                into.add_(param.grad.float())  # far faster than torch's sum of two dtypes
             else:
                 into.copy_(param.grad)
             param.grad = None
