@@ -1,4 +1,5 @@
-"""Floor 7. What we need to know of an FSDP2 model and of autograd. The only file that looks past their public interfaces."""
+"""Floor 7. What we need to know of an FSDP2 model and of autograd. Only this file, running_group.py and buffers.py look past
+their public interfaces."""
 
 from __future__ import annotations
 
@@ -82,14 +83,14 @@ def _is_in_pass(model: FSDPModule, *, root_may_run: bool = False) -> bool:
     shared = root._state_ctx
     if shared.post_backward_final_callback_queued or (shared.iter_forward_root is not None and not root_may_run):
         return True
-    running = [root, *_groups_of(root)] if root_may_run and root._training_state.name == "FORWARD" else []
+    running = [root, *param_groups_of(root)] if root_may_run and root._training_state.name == "FORWARD" else []
     holders = (*shared.all_states, *_all_groups(model))
     return any(holder._training_state.name != "IDLE" and holder not in running for holder in holders)
 
 
 def _all_groups(model: FSDPModule) -> list[Any]:
     """Of a root; none before its first forward."""
-    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in _groups_of(state)]
+    return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in param_groups_of(state)]
 
 
 def guard_state_dict(model: nn.Module, entered: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -260,73 +261,11 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
 
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:
     """Have a group gathered and reduced by these, where that is FSDP2's own way now. At any time between passes."""
-    for group in _groups_of(module._get_fsdp_state()):
+    for group in param_groups_of(module._get_fsdp_state()):
         if type(group._all_gather_comm) is DefaultAllGather:
             group._all_gather_comm = gather
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = reduction
-
-
-class RunningGroup:
-    """The group of a module that more than one micro-batch is in at a time: what each of them sees of it, and its reductions.
-
-    [Note: A leaf for each micro-batch]
-    In one backward autograd sums what all uses of a leaf give, in the dtype of compute, before FSDP2 sees any of it. Gradients
-    of several micro-batches are to be summed in fp32. So each micro-batch computes with leaves of its own, over the memory of
-    the gathered parameters, and what comes for one of them is given to FSDP2 as the gradient of the parameter. Where that of
-    an earlier micro-batch is there still, it is reduced first: FSDP2 reduces when gradients reach a module's inputs, and those
-    of the root, or of a first block over a frozen embedding, need none.
-    """
-
-    def __init__(self, module: FSDPModule) -> None:
-        self.module = module
-        self._groups = _groups_of(module._get_fsdp_state())
-        self._leaves: dict[tuple[Any, int], nn.Parameter] = {}
-
-    @property
-    def is_resharded_after_forward(self) -> bool:
-        return all(group._reshard_after_forward for group in self._groups)
-
-    def enter(self, micro_batch: int) -> None:
-        """It is gathered: from now on its modules show the leaves of a micro-batch."""
-        for parameter in self._trained():
-            parameter._setattr_on_modules(self._leaf(parameter, micro_batch))
-
-    def leave(self) -> None:
-        """Its modules show the gathered parameters."""
-        for parameter in self._trained():
-            parameter._setattr_on_modules(parameter._unsharded_param)
-
-    def begin(self) -> None:
-        """A forward of all micro-batches begins: what an exception left in the leaves of the one before is void."""
-        for leaf in self._leaves.values():
-            leaf.grad = None
-
-    def _trained(self) -> list[Any]:
-        return [p for group in self._groups for p in group.fsdp_params if p._unsharded_param.requires_grad]
-
-    def _leaf(self, parameter: Any, micro_batch: int) -> nn.Parameter:
-        leaf = self._leaves.get((parameter, micro_batch))
-        if leaf is None:
-            leaf = self._leaves[parameter, micro_batch] = nn.Parameter(parameter._unsharded_param.detach())
-            leaf.register_post_accumulate_grad_hook(functools.partial(self._give_to_fsdp, parameter))
-        return leaf
-
-    def _give_to_fsdp(self, parameter: Any, leaf: torch.Tensor) -> None:
-        unsharded = parameter._unsharded_param
-        if unsharded.grad is not None:
-            self._reduce()
-        unsharded.grad, leaf.grad = leaf.grad, None
-
-    def _reduce(self) -> None:
-        """Reduce what is there, in the middle of a backward: the group stays gathered."""
-        for group in self._groups:
-            reshards, group.reshard_after_backward = group.reshard_after_backward, False
-            with group.use_training_state(
-                group._training_state
-            ):  # and back, so that the end of the backward reduces the rest
-                group.post_backward()
-            group.reshard_after_backward = reshards
 
 
 def _apply_unless_it_converts(
@@ -347,18 +286,19 @@ def _apply_unless_it_converts(
 def _gathers(module: FSDPModule, root: bool) -> int:
     """1 where its parameters stay gathered from forward to backward, as the root's do unless told otherwise; else 2."""
     state = module._get_fsdp_state()
-    stays = all(group.post_forward_mesh_info is None for group in _groups_of(state))
+    stays = all(group.post_forward_mesh_info is None for group in param_groups_of(state))
     root_stays = root and getattr(state, "_auto_reshard_after_forward", True)  # always in older torch
     return 1 if stays or root_stays else 2
 
 
 def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
     return any(
-        group.post_forward_mesh_info not in (None, group.mesh_info) for group in _groups_of(module._get_fsdp_state())
+        group.post_forward_mesh_info not in (None, group.mesh_info)
+        for group in param_groups_of(module._get_fsdp_state())
     )
 
 
-def _groups_of(state: Any) -> list[Any]:
+def param_groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one a module before torch 2.13
     return [group for group in groups if group is not None]
 

@@ -5,7 +5,7 @@ Each micro-batch runs the model's own forward, as a coroutine that pauses where 
 to a group, they pass through it, one after the other. The first gathers it, the last releases it. One backward over all losses
 goes the same way back: autograd runs the nodes that were made last first, so all micro-batches pass through a group before the
 one below. They take turns in descending order, hence backward in ascending order, which is the order of their sums. So the
-numbers are those of one micro-batch after the other, bit for bit, with [Note: A leaf for each micro-batch] in sharding.py.
+numbers are those of one micro-batch after the other, bit for bit, with [Note: A leaf for each micro-batch] in running_group.py.
 
 The root is called once, with all micro-batches: its hooks, FSDP2's and ours, see one forward. A model whose micro-batches can't
 take turns is found in its first such forward, before anything was changed.
@@ -24,9 +24,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from infinity.fsdp2.buffers import ReusedBuffers
 from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState
 from infinity.fsdp2.names import clean_name
-from infinity.fsdp2.sharding import RunningGroup, in_backward
+from infinity.fsdp2.running_group import RunningGroup, may_sum_unreduced
+from infinity.fsdp2.sharding import in_backward
 from infinity.units import format_bytes
 
 
@@ -42,15 +44,23 @@ def micro_batches_in(args: tuple[Any, ...]) -> int:
     return args[0].count if args and isinstance(args[0], _Pass) else 1
 
 
+def reductions_in(args: tuple[Any, ...]) -> int:
+    """How often the gradients of a parameter are reduced in the backward of that forward."""
+    return args[0].count if args and isinstance(args[0], _Pass) and args[0].reductions_apart else 1
+
+
 class Vertical:
     """Runs forwards of a sharded model in the vertical schedule. To be made after all others who hook the groups' forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         assert isinstance(model, FSDPModule)
         self._model: nn.Module = model
-        self._root = RunningGroup(model)
         modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule) and name}
-        self.groups = {cast(nn.Module, module): RunningGroup(module) for module in modules.values()}
+        sums = ReusedBuffers(4 * sum(p.numel() for p in model.parameters())) if may_sum_unreduced(model) else None
+        self.reductions_apart = sums is None
+        """Whether the gradients of each micro-batch are reduced by themselves."""
+        self._root = RunningGroup(model, sums)
+        self.groups = {cast(nn.Module, module): RunningGroup(module, sums) for module in modules.values()}
         """By module, without the root's."""
         self.why_not: str | None = _why_not(model, list(modules))
         """Why the micro-batches of this model can't take turns, where that is known."""
@@ -62,7 +72,7 @@ class Vertical:
         if self.why_not is None:
             for module in self.groups:
                 module.register_forward_pre_hook(self._come_to, prepend=True)
-                module.register_forward_pre_hook(self._enter)
+                module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 module.register_forward_hook(self._leave, prepend=True)
 
     def forward(
@@ -78,7 +88,7 @@ class Vertical:
         available_bytes: the memory that may still be taken for what they save, where that is to be looked at; None is unknown.
         Returns None where they can't take turns, or wouldn't fit: `why_not` says why, and nothing was changed.
         """
-        self.end()
+        self._abandon()
         if self.why_not is not None:
             return None
         memory = _Memory(available_bytes) if available_bytes is not None and not self._has_fitted else None
@@ -95,28 +105,33 @@ class Vertical:
         return outputs
 
     def end(self) -> None:
-        """The backward is over; or an exception ended it, or the forward. What stayed gathered for a micro-batch that no
-        gradient reached is released. Idempotent."""
+        """The backward is over. What waited for a micro-batch that no gradient reached is released, and its gradients are in
+        `.grad`."""
+        if self._pass is not None:
+            self._pass.end()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Where an exception ended a forward or its backward: the model is set as before it."""
         run, self._pass = self._pass, None
         if run is not None:
-            run.end()
+            run.reset()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._pass is not None and (not args or args[0] is not self._pass) and not in_backward():
-            self.end()  # an exception ended it
+            self._abandon()
 
     def _come_to(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if (run := self._pass) is not None and (coroutine := run.running) is not None:
             run.come_to(module, coroutine)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (run := self._pass) is not None and run.running is not None:
-            self.groups[module].enter(run.micro_batch)
+            run.enter(module, (args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (run := self._pass) is not None and run.running is not None:
-            self.groups[module].leave()
-            run.leave(module, output)
+            run.leave(module)
 
 
 class _Pass:
@@ -131,6 +146,7 @@ class _Pass:
         memory: _Memory | None,
     ) -> None:
         self._groups, self._root, self._model, self._random = vertical.groups, root, model, random
+        self.reductions_apart = vertical.reductions_apart
         self._memory = memory
         self._places = {module: place for place, module in enumerate(self._groups)}
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
@@ -138,15 +154,19 @@ class _Pass:
         self._original_forward = model.forward
         self._resharding = {module for module, group in self._groups.items() if group.is_resharded_after_forward}
         self._called: set[tuple[nn.Module, int]] = set()
+        self._inside: list[list[nn.Module]] = [[] for _ in random]
+        """By micro-batch: the groups whose forward it is in, the innermost last."""
         self._is_last = False
         """Whether no other micro-batch waits for the group that is about to be called."""
         self._returning: Counter[nn.Module] = Counter()
-        """By group: through how many micro-batches a gradient is still to come back to it."""
+        """By group: how many micro-batches are still to come to its inputs in the backward."""
+        self._have_gradients: dict[nn.Module, bool] = {}
+        """By group: whether its inputs have."""
         self.micro_batch = 0
         """The one that runs."""
         self._coroutine: Coroutine | None = None
         for group in (root, *self._groups.values()):
-            group.begin()
+            group.clear()
 
     @property
     def count(self) -> int:
@@ -195,18 +215,34 @@ class _Pass:
         if (module, self.micro_batch) in self._called:
             raise CannotPause(f"group {self._names[module]} is called twice in a forward")
         self._called.add((module, self.micro_batch))
+        around = self._inside[self.micro_batch]
+        for outer in around:
+            self._groups[outer].suspend()
         coroutine.pause(module)
+        for outer in around:
+            self._groups[outer].resume(self.micro_batch)
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """A micro-batch has passed through a group, which is about to be released, or is not."""
-        if module in self._resharding:
-            cast(FSDPModule, module).set_reshard_after_forward(self._is_last, recurse=False)
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """The group is gathered, and the micro-batch enters it. In the backward FSDP2 releases it at the inputs of each."""
+        self._inside[self.micro_batch].append(module)
+        self._groups[module].enter(self.micro_batch)
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if self._have_gradients.setdefault(module, bool(tensors)) != bool(tensors):
+            raise CannotPause(f"inputs of group {self._names[module]} have gradients in some micro-batches only")
+        self._groups[module].is_held = bool(tensors)
         if tensors:
             self._returning[module] += 1
+            cast(FSDPModule, module).set_reshard_after_backward(False, recurse=False)
             came_back = itertools.count()
             for tensor in tensors:
                 tensor.register_hook(partial(self._come_back, module, came_back))
+
+    def leave(self, module: nn.Module) -> None:
+        """The micro-batch has passed through the group, which is released after the last."""
+        self._inside[self.micro_batch].remove(module)
+        self._groups[module].leave()
+        if module in self._resharding:
+            cast(FSDPModule, module).set_reshard_after_forward(self._is_last, recurse=False)
 
     def restore_forward(self) -> None:
         """The root's forward is its own again. Idempotent."""
@@ -219,21 +255,30 @@ class _Pass:
     # The backward.
 
     def _come_back(self, module: nn.Module, came_back: itertools.count[int], grad: torch.Tensor) -> None:
-        """A gradient reaches what a group returned: before FSDP2 hears of it."""
+        """A gradient has reached an input of a group, as FSDP2 is about to hear."""
         if next(came_back) == 0:
             self._returning[module] -= 1
-            cast(FSDPModule, module).set_reshard_after_backward(self._returning[module] == 0, recurse=False)
+            if not self._returning[module]:
+                self._groups[module].give_sums()
+                cast(FSDPModule, module).set_reshard_after_backward(True, recurse=False)
 
     def end(self) -> None:
         """See `Vertical.end`."""
+        for module, count in self._returning.items():
+            if count:
+                cast(FSDPModule, module).reshard()
+        for group in self._groups.values():
+            group.end()
+
+    def reset(self) -> None:
+        """The levers of the groups are as before the forward."""
         self.restore_forward()
         for module in self._resharding:
             cast(FSDPModule, module).set_reshard_after_forward(True, recurse=False)
-        for module, count in self._returning.items():
-            sharded = cast(FSDPModule, module)
-            sharded.set_reshard_after_backward(True, recurse=False)
-            if count:
-                sharded.reshard()
+        for module in self._returning:
+            cast(FSDPModule, module).set_reshard_after_backward(True, recurse=False)
+        for group in (self._root, *self._groups.values()):
+            group.clear()
 
 
 class _Memory:
@@ -261,12 +306,8 @@ class _Memory:
 
 
 def _why_not(model: nn.Module, names: Sequence[str]) -> str | None:
-    if not names:
+    if len(names) == 0:
         return "it is one group"
-    for name in names:
-        inner = next((other for other in names if other.startswith(f"{name}.")), None)
-        if inner is not None:
-            return f"group {clean_name(inner)} lies in group {clean_name(name)}"
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or isinstance(
             module, torch._dynamo.OptimizedModule

@@ -46,21 +46,21 @@ class FlopsProfile:
     def __init__(self, module: nn.Module, settings: FlopsProfilerConfig, batch: Batch, shard_numel: int) -> None:
         self._module, self._settings, self._batch, self._shard_numel = module, settings, batch, shard_numel
         self._seconds: dict[str, float] = {}
-        self._began = 0.0
+        self._began, self._micro_batches = 0.0, 1
         self._whole = _Part("", _kind(module), 0, sum(p.numel() for p in module.parameters()))
         self._parts = [self._whole]
 
     @contextlib.contextmanager
-    def measure(self, part: str, steps: int) -> Iterator[None]:
+    def measure(self, part: str, steps: int, micro_batches: int = 1) -> Iterator[None]:
         """Where `steps` is the step to profile, count what happens in the block for `part`: "fwd" and "bwd" of the first
-        micro-batch, "step" of the last."""
+        micro-batch, or of so many at once; "step" of the last."""
         wanted = part == "step" or (part not in self._seconds and torch.is_grad_enabled())
         if steps != self._settings.profile_step or not wanted:
             yield
             return
         began = now()
         if part == "fwd":
-            self._began = began
+            self._began, self._micro_batches = began, micro_batches
         with self._counting() if part == "fwd" else contextlib.nullcontext():
             yield
         self._seconds[part] = now() - began
@@ -151,7 +151,8 @@ class FlopsProfile:
             "samples/second": f"{batch.train / whole_seconds:.2f}",
         }
         yield _title("Flops Profiler")
-        yield f"Profile summary at step {self._settings.profile_step}, of its first micro-batch on rank 0."
+        counted = f"{self._micro_batches} micro-batches" if self._micro_batches > 1 else "first micro-batch"
+        yield f"Profile summary at step {self._settings.profile_step}, of its {counted} on rank 0."
         yield "Latencies include the counting; gathering and paging are part of the forward in which they happen."
         yield ""
         yield from (f"{name + ':':<72}{value}" for name, value in figures.items())

@@ -63,8 +63,8 @@ class Passes(DeepSpeedSurface):
             return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """What `forward` does around the model, for a loop that calls the model itself."""
+    def forward_pass(self, *, micro_batches: int = 1) -> Iterator[None]:
+        """What `forward` does around the model, for a loop that calls the model itself. `micro_batches`: of the call."""
         saving: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.activations is not None and torch.is_grad_enabled():
             saving = self.activations.saving()
@@ -72,7 +72,7 @@ class Passes(DeepSpeedSurface):
         explained = self._routes.explained() if self._routes is not None else contextlib.nullcontext()
         name = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
         around = self._guard.around(Pass.FORWARD)
-        with self._in_pass(name), around, self._timing("fwd"), saving, explained:
+        with self._in_pass(name), around, self._timing("fwd", micro_batches), saving, explained:
             yield
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -177,13 +177,15 @@ class Passes(DeepSpeedSurface):
     def _is_vertical(self) -> bool:
         """Whether the micro-batches of this step are to take turns."""
         asked, alone = self._resolved.schedule, self.gradient_accumulation_steps() == 1
-        return asked == "vertical" or (asked == "auto" and not alone and self._vertical.why_not is None)
+        if asked == "auto":
+            return self._resolved.paging is not None and not alone and self._vertical.why_not is None
+        return asked == "vertical"
 
     def _forward_at_once(
         self, batches: Sequence[Any], random: Sequence[RandomState], loss_fn: LossFn | None
     ) -> list[torch.Tensor] | None:
         """The losses of all micro-batches; None where they can't take turns, which the log says."""
-        with self.forward_pass():
+        with self.forward_pass(micro_batches=len(batches)):
             calls = [_call_of(batch, loss_fn) for batch in batches]
             look = None if self._resolved.schedule == "vertical" or self.activations is not None else _memory_left
             outputs = self._vertical.forward(calls, random, available_bytes=look)
@@ -223,13 +225,13 @@ class Passes(DeepSpeedSurface):
         return self.peers.in_pass(name, self._guard.standing, last=last)
 
     @contextlib.contextmanager
-    def _timing(self, part: Literal["fwd", "bwd", "step"]) -> Iterator[None]:
+    def _timing(self, part: Literal["fwd", "bwd", "step"], micro_batches: int = 1) -> Iterator[None]:
         """Count what happens in the block for `part`, wherever that is wanted; tell when a step ends."""
         steps, clock, profile = self.global_steps, self.wall_clock, self.flops_profile
         with (
             measured(self.timeline, "step", {"fwd": "forward", "bwd": "backward", "step": "step"}[part]),
             clock.measure(part) if clock is not None else contextlib.nullcontext(),
-            profile.measure(part, steps) if profile is not None else contextlib.nullcontext(),
+            profile.measure(part, steps, micro_batches) if profile is not None else contextlib.nullcontext(),
         ):
             yield
         stepped = self.global_steps > steps

@@ -74,7 +74,7 @@ class GradientLap:
                 '(PagingOptions.update) to "forward" for a model that is used more than once per step'
             )
         self._arrivals[parameter] += 1
-        if self._arrivals[parameter] < self._paging.policy.micro_batches_at_once:
+        if self._arrivals[parameter] < self._paging.policy.reductions_at_once:
             return None  # those of the others follow in this backward
         if not group.gradients_wait and not self._paging.policy.gradients_are_final(group):
             return None

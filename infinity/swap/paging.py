@@ -33,7 +33,7 @@ from infinity.fsdp2.sharding import (
     install,
     is_at_rest,
 )
-from infinity.fsdp2.vertical import micro_batches_in
+from infinity.fsdp2.vertical import micro_batches_in, reductions_in
 from infinity.schedule.pinned import sub_groups_ahead
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout
@@ -297,7 +297,7 @@ class Paging:
             self.leave_unfinished_pass(at_root=True)
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()
-            self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args))
+            self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled() and not in_backward():

@@ -68,6 +68,8 @@ class StagingPolicy:
         """Whether the forward of the whole model that is going on is training's; None where none is going on."""
         self.micro_batches_at_once = 1
         """Of the last forward of the whole model: see [Note: The vertical schedule] in infinity/fsdp2/vertical.py."""
+        self.reductions_at_once = 1
+        """Of a gradient in the backward that follows it."""
         self._forwards: Counter[int] = Counter()
         """By group: how often it was called in training since the last step."""
         self._logged_misprediction = False
@@ -112,9 +114,10 @@ class StagingPolicy:
 
     # What it is told.
 
-    def begin_pass(self, *, trains: bool, micro_batches: int) -> None:
+    def begin_pass(self, *, trains: bool, micro_batches: int, reductions: int) -> None:
         """A forward of the whole model begins, with so many micro-batches at once."""
-        self._pass_trains, self.micro_batches_at_once = trains, micro_batches
+        self._pass_trains = trains
+        self.micro_batches_at_once, self.reductions_at_once = micro_batches, reductions
 
     def end_pass(self) -> None:
         """The forward of the whole model is over."""

@@ -12,7 +12,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ SAVED_STEP = 1
 
 @dataclass(frozen=True)
 class Training:
-    """One way to train `scene.Model`; `place`: "memory" or "nvme"."""
+    """One way to train `scene.Model`; `place`: "memory" or "nvme"; `schedule`: of `train_batch`, or "loop"."""
 
     place: str = "memory"
     update: str = "auto"
@@ -39,16 +39,20 @@ class Training:
     clipping: float = 0.0
     cached: bool = False
     activations: bool = False
+    schedule: str = "loop"
 
     @property
     def oracle(self) -> Training:
         """The same held in memory."""
-        return replace(self, place="memory", update="auto", durable=False, cached=False, activations=False)
+        schedule = "loop" if self.schedule == "loop" else "horizontal"
+        return Training("memory", accumulation=self.accumulation, clipping=self.clipping, schedule=schedule)
 
     def config(self, folder: Path) -> dict[str, Any]:
         config = scene.config(folder if self.place == "nvme" else None, self.update)
         config |= {"gradient_clipping": self.clipping, "gradient_accumulation_steps": self.accumulation}
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+        if self.schedule != "loop":
+            config["infinity"] |= {"schedule": self.schedule}
         if self.durable:
             config["infinity"] |= {"durability": "step"}
         if self.cached:
@@ -70,11 +74,16 @@ class Training:
         durable = draw.random() < 0.4
         cached = not durable and draw.random() < 0.25
         activations = not durable and draw.random() < 0.25
-        return Training("nvme", update, durable, accumulation, clipping, cached, activations)
+        schedule = draw.choice(["loop", "loop", "vertical", "auto"])
+        if schedule != "loop":
+            accumulation = draw.choice([2, 3])
+        return Training("nvme", update, durable, accumulation, clipping, cached, activations, schedule)
 
     @property
     def acts(self) -> list[str]:
         """What one step does, in order."""
+        if self.schedule != "loop":
+            return ["evaluate", "train"]
         passes = [f"{act} {number}" for number in range(self.accumulation) for act in ("forward", "backward")]
         exact = (
             self.clipping == 0.0 and self.accumulation == 1
@@ -105,6 +114,10 @@ class Run:
             engine.backward(self._loss)
         elif act == "step":
             engine.step()
+        elif act == "train":
+            data = iter([(x + k, None) for k in range(self.training.accumulation)])
+            mean = engine.train_batch(data, loss_fn=lambda y, _: y.float().square().mean())
+            self.losses[number, act] = mean.item()
         else:
             engine.eval()
             try:

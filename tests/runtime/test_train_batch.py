@@ -115,6 +115,56 @@ class Branching(Model):
         return hidden
 
 
+class Unused(Model):
+    """What a block gives is left out of the loss of some micro-batches, so that no gradient comes back to it."""
+
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            passed, _ = block(hidden)
+            hidden = hidden if number == 1 and int(tokens[0, 0]) % 2 else passed
+        return hidden
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.one(hidden) + self.other(hidden).tanh()
+
+
+class NestedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = Experts(), Experts()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        hidden = super().forward(self.before(hidden), **kwargs)[0]
+        return hidden + self.last(self.after(hidden)), None
+
+
+class Nested(Model):
+    """Groups in groups in groups."""
+
+    wrap = ("NestedBlock", "Experts", "Linear")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NestedBlock() for _ in range(2))
+
+
+class Mixed(Model):
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, mask = self.embedding(tokens), (tokens > 2).unsqueeze(-1)
+        hidden = hidden.detach() if int(tokens[0, 0]) % 2 else hidden
+        for block in self.blocks:
+            hidden, _ = self.call(block, hidden, mask)
+        return hidden
+
+
 class Twice(Model):
     def run(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.blocks[0](super().run(tokens))[0]
@@ -139,8 +189,20 @@ MODELS: list[Callable[[], nn.Module]] = [
     FrozenBelow,
     EncoderDecoder,
     Branching,
+    Unused,
+    Nested,
 ]
-NAMES = ["plain", "tied", "dropout", "checkpointed", "frozen below", "encoder and decoder", "branching"]
+NAMES = [
+    "plain",
+    "tied",
+    "dropout",
+    "checkpointed",
+    "frozen below",
+    "encoder and decoder",
+    "branching",
+    "unused",
+    "nested",
+]
 
 
 def batches(seed: int = 0) -> Iterator[torch.Tensor]:
@@ -153,6 +215,7 @@ def start(
     make: Callable[[], nn.Module], path: Path, *, accumulation: int = 3, clipping: float = 0.0, **own: Any
 ) -> infinity.Engine:
     torch.manual_seed(0)
+    own = {"wrap": getattr(make, "wrap", "auto"), **own}
     place = {"device": "nvme", "nvme_path": str(path)}
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -166,6 +229,7 @@ def start(
             "offload_optimizer": place,
             "stage3_param_persistence_threshold": 0,
         },
+        "flops_profiler": {"enabled": own.pop("profile", False), "detailed": False},
         "infinity": {"pinned_bytes_max": "16MiB", **own},
     }
     return infinity.initialize(model=make(), config=config)[0]
@@ -204,8 +268,9 @@ def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clippi
         (Twice, "group blocks.0 is called twice"),
         (Reentrant, "a context of their own"),
         (Autocast, "a context of their own"),
+        (Mixed, "inputs of group blocks.0 have gradients in some micro-batches only"),
     ],
-    ids=["a group twice", "reentrant checkpoints", "autocast inside"],
+    ids=["a group twice", "reentrant checkpoints", "autocast inside", "gradients of some inputs"],
 )
 def test_what_cannot_take_turns_goes_one_after_the_other(
     make: Callable[[], nn.Module], why: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
@@ -219,7 +284,9 @@ def test_what_cannot_take_turns_goes_one_after_the_other(
         start(make, nvme_path, schedule="vertical") as engine,
         pytest.raises(infinity.ConfigError, match=r"can't take turns.*set infinity.schedule to"),
     ):
-        engine.train_batch(batches())
+        data = batches()
+        for _ in range(4):
+            engine.train_batch(data)
 
 
 def test_micro_batches_that_would_not_fit_go_one_after_the_other(
@@ -301,6 +368,24 @@ def test_a_step_that_an_exception_ended_is_taken_again(at: int, schedule: str, n
         losses += [engine.train_batch(data).item() for _ in range(2)]
         losses.append(engine.eval_batch(batches(9)).item())
         assert_same(expected, (losses, weights(engine)))
+
+
+@pytest.mark.parametrize("make", [Model, Checkpointed], ids=["plain", "checkpointed"])
+def test_saved_activations_of_all_micro_batches_wait_on_nvme(make: Callable[[], nn.Module], nvme_path: Path) -> None:
+    offload = {"device": "nvme", "bytes_min": 100, "buffer_bytes": "1MiB"}
+    expected = train(make, nvme_path, schedule="horizontal")
+    assert_same(expected, train(make, nvme_path, schedule="vertical", offload_activations=offload))
+
+
+def test_the_report_of_operations_counts_all_micro_batches(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = []
+    for schedule in ("horizontal", "vertical"):
+        with start(Model, nvme_path, schedule=schedule, profile=True) as engine:
+            data = batches()
+            for _ in range(3):
+                engine.train_batch(data)
+        reports.append(capsys.readouterr().out)
+    assert "of its first micro-batch on rank 0" in reports[0] and "of its 3 micro-batches on rank 0" in reports[1]
 
 
 def test_evaluation_and_loops_between_vertical_steps(nvme_path: Path) -> None:

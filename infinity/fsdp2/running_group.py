@@ -1,0 +1,147 @@
+"""Floor 7. A group while several micro-batches pass through it: what each of them sees of it, and where its gradients go.
+
+Looks past FSDP2's public interface, as sharding.py does. Used by the training thread, and by autograd's threads on its behalf.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from infinity.fsdp2.buffers import ReusedBuffers
+from infinity.fsdp2.sharding import param_groups_of
+from infinity.optim.kernel import accumulate
+
+
+class RunningGroup:
+    """The group of a module that more than one micro-batch is in at a time: what each of them sees of it, and its gradients.
+
+    sums: memory for gradients that are summed here; None where each is reduced by itself.
+
+    [Note: A leaf for each micro-batch]
+    In one backward autograd sums what all uses of a leaf give, in the dtype of compute, before FSDP2 sees any of it. Gradients
+    of several micro-batches are to be summed in fp32. So each micro-batch computes with leaves of its own, over the memory of
+    the gathered parameters.
+
+    Over several ranks, what comes for a leaf is given to FSDP2 as the gradient of the parameter. Where that of an earlier
+    micro-batch is there still, it is reduced first: FSDP2 reduces when gradients reach a module's inputs, and those of the
+    root, or of a first block over a frozen embedding, need none. Over one rank a reduction changes nothing, so gradients are
+    summed here as they come, and FSDP2 gets the sum: with the last micro-batch's where inputs have gradients (`is_held`), else
+    at once, as it looks for it when the backward ends.
+    """
+
+    def __init__(self, module: FSDPModule, sums: ReusedBuffers | None) -> None:
+        self.module = module
+        self.is_held = False
+        self._groups = param_groups_of(module._get_fsdp_state())
+        self._leaves: dict[tuple[Any, int], nn.Parameter] = {}
+        self._buffers = sums
+        self._sums: dict[Any, torch.Tensor] = {}
+        """By parameter (FSDP2's), 1-D, fp32."""
+
+    @property
+    def is_resharded_after_forward(self) -> bool:
+        return all(group._reshard_after_forward for group in self._groups)
+
+    def clear(self) -> None:
+        """What is left of gradients is void."""
+        self._sums.clear()
+        for leaf in self._leaves.values():
+            leaf.grad = None
+
+    def enter(self, micro_batch: int) -> None:
+        """It is gathered: from now on its modules show the leaves of a micro-batch."""
+        for parameter in self._trained():
+            parameter._setattr_on_modules(self._leaf(parameter, micro_batch))
+
+    def leave(self) -> None:
+        """Its modules show the gathered parameters."""
+        for parameter in self._trained():
+            parameter._setattr_on_modules(parameter._unsharded_param)
+
+    def suspend(self) -> None:
+        """A micro-batch pauses within it: the next one enters as if none was there."""
+        self.leave()
+        self._set_state(TrainingState.IDLE)
+
+    def resume(self, micro_batch: int) -> None:
+        """A micro-batch that paused within it goes on."""
+        self._set_state(TrainingState.FORWARD)
+        self.enter(micro_batch)
+
+    def give_sums(self) -> None:
+        """FSDP2 is about to reduce, and no gradient follows."""
+        for parameter, total in self._sums.items():
+            parameter.unsharded_accumulated_grad = total.view(parameter._unsharded_param.shape)
+        self._sums.clear()
+
+    def end(self) -> None:
+        """The backward is over. Sums that were to wait for a micro-batch whose gradient never came are in `.grad`."""
+        for parameter, total in self._sums.items() if self.is_held else ():
+            sharded, grad = parameter.sharded_param, parameter.to_sharded_dtensor(total.view(parameter.sharded_size))
+            sharded.grad = grad if sharded.grad is None else sharded.grad + grad
+
+    def _set_state(self, state: TrainingState) -> None:
+        for holder in (self.module._get_fsdp_state(), *self._groups):
+            holder._training_state = state
+
+    def _trained(self) -> list[Any]:
+        return [p for group in self._groups for p in group.fsdp_params if p._unsharded_param.requires_grad]
+
+    def _leaf(self, parameter: Any, micro_batch: int) -> nn.Parameter:
+        leaf = self._leaves.get((parameter, micro_batch))
+        if leaf is None:
+            leaf = self._leaves[parameter, micro_batch] = nn.Parameter(parameter._unsharded_param.detach())
+            take = self._give_to_fsdp if self._buffers is None else self._add
+            leaf.register_post_accumulate_grad_hook(functools.partial(take, parameter))
+        return leaf
+
+    def _give_to_fsdp(self, parameter: Any, leaf: torch.Tensor) -> None:
+        unsharded = parameter._unsharded_param
+        if unsharded.grad is not None:
+            self._reduce()
+        unsharded.grad, leaf.grad = leaf.grad, None
+
+    def _add(self, parameter: Any, leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None and self._buffers is not None
+        grad, leaf.grad = leaf.grad.view(-1), None
+        total = self._sums.get(parameter)
+        if total is not None:
+            if total.is_cpu:
+                accumulate(total, grad)
+            else:
+                total += grad
+            return
+        total = self._sums[parameter] = self._as_sum(grad)
+        if not self.is_held:
+            parameter.unsharded_accumulated_grad = total.view(parameter._unsharded_param.shape)
+
+    def _as_sum(self, grad: torch.Tensor) -> torch.Tensor:
+        if grad.dtype == torch.float32:
+            return grad
+        if not grad.is_cpu:
+            return grad.float()
+        assert self._buffers is not None
+        return self._buffers.lend(grad.numel(), torch.float32).copy_(grad)
+
+    def _reduce(self) -> None:
+        """Reduce what is there, in the middle of a backward: the group stays gathered."""
+        for group in self._groups:
+            reshards, group.reshard_after_backward = group.reshard_after_backward, False
+            with group.use_training_state(
+                group._training_state
+            ):  # and back, so that the end of the backward reduces the rest
+                group.post_backward()
+            group.reshard_after_backward = reshards
+
+
+def may_sum_unreduced(model: nn.Module) -> bool:
+    """Whether gradients can be summed in fp32 before they are reduced, with the same numbers: over one rank, where a reduction
+    rounds nothing."""
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in param_groups_of(m._get_fsdp_state())]
+    return all(g.mesh_info.mesh.size() == 1 and g.mp_policy.reduce_dtype in (None, torch.float32) for g in groups)
