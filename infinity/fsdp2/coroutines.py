@@ -69,7 +69,9 @@ class Coroutine:
 
     def __init__(self, function: Callable[[], Any], random: RandomState) -> None:
         self._greenlet = greenlet(self._run)
-        self._function, self._random = function, random
+        self._function = function
+        self.random = random
+        """What the generators give it when it goes on."""
         self._surroundings, self._hooks_outside = _surroundings(), _count_hooks()
         self.waits_for: Any = None
         """What it was about to do when it paused."""
@@ -88,11 +90,11 @@ class Coroutine:
     def go_on(self) -> None:
         """Run it until it pauses or is done. Raises what it raises."""
         before = RandomState.now()
-        self._random.set()
+        self.random.set()
         try:
             self._greenlet.switch()
         finally:
-            self._random = RandomState.now()
+            self.random = RandomState.now()
             before.set()
 
     def pause(self, waits_for: Any) -> None:
@@ -118,6 +120,9 @@ class Coroutine:
         self.result = self._function()
 
 
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
 def _surroundings() -> dict[str, object]:
     """The contexts that torch keeps for this thread, by name."""
     return {
@@ -125,6 +130,8 @@ def _surroundings() -> dict[str, object]:
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast on the CPU": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         "autocast on the GPU": torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        "attention kernels": [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION_KERNELS],
+        "stream": torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else None,
         "function modes": _len_torch_function_stack(),
         "dispatch modes": _len_torch_dispatch_stack(),
     }

@@ -6,13 +6,18 @@ Looks past FSDP2's public interface, as sharding.py does. Used by the training t
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_leaves
 
+from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
 from infinity.fsdp2.sharding import param_groups_of
 from infinity.optim.kernel import accumulate
@@ -43,13 +48,18 @@ class RunningGroup:
         self._buffers = sums
         self._sums: dict[Any, torch.Tensor] = {}
         """By parameter (FSDP2's), 1-D, fp32."""
+        self.is_running = False
+        """Whether a forward of all micro-batches, or its backward, is going on."""
+        self._watched: set[Any] = set()
+        """Parameters (FSDP2's) of which more is taken than what comes for leaves."""
 
     @property
     def is_resharded_after_forward(self) -> bool:
         return all(group._reshard_after_forward for group in self._groups)
 
-    def clear(self) -> None:
+    def clear(self, *, is_running: bool) -> None:
         """What is left of gradients is void."""
+        self.is_running = is_running
         self._sums.clear()
         for leaf in self._leaves.values():
             leaf.grad = None
@@ -83,7 +93,8 @@ class RunningGroup:
     def end(self) -> None:
         """The backward is over. Sums that were to wait for a micro-batch whose gradient never came are in `.grad`."""
         for parameter, total in self._sums.items() if self.is_held else ():
-            sharded, grad = parameter.sharded_param, parameter.to_sharded_dtensor(total.view(parameter.sharded_size))
+            sharded = parameter.sharded_param
+            grad = parameter.to_sharded_dtensor(total.view(parameter.sharded_size).to(sharded.device))
             sharded.grad = grad if sharded.grad is None else sharded.grad + grad
 
     def _set_state(self, state: TrainingState) -> None:
@@ -97,9 +108,34 @@ class RunningGroup:
         leaf = self._leaves.get((parameter, micro_batch))
         if leaf is None:
             leaf = self._leaves[parameter, micro_batch] = nn.Parameter(parameter._unsharded_param.detach())
-            take = self._give_to_fsdp if self._buffers is None else self._add
-            leaf.register_post_accumulate_grad_hook(functools.partial(take, parameter))
+            leaf.register_post_accumulate_grad_hook(self._taking(parameter, _take))
+            if parameter not in self._watched:
+                self._watched.add(parameter)
+                past_leaves = self._taking(parameter, _take_past_leaves)
+                parameter._unsharded_param.register_post_accumulate_grad_hook(past_leaves)
         return leaf
+
+    def _taking(self, parameter: Any, take: Callable[..., None]) -> Callable[[torch.Tensor], None]:
+        """Holds neither: the garbage collector doesn't look into such hooks, and what they hold would stay for ever."""
+        return functools.partial(take, weakref.ref(self), weakref.ref(parameter))
+
+    def take(self, parameter: Any, leaf: torch.Tensor) -> None:
+        """A gradient of a micro-batch has come for a parameter (FSDP2's)."""
+        if self._buffers is None:
+            self._give_to_fsdp(parameter, leaf)
+        else:
+            self._add(parameter, leaf)
+
+    def take_past_leaves(self, parameter: Any, unsharded: torch.Tensor) -> None:
+        """One has come for the gathered parameter itself, as of a reentrant checkpoint within the group."""
+        if not self.is_running:
+            return
+        if self._buffers is None:
+            raise InfinityError(
+                "several micro-batches pass through a group at once, and one of them uses its parameters in another way than "
+                'its forward does: checkpoint with use_reentrant=False, or set infinity.schedule to "horizontal"'
+            )
+        self._add(parameter, unsharded)
 
     def _give_to_fsdp(self, parameter: Any, leaf: torch.Tensor) -> None:
         unsharded = parameter._unsharded_param
@@ -122,10 +158,8 @@ class RunningGroup:
             parameter.unsharded_accumulated_grad = total.view(parameter._unsharded_param.shape)
 
     def _as_sum(self, grad: torch.Tensor) -> torch.Tensor:
-        if grad.dtype == torch.float32:
-            return grad
         if not grad.is_cpu:
-            return grad.float()
+            return grad.to(torch.float32, copy=True)
         assert self._buffers is not None
         return self._buffers.lend(grad.numel(), torch.float32).copy_(grad)
 
@@ -133,11 +167,44 @@ class RunningGroup:
         """Reduce what is there, in the middle of a backward: the group stays gathered."""
         for group in self._groups:
             reshards, group.reshard_after_backward = group.reshard_after_backward, False
-            with group.use_training_state(
-                group._training_state
-            ):  # and back, so that the end of the backward reduces the rest
-                group.post_backward()
-            group.reshard_after_backward = reshards
+            try:
+                # ... and back, so that the end of the backward reduces what comes after this.
+                with group.use_training_state(group._training_state):
+                    group.post_backward()
+            finally:
+                group.reshard_after_backward = reshards
+
+
+def _take(group: weakref.ref[RunningGroup], parameter: weakref.ref[Any], leaf: torch.Tensor) -> None:
+    alive = group()
+    assert alive is not None
+    alive.take(parameter(), leaf)
+
+
+def _take_past_leaves(group: weakref.ref[RunningGroup], parameter: weakref.ref[Any], unsharded: torch.Tensor) -> None:
+    alive = group()
+    if alive is not None:
+        alive.take_past_leaves(parameter(), unsharded)
+
+
+def grad_tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors that require a gradient, in all that FSDP2 looks into for them."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from grad_tensors([getattr(leaf, field.name) for field in fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            yield from grad_tensors([*leaf.values()])
+        elif isinstance(leaf, (list, tuple, set)):
+            yield from grad_tensors([*leaf])
+
+
+def keeps_a_second_sharding(module: FSDPModule) -> bool:
+    """Whether it is resharded over fewer ranks after forward."""
+    groups = param_groups_of(module._get_fsdp_state())
+    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups)
 
 
 def may_sum_unreduced(model: nn.Module) -> bool:

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
+from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
 from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState
 from infinity.fsdp2.names import clean_name
-from infinity.fsdp2.running_group import RunningGroup, may_sum_unreduced
+from infinity.fsdp2.running_group import RunningGroup, grad_tensors, keeps_a_second_sharding, may_sum_unreduced
 from infinity.fsdp2.sharding import in_backward
 from infinity.units import format_bytes
 
@@ -81,9 +81,9 @@ class Vertical:
         random: Sequence[RandomState],
         *,
         available_bytes: Callable[[], int | None] | None = None,
-    ) -> tuple[Any, ...] | None:
-        """Run the model for each micro-batch, with its random numbers; what each returned. One backward over all of them
-        follows, then `end`.
+    ) -> list[tuple[Any, RandomState]] | None:
+        """Run the model for each micro-batch, with its random numbers; what each returned, and the numbers that come next. One
+        backward over all of them follows, then `end`.
 
         available_bytes: the memory that may still be taken for what they save, where that is to be looked at; None is unknown.
         Returns None where they can't take turns, or wouldn't fit: `why_not` says why, and nothing was changed.
@@ -92,17 +92,27 @@ class Vertical:
         if self.why_not is not None:
             return None
         memory = _Memory(available_bytes) if available_bytes is not None and not self._has_fitted else None
+        module_state = _ModuleState(self._model) if not self._has_fitted else None
         self._pass = run = _Pass(self, self._model, self._root, random, memory)
         self._model.forward = run.forward
         try:
             outputs: tuple[Any, ...] = self._model(run, micro_batches)
+            if module_state is not None:
+                module_state.check()
         except CannotPause as reason:
+            if module_state is None and self.reductions_apart:  # the other ranks may not have come here
+                raise InfinityError(
+                    f"the micro-batches of this model can't take turns, as they could before: {reason}; set "
+                    'infinity.schedule to "horizontal"'
+                ) from reason
+            if module_state is not None:
+                module_state.restore()
             self.why_not = str(reason)
             return None
         finally:
             run.restore_forward()
         self._has_fitted = True
-        return outputs
+        return list(zip(outputs, run.random_after, strict=True))
 
     def end(self) -> None:
         """The backward is over. What waited for a micro-batch that no gradient reached is released, and its gradients are in
@@ -118,7 +128,8 @@ class Vertical:
             run.reset()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._pass is not None and (not args or args[0] is not self._pass) and not in_backward():
+        another = self._pass is not None and (not args or args[0] is not self._pass)
+        if another and torch.is_grad_enabled() and not in_backward():  # a loss may ask the model for something without
             self._abandon()
 
     def _come_to(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -165,8 +176,10 @@ class _Pass:
         self.micro_batch = 0
         """The one that runs."""
         self._coroutine: Coroutine | None = None
+        self.random_after: list[RandomState] = []
+        """By micro-batch: the random numbers that come next, after the forward."""
         for group in (root, *self._groups.values()):
-            group.clear()
+            group.clear(is_running=True)
 
     @property
     def count(self) -> int:
@@ -190,17 +203,21 @@ class _Pass:
             for micro_batch, random in zip(args[1], self._random, strict=True)
         ]
         try:
-            while waiting := [k for k, coroutine in enumerate(coroutines) if not coroutine.is_done]:
-                first = min((coroutines[k].waits_for for k in waiting), key=lambda module: self._places.get(module, -1))
-                turn = [k for k in reversed(waiting) if coroutines[k].waits_for is first]
-                for k in turn:
-                    self._is_last = k == turn[-1]
+            while not all(coroutine.is_done for coroutine in coroutines):
+                module = coroutines[0].waits_for
+                if any(coroutine.is_done or coroutine.waits_for is not module for coroutine in coroutines):
+                    raise CannotPause(
+                        "they take different ways through its groups"
+                    )  # another order of sums than a loop's
+                for k in reversed(range(self.count)):
+                    self._is_last = k == 0
                     self._go_on(k, coroutines[k])
-                if first is not None and self._memory is not None:
-                    self._memory.end_turn(len(self._groups) - 1 - self._places[first])
+                if module is not None and self._memory is not None:
+                    self._memory.end_turn(len(self._groups) - 1 - self._places[module])
         finally:
             for coroutine in coroutines:
                 coroutine.end()
+        self.random_after = [coroutine.random for coroutine in coroutines]
         return tuple(coroutine.result for coroutine in coroutines)
 
     def _go_on(self, micro_batch: int, coroutine: Coroutine) -> None:
@@ -226,8 +243,8 @@ class _Pass:
         """The group is gathered, and the micro-batch enters it. In the backward FSDP2 releases it at the inputs of each."""
         self._inside[self.micro_batch].append(module)
         self._groups[module].enter(self.micro_batch)
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if self._have_gradients.setdefault(module, bool(tensors)) != bool(tensors):
+        tensors = list(grad_tensors(inputs))
+        if not self.reductions_apart and self._have_gradients.setdefault(module, bool(tensors)) != bool(tensors):
             raise CannotPause(f"inputs of group {self._names[module]} have gradients in some micro-batches only")
         self._groups[module].is_held = bool(tensors)
         if tensors:
@@ -242,7 +259,8 @@ class _Pass:
         self._inside[self.micro_batch].remove(module)
         self._groups[module].leave()
         if module in self._resharding:
-            cast(FSDPModule, module).set_reshard_after_forward(self._is_last, recurse=False)
+            is_left = self._is_last and not any(module in inside for inside in self._inside)
+            cast(FSDPModule, module).set_reshard_after_forward(is_left, recurse=False)
 
     def restore_forward(self) -> None:
         """The root's forward is its own again. Idempotent."""
@@ -278,7 +296,39 @@ class _Pass:
         for module in self._returning:
             cast(FSDPModule, module).set_reshard_after_backward(True, recurse=False)
         for group in (self._root, *self._groups.values()):
-            group.clear()
+            group.clear(is_running=False)
+
+
+class _ModuleState:
+    """What modules keep from one call to the next: buffers, as running means, and what a forward leaves in attributes for a
+    loss that is computed later. Micro-batches that take turns would mix it up; a loop has it in order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
+        self._attributes = set(self._graph_attributes())
+
+    def check(self) -> None:
+        """Raise CannotPause where the forwards changed any of it."""
+        for name, buffer, version, _ in self._buffers:
+            if buffer._version != version or dict(self._model.named_buffers()).get(name) is not buffer:
+                raise CannotPause(f"buffer {clean_name(name)} is changed by a forward")
+        for name, attribute in self._graph_attributes():
+            if (name, attribute) not in self._attributes:
+                raise CannotPause(f"a forward leaves a tensor in attribute {attribute} of {name or 'the model'}")
+
+    def restore(self) -> None:
+        """Buffers are as before."""
+        with torch.no_grad():
+            for _, buffer, version, before in self._buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)
+
+    def _graph_attributes(self) -> Iterator[tuple[str, str]]:
+        for name, module in self._model.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    yield clean_name(name), attribute
 
 
 class _Memory:
@@ -308,6 +358,8 @@ class _Memory:
 def _why_not(model: nn.Module, names: Sequence[str]) -> str | None:
     if len(names) == 0:
         return "it is one group"
+    if any(isinstance(module, FSDPModule) and keeps_a_second_sharding(module) for module in model.modules()):
+        return "zero_hpz_partition_size keeps a second sharding"
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or isinstance(
             module, torch._dynamo.OptimizedModule

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.coroutines import RandomState
@@ -139,18 +140,22 @@ class Passes(DeepSpeedSurface):
         loss_fn, batches = loss_fn or self._own_loss_fn, self._take(data_iter)
         random = self._streams(len(batches))
         losses = self._forward_at_once(batches, random, loss_fn) if self._is_vertical else None
-        if losses is not None:
-            self._backward(losses, False, True)
-        else:
-            losses = []
-            for batch, stream in zip(batches, random, strict=True):
-                call = _call_of(batch, loss_fn)
-                with stream.within():
-                    output = self.forward(*call.args, **call.kwargs)
-                losses.append(_loss_of(output, batch, loss_fn))
-                self._backward(losses[-1:], False, True)
-                losses[-1] = losses[-1].detach()
-        self.step()
+        try:
+            if losses is not None:
+                self._progress.boundary = True
+                self._backward(losses, False, True)
+            else:
+                losses = []
+                for batch, stream in zip(batches, random, strict=True):
+                    call = _call_of(batch, loss_fn)
+                    with stream.within():
+                        losses.append(_loss_of(self.forward(*call.args, **call.kwargs), batch, loss_fn))
+                    self._progress.boundary = len(losses) == len(batches)
+                    self._backward(losses[-1:], False, True)
+                    losses[-1] = losses[-1].detach()
+            self.step()
+        finally:
+            self._progress.boundary = None
         return _mean_over_ranks(losses)
 
     def eval_batch(self, data_iter: Iterator[Any], *, loss_fn: LossFn | None = None) -> torch.Tensor:
@@ -187,7 +192,8 @@ class Passes(DeepSpeedSurface):
         """The losses of all micro-batches; None where they can't take turns, which the log says."""
         with self.forward_pass(micro_batches=len(batches)):
             calls = [_call_of(batch, loss_fn) for batch in batches]
-            look = None if self._resolved.schedule == "vertical" or self.activations is not None else _memory_left
+            alone = dist.get_world_size() == 1  # else each rank would see another figure
+            look = _memory_left if alone and self._resolved.schedule == "auto" and self.activations is None else None
             outputs = self._vertical.forward(calls, random, available_bytes=look)
         if outputs is None:
             why = f"the micro-batches of this model can't take turns: {self._vertical.why_not}"
@@ -196,7 +202,10 @@ class Passes(DeepSpeedSurface):
             if dist.get_rank() == 0:
                 log.info('infinity.schedule "auto" is "horizontal" here: %s', why)
             return None
-        losses = [_loss_of(output, batch, loss_fn) for output, batch in zip(outputs[::-1], batches[::-1], strict=True)]
+        losses = []
+        for (output, stream), batch in zip(outputs[::-1], batches[::-1], strict=True):
+            with stream.within():
+                losses.append(_loss_of(output, batch, loss_fn))
         return losses[::-1]
 
     def _take(self, data_iter: Iterator[Any] | None) -> list[Any]:
@@ -211,7 +220,9 @@ class Passes(DeepSpeedSurface):
         batches = list(itertools.islice(data_iter, count))
         if len(batches) < count:
             raise StopIteration(f"the data ended after {len(batches)} of the {count} micro-batches of a step")
-        return batches
+        if self.device.type == "cpu":
+            return batches
+        return [tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch) for batch in batches]
 
     @staticmethod
     def _streams(count: int) -> list[RandomState]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +159,78 @@ class Nested(Model):
         self.blocks = nn.ModuleList(NestedBlock() for _ in range(2))
 
 
+@dataclass
+class State:
+    hidden: torch.Tensor
+    mask: torch.Tensor
+
+
+class StateBlock(Block):
+    def forward(self, state: State) -> State:  # type: ignore[override]
+        return State(super().forward(state.hidden, mask=state.mask)[0], state.mask)
+
+
+class PassesState(Model):
+    """What FSDP2 finds a gradient in, and torch's own trees don't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StateBlock() for _ in range(3))
+
+    def call(self, block: nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        return block(State(hidden, mask)).hidden, None
+
+
+class ReentrantBlock(Block):
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return hidden + checkpoint(lambda h: self.down(F.gelu(self.up(h))), self.norm(hidden), use_reentrant=True), None
+
+
+class ReentrantWithin(Model):
+    """The recomputation uses the gathered parameters themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReentrantBlock() for _ in range(3))
+
+
+class MeanBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        if self.training:
+            self.mean.lerp_(hidden.detach().mean((0, 1)).to(self.mean.dtype), 0.1)
+        return super().forward(hidden - self.mean.to(hidden.dtype), **kwargs)
+
+
+class RunningMean(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MeanBlock() for _ in range(3))
+
+
+class LeavingBlock(Block):
+    left: torch.Tensor
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        self.left = hidden.float().square().mean()
+        return super().forward(hidden, **kwargs)
+
+
+class LeavesLosses(Model):
+    """Losses that blocks leave for the end, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LeavingBlock() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = super().forward(tokens)
+        return {"loss": outputs["loss"] + sum(block.left for block in self.blocks)}
+
+
 class Mixed(Model):
     def run(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden, mask = self.embedding(tokens), (tokens > 2).unsqueeze(-1)
@@ -188,9 +263,10 @@ MODELS: list[Callable[[], nn.Module]] = [
     Checkpointed,
     FrozenBelow,
     EncoderDecoder,
-    Branching,
     Unused,
     Nested,
+    PassesState,
+    ReentrantWithin,
 ]
 NAMES = [
     "plain",
@@ -199,9 +275,10 @@ NAMES = [
     "checkpointed",
     "frozen below",
     "encoder and decoder",
-    "branching",
     "unused",
     "nested",
+    "a dataclass as input",
+    "reentrant checkpoints within",
 ]
 
 
@@ -236,7 +313,8 @@ def start(
 
 
 def weights(engine: infinity.Engine) -> dict[str, torch.Tensor]:
-    return {name: value.full_tensor().clone() + 0 for name, value in engine.module.state_dict().items()}
+    state = engine.module.state_dict()
+    return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() + 0 for name, v in state.items()}
 
 
 def train(make: Callable[[], nn.Module], path: Path, *, steps: int = 4, **config: Any) -> tuple[Any, ...]:
@@ -254,6 +332,12 @@ def assert_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
         assert torch.equal(value, other[1][name]), name
 
 
+def some_steps(engine: infinity.Engine) -> None:
+    data = batches()
+    for _ in range(4):
+        engine.train_batch(data)
+
+
 @pytest.mark.parametrize("clipping", [0.0, 0.3])
 @pytest.mark.parametrize("make", MODELS, ids=NAMES)
 def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clipping: float, nvme_path: Path) -> None:
@@ -269,8 +353,19 @@ def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clippi
         (Reentrant, "a context of their own"),
         (Autocast, "a context of their own"),
         (Mixed, "inputs of group blocks.0 have gradients in some micro-batches only"),
+        (Branching, "they take different ways through its groups"),
+        (RunningMean, "buffer blocks.0.mean is changed by a forward"),
+        (LeavesLosses, "leaves a tensor in attribute left of blocks.0"),
     ],
-    ids=["a group twice", "reentrant checkpoints", "autocast inside", "gradients of some inputs"],
+    ids=[
+        "a group twice",
+        "reentrant checkpoints",
+        "autocast inside",
+        "gradients of some inputs",
+        "branches",
+        "buffers",
+        "attributes",
+    ],
 )
 def test_what_cannot_take_turns_goes_one_after_the_other(
     make: Callable[[], nn.Module], why: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
@@ -284,9 +379,7 @@ def test_what_cannot_take_turns_goes_one_after_the_other(
         start(make, nvme_path, schedule="vertical") as engine,
         pytest.raises(infinity.ConfigError, match=r"can't take turns.*set infinity.schedule to"),
     ):
-        data = batches()
-        for _ in range(4):
-            engine.train_batch(data)
+        some_steps(engine)
 
 
 def test_micro_batches_that_would_not_fit_go_one_after_the_other(
@@ -402,6 +495,43 @@ def test_evaluation_and_loops_between_vertical_steps(nvme_path: Path) -> None:
             return losses, weights(engine)
 
     assert_same(mixed("horizontal"), mixed("auto"))
+
+
+def test_a_step_after_a_boundary_that_the_caller_set_is_taken(nvme_path: Path) -> None:
+    with start(Model, nvme_path) as engine:
+        data = batches()
+        for _ in range(2):
+            engine.backward(engine(next(data))["loss"])
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        engine.train_batch(data)
+        assert engine.global_steps == 2
+
+
+def test_a_random_loss_draws_from_the_stream_of_its_micro_batch(nvme_path: Path) -> None:
+    def loss_fn(outputs: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        logits = F.dropout(outputs["logits"].float(), 0.3)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    outcomes = []
+    for schedule in ("horizontal", "vertical"):
+        with start(lambda: Model(dropout=0.2), nvme_path, schedule=schedule) as engine:
+            data = ((tokens, tokens) for tokens in batches())
+            losses = [engine.train_batch(data, loss_fn=loss_fn).item() for _ in range(3)]
+            outcomes.append((losses, weights(engine)))
+    assert_same(*outcomes)
+
+
+@pytest.mark.parametrize("make", [Model, Unused], ids=["plain", "unused"])
+def test_an_engine_that_trained_whole_steps_is_collected(make: Callable[[], nn.Module], nvme_path: Path) -> None:
+    engine = start(make, nvme_path, schedule="vertical")
+    some_steps(engine)
+    engine.close()
+    left = [weakref.ref(part) for part in (engine, engine.module, engine.optimizer, engine.swap)]
+    del engine
+    for _ in range(3):  # what tensors hold is seen when they are gone
+        gc.collect()
+    assert [part() for part in left] == [None] * 4
 
 
 def test_what_train_batch_refuses(nvme_path: Path) -> None:
