@@ -74,7 +74,7 @@ def test_how_a_model_is_stepped_is_asked_for(nvme_path: Path) -> None:
 def test_a_vertical_step_reads_as_much_for_any_number_of_micro_batches(nvme_path: Path) -> None:
     moved = {}
     for accumulation, schedule in ((1, "vertical"), (4, "vertical"), (4, "horizontal")):
-        pool = ("--params", "3M", "--pinned-bytes-max", "16MiB", "--steps", "2", "--warmup", "3", "--seq", "16")
+        pool = ("--params", "12M", "--pinned-bytes-max", "32MiB", "--steps", "2", "--warmup", "3", "--seq", "16")
         done = run(
             "--nvme-path", nvme_path, *pool, "--accumulation", accumulation, "--schedule", schedule, "--json", "-"
         )
