@@ -30,10 +30,7 @@ void ThreadPool::run(int threads, int64_t count, const std::function<void(int64_
   std::lock_guard<std::mutex> turn(turn_);
   int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
   if (Parallel parallel = openmp_parallel()) {  // [Note: One team]
-    body_ = &body;
-    count_ = count;
-    next_.store(0, std::memory_order_relaxed);
-    failure_ = nullptr;
+    set_job(count, body);
     parallel([](void* pool) { static_cast<ThreadPool*>(pool)->take_part(); }, this, static_cast<unsigned>(helpers + 1),
              0);
     if (failure_) std::rethrow_exception(failure_);
@@ -42,11 +39,8 @@ void ThreadPool::run(int threads, int64_t count, const std::function<void(int64_
   start_threads(helpers);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    body_ = &body;
-    count_ = count;
-    next_.store(0, std::memory_order_relaxed);
+    set_job(count, body);
     helpers_ = working_ = std::min<int>(helpers, static_cast<int>(threads_.size()));
-    failure_ = nullptr;
     ++job_;
   }
   wake_.notify_all();
@@ -54,6 +48,13 @@ void ThreadPool::run(int threads, int64_t count, const std::function<void(int64_
   std::unique_lock<std::mutex> lock(mutex_);
   finished_.wait(lock, [this] { return working_ == 0; });
   if (failure_) std::rethrow_exception(failure_);
+}
+
+void ThreadPool::set_job(int64_t count, const std::function<void(int64_t)>& body) {
+  body_ = &body;
+  count_ = count;
+  next_.store(0, std::memory_order_relaxed);
+  failure_ = nullptr;
 }
 
 // As many as the system gives: with fewer, the others do more.

@@ -26,6 +26,7 @@ class ThreadPool {
   void run(int threads, int64_t count, const std::function<void(int64_t)>& body);
 
  private:
+  void set_job(int64_t count, const std::function<void(int64_t)>& body);
   void start_threads(int wanted);
   void wait_for_jobs(int number);
   void take_part();
