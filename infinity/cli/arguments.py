@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from infinity.errors import ConfigError
-from infinity.schedule.scheme import MasterWeights, Schedule, Scheme, Update, choose_update
+from infinity.schedule.scheme import MasterWeights, Schedule, Scheme, Update, choose_update, passes_of
 from infinity.units import MIB, parse_bytes
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -134,7 +134,7 @@ def scheme_from(options: argparse.Namespace, *, accumulation: int = 1, schedule:
     update, speculative = choose_update(
         options.update,
         clipping=not options.no_clipping,
-        accumulation=1 if schedule == "vertical" else accumulation,
+        accumulation=passes_of(schedule, accumulation),
         loss_scaling=False,
     )
     return Scheme(options.master_weights, update, speculative=speculative)

@@ -16,7 +16,7 @@ from infinity.plan.strategy import Strategy
 from infinity.plan.transformer import Transformer
 from infinity.schedule import pinned
 from infinity.schedule.residency import choose_resident
-from infinity.schedule.scheme import COMPUTE_BYTES, Schedule, Scheme, state_bytes
+from infinity.schedule.scheme import COMPUTE_BYTES, Schedule, Scheme, passes_of, state_bytes
 from infinity.schedule.spilling import (
     BUFFER_BYTES_DEFAULT,
     BUFFER_SHARES,
@@ -95,7 +95,7 @@ class Work:
     @property
     def passes(self) -> int:
         """Forwards of a step, each with as many micro-batches at once as there are left."""
-        return 1 if self.schedule == "vertical" else self.micro_batches
+        return passes_of(self.schedule, self.micro_batches)
 
     @property
     def micro_batches_at_once(self) -> int:

@@ -18,7 +18,7 @@ from infinity.config import Config, ZeroConfig
 from infinity.config.rules import Schedule
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
-from infinity.schedule.scheme import choose_update, state_bytes
+from infinity.schedule.scheme import choose_update, passes_of, state_bytes
 from infinity.schedule.spilling import gradient_itemsize
 from infinity.swap.options import PagingOptions
 
@@ -67,7 +67,7 @@ class Resolved:
     @property
     def backwards_per_step(self) -> int:
         """How many backward passes a step has, if it has as many as it may."""
-        return backwards_per_step(self.config)
+        return passes_of(self.schedule, self.config.batch.accumulation)
 
     @property
     def updates_in_backward(self) -> bool:
@@ -120,11 +120,6 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
         activations=_activation_options(config),
         notes=tuple(_notes(zero, shard_ranks, device_type)),
     )
-
-
-def backwards_per_step(config: Config) -> int:
-    """How many backward passes a step may have: one where all its micro-batches are in it."""
-    return 1 if config.infinity.schedule == "vertical" else config.batch.accumulation
 
 
 def compute_device() -> torch.device:
@@ -180,7 +175,7 @@ def _paging_options(
     update, speculative = choose_update(
         infinity.update,
         clipping=config.gradient_clipping > 0,
-        accumulation=backwards_per_step(config),
+        accumulation=passes_of(infinity.schedule, config.batch.accumulation),
         loss_scaling=config.fp16.enabled,
         keep_grad=infinity.keep_grad,
     )

@@ -43,6 +43,11 @@ ADAM_MOMENTS = 2
 """Numbers that Adam keeps of each element. SGD keeps one, its momentum, or none without."""
 
 
+def passes_of(schedule: str, micro_batches: int) -> int:
+    """Forwards and backwards that a step may have: one where its micro-batches are all in it."""
+    return 1 if schedule == "vertical" else micro_batches
+
+
 def state_bytes(moments: int = ADAM_MOMENTS) -> int:
     """Master and moments of one element; of a split master the compute parameter is a part."""
     return MASTER_BYTES + moments * MOMENT_BYTES
