@@ -201,12 +201,6 @@ def grad_tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from grad_tensors([*leaf])
 
 
-def keeps_a_second_sharding(module: FSDPModule) -> bool:
-    """Whether it is resharded over fewer ranks after forward."""
-    groups = param_groups_of(module._get_fsdp_state())
-    return any(group.post_forward_mesh_info not in (None, group.mesh_info) for group in groups)
-
-
 def may_sum_unreduced(model: nn.Module) -> bool:
     """Whether gradients can be summed in fp32 before they are reduced, with the same numbers: over one rank, where a reduction
     rounds nothing."""

@@ -210,7 +210,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     if not modules:
         raise ConfigError("the model has no FSDP2 groups: call torch.distributed.fsdp.fully_shard on it before page()")
     for module in model.modules():
-        if isinstance(module, FSDPModule) and _reshards_to_fewer_ranks(module):
+        if isinstance(module, FSDPModule) and reshards_to_fewer_ranks(module):
             raise ConfigError(
                 "reshard_after_forward=<number of ranks> keeps a second sharding in memory, which is not paged: pass True or "
                 "False to fully_shard"
@@ -291,7 +291,8 @@ def _gathers(module: FSDPModule, root: bool) -> int:
     return 1 if stays or root_stays else 2
 
 
-def _reshards_to_fewer_ranks(module: FSDPModule) -> bool:
+def reshards_to_fewer_ranks(module: FSDPModule) -> bool:
+    """Whether it keeps a second sharding from forward to backward."""
     return any(
         group.post_forward_mesh_info not in (None, group.mesh_info)
         for group in param_groups_of(module._get_fsdp_state())

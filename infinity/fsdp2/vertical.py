@@ -22,13 +22,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
 from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState
 from infinity.fsdp2.names import clean_name
-from infinity.fsdp2.running_group import RunningGroup, grad_tensors, keeps_a_second_sharding, may_sum_unreduced
-from infinity.fsdp2.sharding import in_backward
+from infinity.fsdp2.running_group import RunningGroup, grad_tensors, may_sum_unreduced
+from infinity.fsdp2.sharding import in_backward, reshards_to_fewer_ranks
 from infinity.units import format_bytes
 
 
@@ -159,7 +160,6 @@ class _Pass:
         self._groups, self._root, self._model, self._random = vertical.groups, root, model, random
         self.reductions_apart = vertical.reductions_apart
         self._memory = memory
-        self._places = {module: place for place, module in enumerate(self._groups)}
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
         self._instance_forward = model.__dict__.get("forward")
         self._original_forward = model.forward
@@ -168,7 +168,7 @@ class _Pass:
         self._inside: list[list[nn.Module]] = [[] for _ in random]
         """By micro-batch: the groups whose forward it is in, the innermost last."""
         self._is_last = False
-        """Whether no other micro-batch waits for the group that is about to be called."""
+        """Whether it is the last of this turn that runs."""
         self._returning: Counter[nn.Module] = Counter()
         """By group: how many micro-batches are still to come to its inputs in the backward."""
         self._have_gradients: dict[nn.Module, bool] = {}
@@ -206,14 +206,13 @@ class _Pass:
             while not all(coroutine.is_done for coroutine in coroutines):
                 module = coroutines[0].waits_for
                 if any(coroutine.is_done or coroutine.waits_for is not module for coroutine in coroutines):
-                    raise CannotPause(
-                        "they take different ways through its groups"
-                    )  # another order of sums than a loop's
+                    # Their sums would come in another order than a loop's.
+                    raise CannotPause("they take different ways through its groups")
                 for k in reversed(range(self.count)):
                     self._is_last = k == 0
                     self._go_on(k, coroutines[k])
                 if module is not None and self._memory is not None:
-                    self._memory.end_turn(len(self._groups) - 1 - self._places[module])
+                    self._memory.end_turn(groups=len(self._groups))
         finally:
             for coroutine in coroutines:
                 coroutine.end()
@@ -259,8 +258,7 @@ class _Pass:
         self._inside[self.micro_batch].remove(module)
         self._groups[module].leave()
         if module in self._resharding:
-            is_left = self._is_last and not any(module in inside for inside in self._inside)
-            cast(FSDPModule, module).set_reshard_after_forward(is_left, recurse=False)
+            cast(FSDPModule, module).set_reshard_after_forward(self._is_last, recurse=False)
 
     def restore_forward(self) -> None:
         """The root's forward is its own again. Idempotent."""
@@ -305,14 +303,19 @@ class _ModuleState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._buffers = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
+        self._buffers = [
+            (module, f"{clean_name(name)}.{key}", buffer, buffer._version, buffer.clone())
+            for name, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._attributes = set(self._graph_attributes())
 
     def check(self) -> None:
         """Raise CannotPause where the forwards changed any of it."""
-        for name, buffer, version, _ in self._buffers:
-            if buffer._version != version or dict(self._model.named_buffers()).get(name) is not buffer:
-                raise CannotPause(f"buffer {clean_name(name)} is changed by a forward")
+        for module, name, buffer, version, _ in self._buffers:
+            if buffer._version != version or module._buffers.get(name.rpartition(".")[2]) is not buffer:
+                raise CannotPause(f"buffer {name} is changed by a forward")
         for name, attribute in self._graph_attributes():
             if (name, attribute) not in self._attributes:
                 raise CannotPause(f"a forward leaves a tensor in attribute {attribute} of {name or 'the model'}")
@@ -320,14 +323,16 @@ class _ModuleState:
     def restore(self) -> None:
         """Buffers are as before."""
         with torch.no_grad():
-            for _, buffer, version, before in self._buffers:
+            for module, name, buffer, version, before in self._buffers:
+                module._buffers[name.rpartition(".")[2]] = buffer
                 if buffer._version != version:
                     buffer.copy_(before)
 
     def _graph_attributes(self) -> Iterator[tuple[str, str]]:
         for name, module in self._model.named_modules():
             for attribute, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                leaves = tree_leaves(value) if isinstance(value, (torch.Tensor, list, tuple, dict)) else ()
+                if any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
                     yield clean_name(name), attribute
 
 
@@ -339,14 +344,15 @@ class _Memory:
         self._first: int | None = None
         self._turns = 0
 
-    def end_turn(self, groups_left: int) -> None:
-        """All have passed through a group. Raises CannotPause where the others would take more than there is."""
+    def end_turn(self, *, groups: int) -> None:
+        """All have passed through one more of so many groups. Raises CannotPause where the others would take more than there
+        is."""
         available = self._available_bytes()
         self._first = available if self._first is None else self._first
         if available is None or self._first is None:
             return
         if self._turns:
-            needed = (self._first - available) * groups_left // self._turns
+            needed = (self._first - available) * (groups - 1 - self._turns) // self._turns
             if needed > available:
                 raise CannotPause(
                     f"what they save for the backward would take {format_bytes(needed)} more, and "
@@ -358,7 +364,7 @@ class _Memory:
 def _why_not(model: nn.Module, names: Sequence[str]) -> str | None:
     if len(names) == 0:
         return "it is one group"
-    if any(isinstance(module, FSDPModule) and keeps_a_second_sharding(module) for module in model.modules()):
+    if any(isinstance(module, FSDPModule) and reshards_to_fewer_ranks(module) for module in model.modules()):
         return "zero_hpz_partition_size keeps a second sharding"
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or isinstance(

@@ -52,6 +52,8 @@ class Passes(DeepSpeedSurface):
     _frozen: set[str]
     _data: Iterator[Any] | None = None
     """Of `training_dataloader`, epoch after epoch."""
+    _gave_up_vertical = False
+    """Whether "auto" has found, and said, that the micro-batches of this model can't take turns."""
 
     # A micro-batch.
 
@@ -147,9 +149,8 @@ class Passes(DeepSpeedSurface):
             else:
                 losses = []
                 for batch, stream in zip(batches, random, strict=True):
-                    call = _call_of(batch, loss_fn)
                     with stream.within():
-                        losses.append(_loss_of(self.forward(*call.args, **call.kwargs), batch, loss_fn))
+                        losses.append(self._forward_loss(batch, loss_fn))
                     self._progress.boundary = len(losses) == len(batches)
                     self._backward(losses[-1:], False, True)
                     losses[-1] = losses[-1].detach()
@@ -166,10 +167,7 @@ class Passes(DeepSpeedSurface):
         self.module.eval()
         try:
             with torch.no_grad():
-                losses = []
-                for batch in batches:
-                    call = _call_of(batch, loss_fn)
-                    losses.append(_loss_of(self.forward(*call.args, **call.kwargs), batch, loss_fn))
+                losses = [self._forward_loss(batch, loss_fn) for batch in batches]
         finally:
             self.module.train(trains)
         return _mean_over_ranks(losses)
@@ -180,11 +178,17 @@ class Passes(DeepSpeedSurface):
 
     @property
     def _is_vertical(self) -> bool:
-        """Whether the micro-batches of this step are to take turns."""
-        asked, alone = self._resolved.schedule, self.gradient_accumulation_steps() == 1
-        if asked == "auto":
-            return self._resolved.paging is not None and not alone and self._vertical.why_not is None
-        return asked == "vertical"
+        """Whether the micro-batches of this step are to take turns. One alone has nobody to take turns with."""
+        if self.gradient_accumulation_steps() == 1:
+            return False
+        if self._resolved.schedule == "auto":
+            return self._resolved.paging is not None and not self._gave_up_vertical
+        return self._resolved.schedule == "vertical"
+
+    def _forward_loss(self, batch: Any, loss_fn: LossFn | None) -> torch.Tensor:
+        """The loss of one micro-batch."""
+        call = _call_of(batch, loss_fn)
+        return _loss_of(self.forward(*call.args, **call.kwargs), batch, loss_fn)
 
     def _forward_at_once(
         self, batches: Sequence[Any], random: Sequence[RandomState], loss_fn: LossFn | None
@@ -199,6 +203,7 @@ class Passes(DeepSpeedSurface):
             why = f"the micro-batches of this model can't take turns: {self._vertical.why_not}"
             if self._resolved.schedule == "vertical":
                 raise ConfigError(f'{why}; set infinity.schedule to "auto" or "horizontal"')
+            self._gave_up_vertical = True
             if dist.get_rank() == 0:
                 log.info('infinity.schedule "auto" is "horizontal" here: %s', why)
             return None

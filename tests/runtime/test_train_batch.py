@@ -211,11 +211,32 @@ class RunningMean(Model):
         self.blocks = nn.ModuleList(MeanBlock() for _ in range(3))
 
 
-class LeavingBlock(Block):
-    left: torch.Tensor
+class NewMeanBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        self.left = hidden.float().square().mean()
+        if self.training:
+            self.mean = 0.9 * self.mean + hidden.detach().float().mean((0, 1))
+        return super().forward(hidden - self.mean.to(hidden.dtype), **kwargs)
+
+
+class ReplacedMean(Model):
+    """The buffer is another tensor after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NewMeanBlock() for _ in range(3))
+
+
+class LeavingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[torch.Tensor] = []
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        self.left[:] = [hidden.float().square().mean()]
         return super().forward(hidden, **kwargs)
 
 
@@ -228,7 +249,7 @@ class LeavesLosses(Model):
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs = super().forward(tokens)
-        return {"loss": outputs["loss"] + sum(block.left for block in self.blocks)}
+        return {"loss": outputs["loss"] + sum(block.left[0] for block in self.blocks)}
 
 
 class Mixed(Model):
@@ -355,7 +376,9 @@ def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clippi
         (Mixed, "inputs of group blocks.0 have gradients in some micro-batches only"),
         (Branching, "they take different ways through its groups"),
         (RunningMean, "buffer blocks.0.mean is changed by a forward"),
+        (ReplacedMean, "buffer blocks.0.mean is changed by a forward"),
         (LeavesLosses, "leaves a tensor in attribute left of blocks.0"),
+        (lambda: Model(layers=1), "it is one group"),
     ],
     ids=[
         "a group twice",
@@ -364,7 +387,9 @@ def test_both_schedules_give_the_same_bits(make: Callable[[], nn.Module], clippi
         "gradients of some inputs",
         "branches",
         "buffers",
+        "other buffers",
         "attributes",
+        "one group",
     ],
 )
 def test_what_cannot_take_turns_goes_one_after_the_other(
