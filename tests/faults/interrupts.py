@@ -48,8 +48,8 @@ class Training:
         return Training("memory", accumulation=self.accumulation, clipping=self.clipping, schedule=schedule)
 
     def config(self, folder: Path) -> dict[str, Any]:
-        config = scene.config(folder if self.place == "nvme" else None, self.update)
-        config |= {"gradient_clipping": self.clipping, "gradient_accumulation_steps": self.accumulation}
+        config = scene.config(folder if self.place == "nvme" else None, scene.Way(self.update, self.clipping))
+        config |= {"gradient_accumulation_steps": self.accumulation}
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
         if self.schedule != "loop":
             config["infinity"] |= {"schedule": self.schedule}

@@ -12,6 +12,7 @@ import os
 import signal
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,29 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 IO_URING_SETUP = 425
 
 
-def config(path: Path | None, update: str = "auto") -> dict[str, Any]:
+@dataclass(frozen=True)
+class Way:
+    """How a step is taken."""
+
+    update: str
+    clipping: float = 1.0
+    micro_batches: int = 1  # several: in the vertical schedule
+
+
+WAYS = {
+    **{update: Way(update) for update in ("auto", "step", "forward")},
+    "backward": Way("backward", clipping=0.0),
+    "speculative": Way("backward", clipping=7.0),  # clips one of four steps
+    "vertical": Way("backward", clipping=7.0, micro_batches=3),
+}
+
+
+def config(path: Path | None, way: Way) -> dict[str, Any]:
     offload = {"device": "nvme", "nvme_path": str(path)} if path else {"device": "none"}
     return {
         "bf16": {"enabled": True},
-        "gradient_clipping": {"backward": 0.0, "speculative": 7.0}.get(update, 1.0),  # 7.0 clips one of four steps
+        "gradient_accumulation_steps": way.micro_batches,
+        "gradient_clipping": way.clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "aio": {"block_size": 16384, "queue_depth": 4},
         "zero_optimization": {
@@ -43,7 +62,11 @@ def config(path: Path | None, update: str = "auto") -> dict[str, Any]:
             "stage3_param_persistence_threshold": 100,
             "sub_group_size": 8192,
         },
-        "infinity": {"pinned_bytes_max": "12MiB", "update": "backward" if update == "speculative" else update},
+        "infinity": {
+            "pinned_bytes_max": "12MiB",
+            "update": way.update,
+            "schedule": "vertical" if way.micro_batches > 1 and path else "auto",
+        },
     }
 
 
@@ -63,16 +86,19 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def make(path: Path | None, update: str = "auto", *, resume: bool = False, **own: Any) -> infinity.Engine:
+def make(path: Path | None, way: str = "auto", *, resume: bool = False, **own: Any) -> infinity.Engine:
     torch.manual_seed(0)
-    settings = config(path, update)
+    settings = config(path, WAYS[way])
     settings["infinity"] |= own
     engine, *_ = infinity.initialize(model=Model(), config=settings, resume=resume)
     return engine
 
 
 def step(engine: infinity.Engine, number: int) -> float:
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+    x, *more = torch.randn(engine.gradient_accumulation_steps(), 4, 16, generator=torch.Generator().manual_seed(number))
+    if more:
+        batches = ((x, x) for x in (x, *more))
+        return engine.train_batch(batches, loss_fn=lambda y, _: y.float().square().mean()).item()
     loss = engine(x).float().square().mean()
     engine.backward(loss)
     engine.step()
@@ -94,7 +120,7 @@ def train(args: argparse.Namespace) -> None:
     if args.die:
         die_at(*args.die.split(":"))
     own = {"durability": "step"} if args.durable else {}
-    engine = make(Path(args.folder), args.update, resume=args.durable, **own)
+    engine = make(Path(args.folder), args.way, resume=args.durable, **own)
     with engine:
         assert engine.swap is not None
         say("ready", engine.swap.backend, "; ".join(engine.swap.notes))
@@ -182,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--durable", action="store_true")
-    parser.add_argument("--update", default="auto")
+    parser.add_argument("--way", choices=WAYS, default="auto")
     parser.add_argument("--die", metavar="INSTANT:COUNT")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)

@@ -33,7 +33,7 @@ STEPS = 12
 PATIENCE_SECONDS = 20
 DEADLY = ("after its name", "after the older went") if KILLS < 50 else tuple(scene.INSTANTS)
 """The instants of a commit at which one rank of two is killed."""
-UPDATES = ("step", "forward", "backward", "speculative")
+WAYS = ("step", "forward", "backward", "speculative", "vertical")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,13 +46,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[str]]:
-    """The losses of the same training held in memory, to the last bit, by when it updates (they clip at different norms)."""
+    """The losses of the same training held in memory, to the last bit, by the way of a step (they clip at different norms)."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = {}
-        for update in UPDATES:
-            with scene.make(None, update=update) as engine:
-                found[update] = [scene.step(engine, number).hex() for number in range(STEPS)]
+        for way in WAYS:
+            with scene.make(None, way) as engine:
+                found[way] = [scene.step(engine, number).hex() for number in range(STEPS)]
         return found
     finally:
         dist.destroy_process_group()
@@ -68,12 +68,12 @@ def nursery() -> Iterator[Nursery]:
 class Trainings:
     """One training after another in the same folder, on one rank or two."""
 
-    def __init__(self, nursery: Nursery, path: Path, update: str, ranks: int = 1) -> None:
-        self.nursery, self.path, self.update, self.ranks = nursery, path, update, ranks
+    def __init__(self, nursery: Nursery, path: Path, way: str, ranks: int = 1) -> None:
+        self.nursery, self.path, self.way, self.ranks = nursery, path, way, ranks
 
     def start(self, *, die: str = "", dying: int = 0) -> list[int]:
         """Its processes, by rank; `die`: where the one of rank `dying` kills itself."""
-        common = [str(self.path), "--durable", "--update", self.update, "--steps", str(STEPS)]
+        common = [str(self.path), "--durable", "--way", self.way, "--steps", str(STEPS)]
         common += ["--ranks", str(self.ranks), "--port", str(free_port())]
         return [
             self.nursery.start(*common, "--rank", str(rank), *(["--die", die] if die and rank == dying else []))
@@ -119,13 +119,13 @@ def kill(process: int) -> None:
 @pytest.mark.timeout(0)
 def test_killed_at_every_instant_of_a_commit(nursery: Nursery, nvme_path: Path, expected: dict[str, list[str]]) -> None:
     told = Counter[str]()
-    for (number, instant), update in zip(enumerate(scene.INSTANTS), itertools.cycle(UPDATES)):
-        trainings = Trainings(nursery, nvme_path / str(number), update)
+    for (number, instant), way in zip(enumerate(scene.INSTANTS), itertools.cycle(WAYS)):
+        trainings = Trainings(nursery, nvme_path / str(number), way)
         trainings.start(die=f"{instant.replace(' ', '_')}:3")
         assert trainings.end()[-1].endswith(f" {-signal.SIGKILL}")
         committed = 3 if number >= list(scene.INSTANTS).index("after its name") else 2
-        assert trainings.check(expected[update]) == committed, instant
-        told[update] += 1
+        assert trainings.check(expected[way]) == committed, instant
+        told[way] += 1
         shutil.rmtree(trainings.path)
     print(f"\nkilled at {len(scene.INSTANTS)} instants of a commit: all went on bit for bit {dict(told)}")
 
@@ -145,7 +145,7 @@ def test_killed_at_any_instant(nursery: Nursery, nvme_path: Path, expected: dict
     for number in itertools.count():
         if killed >= KILLS:
             break
-        trainings = Trainings(nursery, nvme_path / str(number), UPDATES[number % len(UPDATES)])
+        trainings = Trainings(nursery, nvme_path / str(number), WAYS[number % len(WAYS)])
         committed = 0
         for _ in range(draw.randint(1, 3)):  # what was gone on with may be killed again
             (process,) = trainings.start()
@@ -157,7 +157,7 @@ def test_killed_at_any_instant(nursery: Nursery, nvme_path: Path, expected: dict
             killed += lines[-1].endswith(f" {-signal.SIGKILL}")  # it may have ended before
             said = [int(line.split()[1]) for line in lines if line.startswith("step ")]
             committed = max([committed, *said])  # the last loss is told when the step before it is committed
-        first = trainings.check(expected[trainings.update], at_least=committed)
+        first = trainings.check(expected[trainings.way], at_least=committed)
         resumed[first] += 1
         shutil.rmtree(trainings.path)
     print(
@@ -210,38 +210,41 @@ def test_one_rank_of_two_killed(nursery: Nursery, nvme_path: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_faults_leave_a_committed_step_to_go_on_from(nvme_path: Path, expected: dict[str, list[str]]) -> None:
     report = Report("durable training")
-    with scene.make(None) as engine:
-        for number in range(scene.STEPS):
-            scene.step(engine, number)
-        last = scene.weights(engine)
+    ways = ("step", "forward", "vertical")
+    last = {}
+    for way in ways:
+        with scene.make(None, way) as engine:
+            for number in range(scene.STEPS):
+                scene.step(engine, number)
+            last[way] = scene.weights(engine)
 
     def one(seed: int) -> str:
         path = nvme_path / str(seed)
-        update = ("step", "forward")[seed % 2]
+        way = ways[seed % len(ways)]
         first, outcome = 0, "right"
         with engines_fail(plan_for(seed, blocks=400)) as made:
             try:
-                with make(path, update) as engine:
+                with make(path, way) as engine:
                     first = engine.global_steps
-                    go_on(engine, expected[update])
+                    go_on(engine, expected[way])
             except infinity.InfinityError:
                 outcome = "resumed after an error"
             faults = made[0].faults
             report.faults.update(faults)
         try:
-            with make(path, update) as engine:
+            with make(path, way) as engine:
                 assert engine.global_steps >= first
-                go_on(engine, expected[update])
+                go_on(engine, expected[way])
                 found = scene.weights(engine)
-                assert all(torch.equal(found[name], last[name]) for name in last), "a weight is wrong"
+                assert all(torch.equal(found[name], value) for name, value in last[way].items()), "a weight is wrong"
         except infinity.IntegrityError:  # a committed page that the drive lost or spoilt, which nobody had read since
             assert faults["lost"] + faults["corrupt"], "nothing was lost, and yet it is not there"
             outcome = "told that the drive lost a commit"
         shutil.rmtree(path)
         return outcome
 
-    def make(path: Path, update: str) -> infinity.Engine:
-        return scene.make(path, resume=True, durability="step", update=update)
+    def make(path: Path, way: str) -> infinity.Engine:
+        return scene.make(path, way, resume=True, durability="step")
 
     def go_on(engine: infinity.Engine, right: list[str]) -> None:
         while engine.global_steps < scene.STEPS:

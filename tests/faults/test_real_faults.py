@@ -108,7 +108,7 @@ def arena_descriptor(folder: Path) -> str:
 @pytest.mark.usefixtures("one_rank")
 def test_a_full_file_system_is_told_before_the_first_step_and_does_not_matter_after(expected: list[str]) -> None:
     with mounted("-t", "tmpfs", "-o", "size=8m", "tmpfs") as place:
-        with scene.make(place, update="forward") as engine:  # which takes the least
+        with scene.make(place, "forward") as engine:  # which takes the least
             fill(place)
             assert losses(engine, 0, scene.STEPS) == expected[: scene.STEPS]  # its space was reserved
         with pytest.raises(infinity.StoreError, match=r"are needed|can be made|could not be reserved"):

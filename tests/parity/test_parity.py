@@ -160,7 +160,13 @@ def test_steps_of_two_ranks_move_the_fewest_bytes_that_their_caches_allow(forked
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, []), pytest.param(2, ["all"], marks=pytest.mark.long), pytest.param(3, ["all"], marks=pytest.mark.long)],
+    [
+        (2, []),
+        *[
+            pytest.param(ranks, [cases], marks=pytest.mark.long)
+            for ranks, cases in [(2, "all"), (3, "all"), (1, "vertical"), (2, "vertical")]
+        ],
+    ],
 )
 def test_several_ranks_equal_memory(ranks: int, cases: list[str], forked_ranks: Any, nvme_path: Path) -> None:
     available = [name for name, works, _ in infinity.aio.probe() if works]

@@ -191,6 +191,21 @@ CASES = {
     },
 }
 
+VERTICAL = {
+    f"vertical, {micro_batches} micro-batches, {timing}": Case(
+        schedule="vertical", whole_steps=True, accumulation=micro_batches, evaluate=True, persistence_threshold=0, **how
+    )
+    for micro_batches in (1, 2, 4, 8)
+    for timing, how in {
+        "updated in the step": {"update": "step"},
+        "updated in forward": {"update": "forward"},
+        "updated in backward": {"update": "backward"},
+        "speculative": {"update": "backward", "clipping": 1e3},
+        "speculative, clipped": {"update": "backward", "clipping": 0.5},
+    }.items()
+}
+"""Every update timing with every number of micro-batches."""
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW", "params": {"weight_decay": 0.1}},
     "Adam": {"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}},
@@ -223,7 +238,11 @@ ON_SEVERAL_RANKS = (
     "SGD with dampening",
     "SGD without momentum, updated in forward",
     "train_batch, vertical",
+    "train_batch, vertical, one micro-batch",
+    "train_batch, vertical, 8 micro-batches",
     "train_batch, vertical, clipped",
+    "train_batch, vertical, forward",
+    "train_batch, vertical, step",
     "train_batch, vertical, speculative",
     "train_batch, vertical, frozen parameters",
     "train_batch, vertical, fp16",
@@ -459,13 +478,13 @@ def differences(expected: Outcome, got: Outcome) -> list[str]:
 
 
 def main() -> int:
-    """`training.py FOLDER BACKENDS [all]`: the cases on all ranks, each backend in turn; prints what differs."""
+    """`training.py FOLDER BACKENDS [all|vertical]`: cases on all ranks, each backend in turn; prints what differs."""
     nvme_path, backends = sys.argv[1], sys.argv[2].split(",")
-    names = CASES if sys.argv[3:] == ["all"] else ON_SEVERAL_RANKS
+    few = {name: CASES[name] for name in ON_SEVERAL_RANKS}
+    cases = {"all": CASES, "vertical": VERTICAL}[sys.argv[3]] if sys.argv[3:] else few
     dist.init_process_group("gloo")
     failed = 0
-    for number, name in enumerate(names):
-        case = CASES[name]
+    for number, (name, case) in enumerate(cases.items()):
         for run in (with_engine, with_own_loop):
             if run is with_own_loop and name not in ("plain", "accumulation and clipping", "frozen parameters"):
                 continue
