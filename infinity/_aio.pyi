@@ -113,9 +113,10 @@ class File(_AnyFile):
         the drive does, see `alignment`. `read_only`: for files that one may not write. `exclusive`: for this
         open file alone, until its last transfer has ended, and never what a link names. `checksums`: keep a CRC-32C of every
         page of 4096 bytes that is written, and fail a read that finds something else with IntegrityError; transfers then
-        move whole pages. Pages that were never written are zeros in a file that `create` made, and unknown, so not
-        verified, in another; a page whose write failed is unknown until it is written again. A read of what is being
-        written may fail. Raises IoError with the errno (EAGAIN where somebody has the lock).
+        move whole pages. Pages that were never written are zeros in a file that `create` made; in one opened `read_only` they
+        are what their first read found; in another they are unknown, so not verified. A page whose write failed is unknown
+        until it is written again. A read of what is being written may fail. Raises IoError with the errno (EAGAIN where
+        somebody has the lock).
         """
 
     @property

@@ -25,7 +25,8 @@ PageSum sum_of_zeros() {
 
 }  // namespace
 
-Checksums::Checksums(bool zeros) : never_written_(zeros ? sum_of_zeros() : kUnknownPage) {}
+Checksums::Checksums(Unwritten unwritten)
+    : unwritten_(unwritten), never_written_(unwritten == Unwritten::kZeros ? sum_of_zeros() : kUnknownPage) {}
 
 void Checksums::set_from(const std::byte* bytes, int64_t offset, int64_t length) {
   std::array<PageSum, kPagesAtOnce> sums;
@@ -43,28 +44,33 @@ void Checksums::forget(int64_t offset, int64_t length) {
   }
 }
 
-std::optional<Checksums::Mismatch> Checksums::first_wrong(const std::byte* bytes, int64_t offset,
-                                                          int64_t length) const {
+std::optional<Checksums::Mismatch> Checksums::first_wrong(const std::byte* bytes, int64_t offset, int64_t length) {
   std::array<PageSum, kPagesAtOnce> expected;
   std::array<PageSum, kPagesAtOnce> actual;
   for (int64_t done = 0; done < length; done += kBytesAtOnce) {
     size_t count = pages_at_once(length - done);
     get(offset + done, count, expected.data());
     sum_pages(bytes + done, count, actual.data());
+    bool is_first_read = false;
     for (size_t i = 0; i < count; ++i) {
+      is_first_read |= expected[i] == kUnknownPage;
       if (expected[i] == actual[i] || expected[i] == kUnknownPage) continue;
-      return Mismatch{offset + done + static_cast<int64_t>(i * kPage), expected[i], actual[i]};
+      return Mismatch{offset + done + static_cast<int64_t>(i * kPage), expected[i], actual[i], unwritten_};
     }
+    if (is_first_read && unwritten_ == Unwritten::kFirstRead) set(offset + done, count, actual.data());
   }
   return std::nullopt;
 }
 
 std::string Checksums::Mismatch::in_words() const {
+  bool by_others = unwritten == Unwritten::kFirstRead;
   std::array<char, 256> text;
   std::snprintf(text.data(), text.size(),
-                "the page at offset %" PRId64 " of the file doesn't hold what was written there (CRC-32C %08" PRIx32
-                " instead of %08" PRIx32 "): see to the health of the drive (smartctl -a, dmesg) before using it again",
-                offset, actual, expected);
+                "the page at offset %" PRId64 " of the file doesn't hold what %s there (CRC-32C %08" PRIx32
+                " instead of %08" PRIx32 "): %s",
+                offset, by_others ? "its first read found" : "was written", actual, expected,
+                by_others ? "it was changed meanwhile; start anew with the file as it is to be"
+                          : "see to the health of the drive (smartctl -a, dmesg) before using it again");
   return text.data();
 }
 

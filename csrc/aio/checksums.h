@@ -22,8 +22,9 @@ namespace infinity::aio {
 // (Request::sums_by_caller). So every page that a read delivers is one of these:
 //   - written by us: it holds what was written last, or the read fails;
 //   - never written, in a file that we made: it reads as zero, or the read fails;
-//   - unknown, and delivered as it is: never written, in a file that was there; or its last write has failed, which the
-//     writer was told.
+//   - never written, in a file opened to be read only: it holds what its first read found, or the read fails;
+//   - unknown, and delivered as it is: never written, in any other file that was there; or its last write has failed,
+//     which the writer was told.
 // A drive that loses a write, puts it elsewhere, gives back an older page or one of another place, and a file that was
 // truncated or written by somebody else, are all found this way, since the sums don't lie on the drive. What is not
 // found: bytes that were wrong in memory before the write was submitted or after the read was verified, and a change of
@@ -35,8 +36,13 @@ namespace infinity::aio {
 // Calls may come from any thread. All offsets and lengths are whole pages.
 class Checksums {
  public:
-  // `zeros`: what was never written reads as zero; otherwise it is unknown.
-  explicit Checksums(bool zeros);
+  // What pages hold that were never written here.
+  enum class Unwritten {
+    kZeros,
+    kUnknown,
+    kFirstRead,  // what their first read finds
+  };
+  explicit Checksums(Unwritten unwritten);
 
   // Says that the pages at `offset` hold these bytes from now on.
   void set_from(const std::byte* bytes, int64_t offset, int64_t length);
@@ -48,13 +54,15 @@ class Checksums {
     int64_t offset = 0;  // of the page, in the file
     PageSum expected = 0;
     PageSum actual = 0;
+    Unwritten unwritten = Unwritten::kUnknown;
 
     // The reason of a failure, with the next move.
     std::string in_words() const;
   };
 
-  // The first page whose bytes are not what it must hold, or none.
-  std::optional<Mismatch> first_wrong(const std::byte* bytes, int64_t offset, int64_t length) const;
+  // The first page whose bytes are not what it must hold, or none. Of Unwritten::kFirstRead, it keeps the sums of pages
+  // that it sees first.
+  std::optional<Mismatch> first_wrong(const std::byte* bytes, int64_t offset, int64_t length);
 
   // The sums themselves, `count` pages from `offset` on.
   void get(int64_t offset, size_t count, PageSum* sums) const;
@@ -69,6 +77,7 @@ class Checksums {
   Chunk* find(size_t page) const;
   Chunk& make(size_t page);
 
+  const Unwritten unwritten_;
   const PageSum never_written_;
   mutable std::mutex mutex_;  // of chunks_; the sums in them are read and set without it
   std::unordered_map<size_t, std::unique_ptr<Chunk>> chunks_;

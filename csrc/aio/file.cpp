@@ -73,7 +73,10 @@ File::File(const std::string& path, const FileOptions& options) : path_(path) {
                        "): going through the page cache; put the file on ext4 or xfs on a local drive to avoid that");
     }
     int64_t alignment = direct_ && options.fine_alignment ? finest_alignment(fd) : kPageBytes;
-    auto checksums = options.checksums ? std::make_unique<Checksums>(/*zeros=*/options.create) : nullptr;
+    auto unwritten = options.create      ? Checksums::Unwritten::kZeros
+                     : options.read_only ? Checksums::Unwritten::kFirstRead
+                                         : Checksums::Unwritten::kUnknown;
+    auto checksums = options.checksums ? std::make_unique<Checksums>(unwritten) : nullptr;
     descriptor = std::make_shared<const Descriptor>(fd, path, direct_, options.drive, alignment, std::move(checksums));
   } catch (...) {  // nobody owns it yet
     close_kept_from_children(fd, [fd] { ::close(fd); });

@@ -7,6 +7,7 @@ namespace infinity::aio::testing {
 namespace {
 
 constexpr PageSum kZeros = 0x98f94189;  // of a page of zeros
+using Unwritten = Checksums::Unwritten;
 
 FileOptions checked(bool create = true, int drive = 0) {
   FileOptions options;
@@ -68,9 +69,10 @@ struct CheckedMachine {
 
 // A drive in memory under a checked file.
 struct CheckedFake {
-  explicit CheckedFake(bool direct = true, int rings = 1, bool zeros = true) : machine(direct, 4, 64 * kKiB, rings) {
+  explicit CheckedFake(bool direct = true, int rings = 1, Unwritten unwritten = Unwritten::kZeros)
+      : machine(direct, 4, 64 * kKiB, rings) {
     machine.file = std::make_shared<const Descriptor>(::open("/dev/null", O_RDWR | O_CLOEXEC), "fake.arena", direct, 0,
-                                                      kPageBytes, std::make_unique<Checksums>(zeros));
+                                                      kPageBytes, std::make_unique<Checksums>(unwritten));
   }
 
   std::optional<Failure> move(Operation operation, int64_t offset, int64_t slab_offset, int64_t length) const {
@@ -85,9 +87,9 @@ struct CheckedFake {
 
 TEST_CASE("the table keeps what it was told, over the borders of its chunks, and knows what nobody told it") {
   constexpr int64_t kChunk = 64 * kMiB;
-  for (bool zeros : {true, false}) {
-    Checksums table(zeros);
-    PageSum untold = zeros ? kZeros : kUnknownPage;
+  for (auto unwritten : {Unwritten::kZeros, Unwritten::kUnknown, Unwritten::kFirstRead}) {
+    Checksums table(unwritten);
+    PageSum untold = unwritten == Unwritten::kZeros ? kZeros : kUnknownPage;
     std::vector<PageSum> found(6);
     table.get(kChunk - 3 * 4096, 6, found.data());
     CHECK(found == std::vector<PageSum>(6, untold));
@@ -104,7 +106,7 @@ TEST_CASE("the table keeps what it was told, over the borders of its chunks, and
 }
 
 TEST_CASE("the first wrong page of many is named") {
-  Checksums table(false);
+  Checksums table(Unwritten::kUnknown);
   PinnedSlab slab(kMiB);
   fill(slab, 0, kMiB, 0, 3);
   CHECK_FALSE(table.first_wrong(slab.data(), 0, kMiB).has_value());  // unknown
@@ -116,6 +118,21 @@ TEST_CASE("the first wrong page of many is named") {
     REQUIRE(wrong.has_value());
     CHECK(wrong->offset == 8192 + page * 4096);
     CHECK(wrong->expected != wrong->actual);
+  }
+}
+
+TEST_CASE("a file that is only read holds what its first read found") {
+  Checksums table(Unwritten::kFirstRead);
+  PinnedSlab slab(kMiB);
+  fill(slab, 0, kMiB, 0, 3);
+  CHECK_FALSE(table.first_wrong(slab.data() + 8192, 16384, 100 * 4096).has_value());
+  CHECK_FALSE(table.first_wrong(slab.data(), 8192, kMiB).has_value());  // the rest is seen first now
+  for (int64_t page : {255, 101, 2, 0}) {
+    slab.data()[page * 4096] ^= std::byte{128};
+    auto wrong = table.first_wrong(slab.data(), 8192, kMiB);
+    REQUIRE(wrong.has_value());
+    CHECK(wrong->offset == 8192 + page * 4096);
+    CHECK(wrong->in_words().find("its first read found") != std::string::npos);
   }
 }
 
@@ -277,7 +294,7 @@ TEST_CASE("sums over stripes come in the order of the bytes") {
   Checksums* tables[2];
   std::vector<std::shared_ptr<const Descriptor>> files;
   for (int i = 0; i < 2; ++i) {
-    auto table = std::make_unique<Checksums>(false);
+    auto table = std::make_unique<Checksums>(Unwritten::kUnknown);
     tables[i] = table.get();
     files.push_back(std::make_shared<const Descriptor>(::open("/dev/null", O_RDWR | O_CLOEXEC), "drive", true, i,
                                                        kPageBytes, std::move(table)));
