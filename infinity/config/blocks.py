@@ -92,7 +92,8 @@ class OffloadBlock(Block):
     nvme_path: Paths | None = key(
         None,
         "Folder on the drive, or a list of folders on several, over which everything is striped by their bandwidth; required "
-        "when `device` is nvme.",
+        "when `device` is nvme, unless nothing is to be written there: where all parameters that are not trained rest in the "
+        "files that `weights` names, and the others in memory.",
         in_deepspeed="One folder only.",
     )
     pin_memory: Flag = key(

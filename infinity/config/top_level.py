@@ -123,8 +123,15 @@ class TopLevel(Block):
         return Batch(train, micro, accumulation)
 
     @property
+    def uses_nvme(self) -> bool:
+        """Whether parameters or optimizer state rest on drives."""
+        zero = self.zero_optimization
+        return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device)
+
+    @property
     def nvme_paths(self) -> tuple[str, ...]:
-        """Folders on the drives where parameters or optimizer state rest; empty where neither does."""
+        """Folders on the drives where parameters or optimizer state rest; empty where neither does, and where all that rests on
+        NVMe is to be in files of the user."""
         zero = self.zero_optimization
         for block in (zero.offload_param, zero.offload_optimizer):
             if block.device == "nvme" and block.nvme_path is not None:

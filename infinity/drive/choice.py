@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +27,14 @@ class StorageChoice:
     notes: tuple[str, ...]
 
 
-def choose_storage(config: Config) -> StorageChoice:
-    """Choose how the drives of `config.nvme_paths` are driven.
+def choose_storage(config: Config, weights: str | os.PathLike[str] | None = None) -> StorageChoice:
+    """Choose how the drives of `config.nvme_paths` are driven; where there are none, the drive on which the `weights` are.
 
     Keys of `aio` and `infinity` that the config sets count. Others are taken from the profile that `infinity-bench sweep` left
     on the first drive; without one, from the limits of its block queue. Where each of several drives has a profile, they get
     shares of the bytes by these; otherwise the swap manager measures.
     """
-    paths = config.nvme_paths
+    paths = config.nvme_paths or ((os.fspath(weights),) if weights is not None else ())
     aio, settings = config.aio, config.infinity
     profiles = [load_profile(path) for path in paths]
     profile = profiles[0] if profiles else None

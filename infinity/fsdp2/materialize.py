@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError
-from infinity.fsdp2.names import buffer_names, parameter_names
+from infinity.fsdp2.names import base_name, buffer_names, has_adapters, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
+from infinity.store.foreign import FOREIGN_DTYPES, StoredTensor, read_header
 
 
 @torch.no_grad()
@@ -36,21 +37,46 @@ def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
         return frozenset(_opened(Path(path), stack))
 
 
-def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """The frozen parameters that can rest in safetensors (as for `load_weights`), by their first name, and where they are
+    there. Raises CheckpointError where a file is damaged."""
+    where = {name: tensor for file in _files(Path(path)) for name, tensor in read_header(file).items()}
+    resting = {}
+    for parameter, names in parameter_names(model).items():
+        stored = next((where[name] for name in _names_in_files(model, names) if name in where), None)
+        if stored is None or parameter.requires_grad or stored.dtype not in FOREIGN_DTYPES:
+            continue
+        if stored.shape == tuple(parameter.shape) != ():
+            resting[names[0]] = stored
+    return resting
+
+
+def adapters_beside(model: nn.Module, stored: Collection[str]) -> set[str]:
+    """The trained parameters of a model of PEFT that files with the names `stored` lack: those that are left to the model."""
+    if not has_adapters(model):
+        return set()
+    trained = (names for p, names in parameter_names(model).items() if p.requires_grad)
+    return {names[0] for names in trained if not any(name in stored for name in _names_in_files(model, names))}
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collection[str] = ()) -> None:
     """Set all parameters and buffers from safetensors: a file, or a folder with `model.safetensors` or its index.
 
-    Each rank reads only its own rows. Names that tied tensors share need to be there once, those of buffers that are not
-    persistent need not. Raises CheckpointError, naming the tensors, when some are missing, too many, or of another shape, and
-    naming the file when it is damaged.
+    `but`: the first names of those that rest in these files. Each rank reads only its own rows. Names that tied tensors share
+    need to be there once, those of buffers that are not persistent need not, nor those of adapters (`adapters_beside`). Raises
+    CheckpointError, naming the tensors, when some are missing, too many, or of another shape, and naming the file when it is
+    damaged.
     """
     with ExitStack() as stack, torch.no_grad():
         where = _opened(Path(path), stack)
         required: dict[torch.Tensor, tuple[str, ...]] = {}
         required |= dict(parameter_names(model).items())
         required |= buffer_names(model, persistent=True)
-        optional = buffer_names(model, persistent=False)
-        known = {name for names in (*required.values(), *optional.values()) for name in names}
-        missing = [names[0] for names in required.values() if not any(name in where for name in names)]
+        names_of = {**required, **buffer_names(model, persistent=False)}
+        in_files = {tensor: _names_in_files(model, names) for tensor, names in names_of.items()}
+        known = {name for names in in_files.values() for name in names}
+        lacking = [names[0] for p, names in required.items() if not any(name in where for name in in_files[p])]
+        missing = sorted({*lacking} - adapters_beside(model, where))
         unexpected = sorted(set(where) - known)
         if missing or unexpected:
             raise CheckpointError(
@@ -59,25 +85,32 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             )
         stored_as = {
             tensor: next(name for name in names if name in where)
-            for tensor, names in {**required, **optional}.items()
+            for tensor, names in in_files.items()
             if any(name in where for name in names)
         }
         scalars = scalar_names(model)
         for tensor, name in stored_as.items():
             shape = tuple(where[name].get_slice(name).get_shape())
-            expected = () if name in scalars else tuple(tensor.shape)
+            expected = () if names_of[tensor][0] in scalars else tuple(tensor.shape)
             if shape != expected:
                 raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {expected}")
         for tensor, name in stored_as.items():
+            if names_of[tensor][0] in but:
+                continue
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(where[name].get_tensor(name))
                 continue
-            if name in scalars:
+            if names_of[tensor][0] in scalars:
                 load_full(tensor, where[name].get_tensor(name))
                 continue
             local, start = _local_rows(tensor)
             if local.numel():
                 local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
+
+
+def _names_in_files(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
+    """A tensor's own names, and those that it may have in files of the model that PEFT has put adapters into."""
+    return (*names, *map(base_name, names)) if has_adapters(model) else names
 
 
 def _opened(path: Path, stack: ExitStack) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from infinity.errors import ConfigError, StoreError
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.gathered import remember_sharded
 from infinity.fsdp2.live import LiveParameters, choose_wrap
-from infinity.fsdp2.materialize import load_weights, stored_names
+from infinity.fsdp2.materialize import adapters_beside, load_weights, stored_names
 from infinity.fsdp2.routes import Routes
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
@@ -94,7 +94,8 @@ def initialize(
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (a file, an index.json of several, or a folder with either) from which the parameters are set,
-            each rank reading only its rows.
+            each rank reading only its rows. Frozen ones stay there, where parameters rest on NVMe: each step reads them
+            from these files, which must not change meanwhile (docs/frozen_weights.md).
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
         auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.
         resume: go on from the last committed step of a run with `infinity.durability` "step": parameters, optimizer state,
@@ -124,10 +125,10 @@ def initialize(
             )
             _check_supported(model, init_fn, weights)
             stepper = None
-            if settled.nvme_paths:
+            if settled.uses_nvme:
                 optimizer = early = make_early(model, optimizer, model_parameters)
             groups = trained_names(model, model_parameters, optimizer)
-            if settled.nvme_paths:
+            if settled.uses_nvme:
                 stepper = stepper_for(settled, early, groups)
             resolved = resolve(
                 settled,
@@ -142,7 +143,8 @@ def initialize(
         if run is not None:
             undo.callback(run.give_up)
         resumed = run.resumed if run is not None else None
-        resolved, swap, live, activations = _shard_and_page(model, resolved, run, undo)
+        stays = weights if settled.infinity.checkpoint_format != "arena" else None  # which holds all of the model
+        resolved, swap, live, activations = _shard_and_page(model, resolved, run, stays, undo)
         remember_sharded(model)
         peers, routes = _make_peers(model, resolved.shard_ranks)
         undo.callback(peers.close)
@@ -206,7 +208,11 @@ def _check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os
 
 
 def _shard_and_page(
-    model: nn.Module, resolved: Resolved, run: DurableRun | None, undo: ExitStack
+    model: nn.Module,
+    resolved: Resolved,
+    run: DurableRun | None,
+    weights: str | os.PathLike[str] | None,
+    undo: ExitStack,
 ) -> tuple[Resolved, SwapManager | None, LiveParameters | None, Activations | None]:
     """fully_shard each group and the root; hand what rests on NVMe to a swap manager; set what stays gathered.
 
@@ -220,15 +226,15 @@ def _shard_and_page(
     swap = None
     if resolved.paging is not None:
         with raise_on_all_ranks():
-            storage = choose_storage(resolved.config)
+            storage = choose_storage(resolved.config, weights)
             notes += storage.notes
             swap = _make_swap(resolved.config, storage, run)
             undo.callback(swap.close)
-        resolved, told = _fit(model, wrap, resolved, swap)
+        resolved, told = _fit(model, wrap, resolved, swap, weights)
         notes += told
     _shard_model(model, resolved, mesh, wrap)
     if swap is not None:
-        paging = swap.page(model, resolved.paging)
+        paging = swap.page(model, resolved.paging, weights=weights)
         notes += swap.notes
         if paging.options.speculative and run is None:
             second = format_bytes(second_slot_bytes(paging.paged.layout, paging.options))
@@ -251,12 +257,18 @@ def _shard_and_page(
 
 
 def _fit(
-    model: nn.Module, wrap: Sequence[nn.Module], resolved: Resolved, swap: SwapManager
+    model: nn.Module,
+    wrap: Sequence[nn.Module],
+    resolved: Resolved,
+    swap: SwapManager,
+    weights: str | os.PathLike[str] | None,
 ) -> tuple[Resolved, list[str]]:
     """Raise what `SwapManager.page` would for want of memory or space; where nobody asked for speculative updates, do without
     them if they lack space or effect, on all ranks if on one. A collective."""
     assert resolved.paging is not None
-    check = partial(swap.check_fits, model, wrap, ranks=resolved.shard_ranks, dtype=resolved.compute_dtype)
+    check = partial(
+        swap.check_fits, model, wrap, ranks=resolved.shard_ranks, dtype=resolved.compute_dtype, weights=weights
+    )
     unasked = resolved.config.infinity.update == "auto" and resolved.paging.speculative
     why, notes = None, []
     with raise_on_all_ranks():
@@ -351,8 +363,9 @@ def _give_values(
     elif blank and weights is None:
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:
-        initialize_values(model, set(), device, init_fn, stored_names(weights))  # buffers
-        load_weights(model, weights)
+        stored = stored_names(weights)
+        initialize_values(model, blank & adapters_beside(model, stored), device, init_fn, stored)
+        load_weights(model, weights, but=swap.paged.foreign_names if swap is not None else ())
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

@@ -95,7 +95,7 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
     shard_ranks = ranks if zero.mics_shard_size == -1 else zero.mics_shard_size
     second_ranks = zero.zero_hpz_partition_size
     has_second_sharding = zero.stage >= 3 and 1 < second_ranks < shard_ranks
-    if has_second_sharding and config.nvme_paths:
+    if has_second_sharding and config.uses_nvme:
         raise ConfigError(
             "zero_hpz_partition_size keeps a second sharding of the parameters in the memory of the device, which is not "
             "paged: leave it out, or leave parameters and optimizer state off NVMe"
@@ -115,7 +115,7 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
         schedule=infinity.schedule,
         wrap=None if infinity.wrap == "auto" else infinity.wrap,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        paging=_paging_options(config, ranks, shard_ranks, numel, moments) if config.nvme_paths else None,
+        paging=_paging_options(config, ranks, shard_ranks, numel, moments) if config.uses_nvme else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
         activations=_activation_options(config),
         notes=tuple(_notes(zero, shard_ranks, device_type)),
@@ -161,7 +161,7 @@ def _offload_policy(config: Config, device_type: str) -> OffloadPolicy:
     """Host memory for what the config sends to the cpu: masters, gradients and state, which FSDP2 keeps in one place."""
     zero = config.zero_optimization
     on_host = [block for block in (zero.offload_param, zero.offload_optimizer) if block.device == "cpu"]
-    if device_type == "cpu" or config.nvme_paths or not on_host:
+    if device_type == "cpu" or config.uses_nvme or not on_host:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=all(block.pin_memory for block in on_host))
 

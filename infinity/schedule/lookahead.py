@@ -36,7 +36,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 UNTIL_THE_END = math.inf
 """The place after all uses: no use passes it."""
@@ -215,19 +216,37 @@ class LookAhead:
         self.changed[unit] = None
 
 
-def cycle_read_bytes(uses: Sequence[int], read_bytes: Sequence[int], *limits: tuple[Sequence[int], int]) -> int:
-    """Bytes read in a cycle of uses when after each use the units stay staged that a look-ahead chooses.
+def cycle_read_bytes(
+    uses: Sequence[int], read_bytes: Sequence[int], next_cycle: Iterable[int], *limits: tuple[Sequence[int], int]
+) -> int:
+    """Bytes read in a cycle of uses, one of many, when after each use the units stay staged that a look-ahead chooses.
 
     A use reads nothing if its unit stayed since its last use.
 
     Args:
-        uses: the unit of each use, in order. Nothing stays beyond the end.
+        uses: the unit of each use, in order.
         read_bytes: by place in `uses`, the bytes that staging the unit there reads.
+        next_cycle: the units that are chosen for the cycle after this one, in their order; of these, those with a use may stay
+            beyond the end.
         limits: as for `LookAhead`.
     """
+    ends = [(UNTIL_THE_END, unit) for unit in next_cycle]
+    first, stayed = _read_in_cycle(uses, read_bytes, ends, limits, set())
+    return _read_in_cycle(uses, read_bytes, ends, limits, stayed)[0] if stayed else first
+
+
+def _read_in_cycle(
+    uses: Sequence[int],
+    read_bytes: Sequence[int],
+    ends: Sequence[tuple[float, int]],
+    limits: Sequence[tuple[Sequence[int], int]],
+    stayed: set[int],
+) -> tuple[int, set[int]]:
+    """Bytes read in a cycle at whose beginning so many have `stayed`, and what stays at its end."""
     total = 0
-    ahead = LookAhead(((float(place), unit) for place, unit in enumerate(uses)), *limits)
-    stayed: set[int] = set()
+    ahead = LookAhead(chain(((float(place), unit) for place, unit in enumerate(uses)), ends), *limits)
+    ahead.fit()
+    ahead.changed.clear()
     for place, unit in enumerate(uses):
         if unit not in stayed:
             total += read_bytes[place]
@@ -238,4 +257,4 @@ def cycle_read_bytes(uses: Sequence[int], read_bytes: Sequence[int], *limits: tu
         if unit not in ahead:
             stayed.discard(unit)
         ahead.changed.clear()
-    return total
+    return total, stayed

@@ -81,7 +81,8 @@ class Arena:
     def notes(self) -> list[str]:
         """Messages: what the file systems refused, and which drives are left out."""
         slow = [f"{path} is so slow beside the other drives that nothing is kept there" for path in self.left_out]
-        return [*self.file.notes, *slow, *(note for folder in self._folders for note in folder.notes)]
+        of_file = self.file.notes if self.nbytes else []
+        return [*of_file, *slow, *(note for folder in self._folders for note in folder.notes)]
 
     def reserve(self, sizes: list[int], purpose: str) -> list[Extent]:
         """Reserve an extent of each size (bytes, rounded up to 4 KiB) at the end of the arena: all of them, or none.

@@ -22,6 +22,9 @@ would read it.
 Fields that stay in host memory, held there or cached, are left out of the extent; the others move up. A sub-group with no
 field on NVMe has an extent of no bytes.
 
+A shard that rests in a file of the user is in no flat space: its group reads it behind the compute parameters of its own
+(foreign.py).
+
 Where gradients don't fit into host memory, those of a sub-group have an extent of their own, from the backward to the update,
 which reads them into the same lease, behind the state.
 """
@@ -36,6 +39,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from infinity.errors import ConfigError
+from infinity.store.foreign import ForeignPart
 from infinity.units import PAGE_BYTES, align_up
 
 SPACE_ALIGN = 2048
@@ -69,7 +73,7 @@ class Shard:
     """This rank's piece of one parameter, as far as the layout depends on it.
 
     group: number of its group. numel: elements, padding of uneven sharding included. trained: has optimizer state.
-    resident: its compute parameter stays in host memory.
+    resident: its compute parameter stays in host memory. foreign: rests in a file of the user.
     """
 
     name: str
@@ -77,6 +81,7 @@ class Shard:
     numel: int
     trained: bool = True
     resident: bool = False
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,12 @@ class Layout:
     space_numel: tuple[int, ...]
     sub_groups: tuple[SubGroup, ...]
     by_space: tuple[tuple[SubGroup, ...], ...] = field(repr=False)
+    foreign: tuple[ForeignPart, ...] = field(default=(), repr=False)
+    """By group, what it reads of files of the user."""
+
+    def gathered_bytes(self, group: int) -> int:
+        """Bytes of the flat space of a group as it is gathered, in front of what it reads of files of the user."""
+        return sum(sub.numel * sub.itemsize(sub.gathered) for sub in self.by_space[group])
 
     @property
     def resident_space(self) -> int:
@@ -238,6 +249,7 @@ def plan_layout(
     cached: Mapping[tuple[int, bool], Cached] | None = None,
     gradient_itemsizes: Mapping[int, int] | None = None,
     moments: int = 2,
+    foreign: Sequence[ForeignPart] | None = None,
 ) -> Layout:
     """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
 
@@ -251,6 +263,7 @@ def plan_layout(
         cached: which fields stay in pinned memory, by (flat space, trained or frozen part).
         gradient_itemsizes: bytes per element of the gradients that wait on NVMe, by flat space; others wait in host memory.
         moments: numbers that the optimizer keeps of each element.
+        foreign: by group, where its shards are that rest in files of the user.
     """
     if sub_group_numel_max < SPACE_ALIGN:
         raise ConfigError(f"sub_group_size must be at least {SPACE_ALIGN} elements, got {sub_group_numel_max}")
@@ -277,7 +290,12 @@ def plan_layout(
         space_numel.append(frozen_part.end)
         by_space.append(tuple(cuts))
     return Layout(
-        tuple(shards), tuple(place), tuple(space_numel), tuple(s for cuts in by_space for s in cuts), tuple(by_space)
+        tuple(shards),
+        tuple(place),
+        tuple(space_numel),
+        tuple(s for cuts in by_space for s in cuts),
+        tuple(by_space),
+        tuple(foreign or [ForeignPart()] * groups),
     )
 
 
@@ -294,7 +312,8 @@ def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, 
     """(space, first element) of each shard, and (trained, frozen) part of each space. Cuts into sub-groups change neither."""
     spaces: list[list[int]] = [[] for _ in range(groups + 1)]
     for i, shard in enumerate(shards):
-        spaces[groups if shard.resident else shard.group].append(i)
+        if not shard.foreign:
+            spaces[groups if shard.resident else shard.group].append(i)
     place: list[tuple[int, int]] = [(0, 0)] * len(shards)
     parts = []
     for space, members in enumerate(spaces):

@@ -76,6 +76,39 @@ class Folder(ABC):
             )
 
 
+class NoFolder(Folder):
+    """Stands for a folder where nothing is to be written: an arena in it must stay empty."""
+
+    def __init__(self) -> None:
+        super().__init__("/")
+
+    def open_arena(self, name: str, drive: int, *, checksums: bool = False) -> File:
+        descriptor = os.memfd_create(name)
+        try:
+            return File(f"/proc/self/fd/{descriptor}", drive=drive, checksums=checksums)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        pass
+
+    def leave_to_parent(self) -> None:
+        pass
+
+    @property
+    def notes(self) -> list[str]:
+        return []
+
+    def check_free(self, nbytes: int, purpose: str) -> None:
+        if nbytes:
+            raise StoreError(
+                errno.ENOSPC,
+                f"{purpose}: {format_bytes(nbytes)} must rest on NVMe, and no nvme_path says where: set it in offload_param to "
+                "a folder on the drive (it can be left out where all frozen parameters rest in the files of weights=, and "
+                "nothing else is to rest on NVMe)",
+            )
+
+
 class RunFolder(Folder):
     """This process's folder under `root`.
 

@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from infinity.aio import Lease, Transfer
+from infinity.aio import File, Lease, Transfer
 from infinity.device import CopyEvent
 
 
@@ -51,11 +51,13 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class Span:
-    """`nbytes` bytes at `offset` of the arena, which lie at `lease_offset` of the chunk's lease. All 4 KiB aligned."""
+    """`nbytes` bytes at `offset` of the arena, or of a `foreign` file, which lie at `lease_offset` of the chunk's lease. All
+    4 KiB aligned."""
 
     offset: int
     lease_offset: int
     nbytes: int
+    foreign: File | None = None
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
-"""Floor 8. A chunk's transfers between its lease and the arena: requests, checksums, and errors that name the chunk.
+"""Floor 8. A chunk's transfers between its lease and the arena or the user's files: requests, checksums, and errors that name
+the chunk.
 
 Knows no states and frees no lease: that is the stager's.
 """
@@ -45,11 +46,11 @@ class ChunkIo:
         """Wait for the chunk's transfers. Raises IoError, which names the chunk, once all of them have ended."""
         try:
             self._engine.wait(chunk.transfers)
-        except IntegrityError as error:
-            self._arena.explain(error, chunk.name)
-            raise
         except IoError as error:
-            error.concerning(chunk.name)
+            if isinstance(error, IntegrityError) and not _is_foreign(chunk, error.path):
+                self._arena.explain(error, chunk.name)
+            else:
+                error.concerning(chunk.name)
             raise
 
     def expected_sums(self, span: Span) -> bytes:
@@ -79,4 +80,9 @@ class ChunkIo:
         chunk.unverified = chunk.unverified and only is not None
 
     def _request(self, operation: str, lease: Lease, span: Span, priority: Priority) -> Request:
-        return Request(operation, self._arena.file, span.offset, lease, span.lease_offset, span.nbytes, priority)
+        file = span.foreign if span.foreign is not None else self._arena.file
+        return Request(operation, file, span.offset, lease, span.lease_offset, span.nbytes, priority)
+
+
+def _is_foreign(chunk: Chunk, path: str) -> bool:
+    return any(span.foreign is not None and span.foreign.path == path for span in chunk.reads)

@@ -29,24 +29,23 @@ class DirectReads:
         self._under_way: list[InFlightCopy] = []
         self.read_bytes = 0
 
-    def start(self, chunk: Chunk, dtype: torch.dtype) -> InFlightCopy:
-        """Begin to read all that the chunk reads into device memory, as it would lie in a lease, for elements of `dtype`.
+    def start(self, chunk: Chunk) -> InFlightCopy:
+        """Begin to read all that the chunk reads into device memory (bytes), as it would lie in a lease.
 
         The arena must hold it: `Stager.let_be_read`. What fails is raised when it is asked for.
         """
 
         def fill(into: torch.Tensor, stream: Any) -> Sequence[DirectRead]:
             reads = []
-            to_fill = into.view(torch.uint8)
             for span in chunk.reads:
                 at = span.lease_offset
                 for file, offset, nbytes in self._arena.pieces(span.offset, span.nbytes):
-                    reads.append(self._reader.start(file, offset, to_fill[at : at + nbytes], stream))
+                    reads.append(self._reader.start(file, offset, into[at : at + nbytes], stream))
                     at += nbytes
                 self.read_bytes += span.nbytes
             return reads
 
-        in_flight = self._device.start_filling(chunk.lease_bytes // dtype.itemsize, dtype, fill)
+        in_flight = self._device.start_filling(chunk.lease_bytes, torch.uint8, fill)
         self.drop_in_flight()
         self._under_way.append(in_flight)
         return _Coming(self, in_flight, chunk.name)

@@ -59,7 +59,7 @@ class Delivery:
     given: set[int] = field(default_factory=set)
     """Numbers of the shards that FSDP2 was given and has not reported gathered."""
     _piece: torch.Tensor | None = field(default=None, repr=False)
-    """All of them (1-D), on the device; not None while GATHERING."""
+    """The bytes of all of them (1-D), on the device; not None while GATHERING."""
 
     def move_to(self, state: GroupState) -> None:
         """The one door of the state."""
@@ -83,10 +83,14 @@ class Delivery:
             self.let_go()
             raise
 
-    def give(self, shard: int, place: slice) -> torch.Tensor:
-        """What FSDP2 gets of a shard. With the last one, the device's memory is FSDP2's."""
+    def give(self, shard: int, place: slice, dtype: torch.dtype) -> torch.Tensor:
+        """What FSDP2 gets of a shard, which is in these bytes in this dtype. With the last one, the device's memory is
+        FSDP2's."""
         assert self._piece is not None
         given = self._piece[place]
+        if given.storage_offset() % dtype.itemsize:
+            given = given.clone()
+        given = given.view(dtype)
         self.given.add(shard)
         if len(self.given) == self.count:
             self.in_flight = self._piece = None
@@ -128,6 +132,16 @@ class Delivery:
             self.copy_event = None
 
 
+@dataclass(frozen=True)
+class ForeignReads:
+    """What a group reads of files of the user, in so many bytes behind its flat space. `fills`: what of them is in host memory
+    already (first byte in the lease, bytes)."""
+
+    nbytes: int = 0
+    reads: tuple[Span, ...] = ()
+    fills: tuple[tuple[int, torch.Tensor], ...] = ()
+
+
 @dataclass(eq=False)
 class PagedGroup:
     """The shards that FSDP2 gathers together.
@@ -150,11 +164,17 @@ class PagedGroup:
     resident_sub_groups: list[PagedSubGroup] = field(default_factory=list, repr=False)
     """Those that hold shards of it which stay resident, and perhaps shards of other groups."""
     chunk: Chunk | None = None
+    foreign: ForeignReads = field(default_factory=ForeignReads, repr=False)
     cached: torch.Tensor | None = field(default=None, repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
     delivery: Delivery = field(default_factory=Delivery)
     """Of what the chunk fetches, or the cache holds."""
     resident_delivery: Delivery = field(default_factory=lambda: Delivery(leased=False))
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a step changes nothing of what its chunk fetches."""
+        return not any(sub.layout.trained for sub in self.members)
 
     @property
     def completes(self) -> Chunk | None:
@@ -181,19 +201,19 @@ class PagedGroup:
         """Whether the lease of its chunk is in use."""
         return self.chunk is not None and self.chunk.state is ChunkState.IN_USE
 
-    def start_h2d(self, device: Device, dtype: torch.dtype) -> None:
+    def start_h2d(self, device: Device) -> None:
         """Begin to copy what its chunk holds, which is in use, or the cache, to the device."""
         source = self.cached
         if source is None:
             assert self.chunk is not None and self.chunk.lease is not None
-            source = self.chunk.lease.view(dtype, 0, sum(sub.layout.numel for sub in self.members))
-        in_flight = device.start_h2d(source)
+            source = self.chunk.lease.view(torch.uint8)
+        in_flight = device.start_h2d(source.view(torch.uint8))
         self.delivery.start(in_flight, in_flight.copy_event)
 
     def start_resident_h2d(self, device: Device) -> None:
         """Begin to copy what stays in host memory to the device."""
         assert self.resident is not None
-        in_flight = device.start_h2d(self.resident)
+        in_flight = device.start_h2d(self.resident.view(torch.uint8))
         self.resident_delivery.start(in_flight, in_flight.copy_event)
 
     def point(self, pending: Container[PagedSubGroup]) -> None:
@@ -201,7 +221,7 @@ class PagedGroup:
         copy there."""
         if self.chunk is None:
             return
-        reads, fills = [], []
+        reads, fills = [*self.foreign.reads], [*self.foreign.fills]
         for sub in self.members:
             location = sub.locations[sub.layout.gathered]
             start = sub.layout.start * sub.layout.itemsize(sub.layout.gathered)
@@ -227,6 +247,13 @@ class PagedGroup:
             stager.release(self.chunk, keep=False)
         stager.drop(self.chunk)
 
+    def end_gather(self, stager: Stager) -> None:
+        """Nobody gathers them any more; what is staged stays, as nothing of it changes."""
+        if self.in_use:
+            assert self.chunk is not None
+            stager.release(self.chunk, keep=True, copy_event=self.delivery.copy_event)
+        self.delivery.forget_delivery()
+
     def forget_resident(self) -> None:
         """What stays in host memory is about to change: what the device was given is stale, and it has copied it after this."""
         self.resident_delivery.forget_delivery()
@@ -239,10 +266,8 @@ class PagedGroup:
         self.forget_resident()
 
 
-def group_chunk(group: PagedGroup) -> Chunk | None:
-    """What fetches the compute parameters of a group; None where there are none or they are cached."""
-    if not group.members or group.cached is not None:
+def group_chunk(group: PagedGroup, nbytes: int) -> Chunk | None:
+    """What fetches the compute parameters of a group, so many bytes; None where there are none or they are cached."""
+    if nbytes == 0 or group.cached is not None:
         return None
-    last = group.members[-1].layout
-    nbytes = (last.start + last.numel) * last.itemsize(last.gathered)
     return Chunk(f"group {group.name}", nbytes, (), (), after=tuple(sub.chunk for sub in group.members))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from infinity.aio import DriveLimit, FaultPlan, IoEngine, IoSettings, PinnedPool, near
 from infinity.device import Device, DirectReader, HostBuffers, direct_reader_for
@@ -15,8 +16,9 @@ from infinity.drive.describe import drive_of
 from infinity.drive.measure import measure_drive
 from infinity.store.arena import Arena, check_free
 from infinity.store.durable import DurableRun
+from infinity.store.foreign import ForeignFiles
 from infinity.store.placement import step_bandwidth
-from infinity.store.run_folder import Folder, RunFolder
+from infinity.store.run_folder import Folder, NoFolder, RunFolder
 from infinity.swap.direct import DirectReads
 from infinity.swap.host_gradients import HostGradients
 from infinity.swap.stager import Stager
@@ -48,11 +50,26 @@ class Drives:
         measures = bandwidths is None and len(paths) > 1 and self._resumed_layout is None
         self._bandwidths = self._measure(paths) if measures else bandwidths
         self._folders: Sequence[Folder] = run.folders if run is not None else _make_folders(paths)
+        self._devices = [folder.root.stat().st_dev for folder in self._folders if not isinstance(folder, NoFolder)]
+        """The device of each, and of those that only foreign files lie on."""
+        self._is_open = False
+        """Whether an engine drives them, so that no other can come."""
 
     @property
     def count(self) -> int:
-        """How many drives were given."""
+        """How many drives the arena is on."""
         return len(self._folders)
+
+    def open_foreign(self, paths: Sequence[Path]) -> ForeignFiles:
+        """Files of the user, for the caller to close. Before `make_engine`, as they may lie on other drives."""
+
+        def drive_of(path: Path) -> int:
+            device = path.stat().st_dev
+            if device not in self._devices and not self._is_open:
+                self._devices.append(device)
+            return self._devices.index(device) if device in self._devices else 0
+
+        return ForeignFiles(paths, drive_of, checksums=self._checksums)
 
     @property
     def numa_node(self) -> int | None:
@@ -62,7 +79,10 @@ class Drives:
 
     def make_engine(self, pool: PinnedPool) -> IoEngine:
         """An engine over all of them, for the caller to close."""
-        return IoEngine(pool, self._io, drives=self.count, limits=self._limits, faults=self._faults)
+        self._is_open = True
+        drives = max(1, len(self._devices))
+        limits = [*self._limits, *[DriveLimit()] * (drives - self.count)] if self._limits else ()
+        return IoEngine(pool, self._io, drives=drives, limits=limits, faults=self._faults)
 
     def make_arena(self, engine: IoEngine) -> Arena:
         """This rank's arena, for the caller to close."""
@@ -96,7 +116,8 @@ class Drives:
 
 
 class Machinery:
-    """Pool, engine, arena and stager: made together when the size of the pool is known, closed together."""
+    """Pool, engine, arena and stager: made together when the size of the pool is known, closed together. Closes `foreign`,
+    too."""
 
     def __init__(self, pinned_bytes: int, drives: Drives, device: Device, *, lock_memory: bool) -> None:
         self._notes: list[str] = []
@@ -106,6 +127,8 @@ class Machinery:
         self.engine = drives.make_engine(self.pool)
         self.arena = drives.make_arena(self.engine)
         self.stager = Stager(self.engine, self.pool, self.arena, device)
+        self.foreign: ForeignFiles | None = None
+        """Files of the user, in which a part of the model rests."""
         self.direct: DirectReads | None = None
         """Reads past host memory, where they were asked for and can be done."""
         self._take_device(device, pin=False)
@@ -116,7 +139,15 @@ class Machinery:
     @property
     def notes(self) -> list[str]:
         """What the machine refused and what was done instead, a line each."""
-        return [*self.engine.notes, *self.pool.notes, *self.arena.notes, *self._notes, *self.host_memory.notes]
+        foreign = self.foreign.notes if self.foreign is not None else []
+        return [
+            *self.engine.notes,
+            *self.pool.notes,
+            *self.arena.notes,
+            *foreign,
+            *self._notes,
+            *self.host_memory.notes,
+        ]
 
     def note(self, line: str) -> None:
         """One more of `notes`."""
@@ -148,6 +179,8 @@ class Machinery:
         with contextlib.ExitStack() as closing:  # from the last to the first, whatever fails
             closing.callback(self.stager.close)
             closing.callback(self.arena.close)
+            if self.foreign is not None:
+                closing.callback(self.foreign.close)
             closing.callback(self.stager.device.unregister, self.pool.slab)
             closing.callback(self.host_memory.close)
             closing.callback(self.engine.close)
@@ -163,9 +196,11 @@ class Machinery:
         self.host_gradients = HostGradients(device, self.host_memory)
 
 
-def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
-    """A run folder under each path, or none."""
-    folders: list[RunFolder] = []
+def _make_folders(paths: Sequence[str | os.PathLike[str]]) -> list[Folder]:
+    """A run folder under each path, or none of them; where there are no paths, nothing is to be written."""
+    if not paths:
+        return [NoFolder()]
+    folders: list[Folder] = []
     try:
         for path in paths:
             folders.append(RunFolder(path))

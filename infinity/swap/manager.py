@@ -21,6 +21,7 @@ from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.fsdp2.buffers import reuse_buffers
+from infinity.fsdp2.materialize import frozen_in_files
 from infinity.fsdp2.sharding import (
     GroupOutline,
     ShardedGroup,
@@ -36,6 +37,7 @@ from infinity.schedule.timeline import TraceSummary
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout, describe, differences
 from infinity.store.durable import DurableRun
+from infinity.store.foreign import StoredTensor
 from infinity.store.layout import Layout
 from infinity.swap import budget
 from infinity.swap.machinery import Drives, Machinery
@@ -97,7 +99,8 @@ class SwapManager:
 
     Args:
         path: a folder on the drive, or several on as many drives, over which everything is striped by their bandwidth.
-            This run makes a folder of its own in each and removes it at the end.
+            This run makes a folder of its own in each and removes it at the end. None of them where nothing is to be written,
+            because all that rests on NVMe is in files of the user (`page(weights=...)`).
         pinned_bytes_max: pinned host memory (bytes, or "2GiB"); "auto" takes what the model needs to run at full speed
             (see infinity/swap/budget.py), 512 MiB for plain tensors.
         io: how the drives are driven.
@@ -198,6 +201,8 @@ class SwapManager:
         self,
         model: nn.Module,
         options: PagingOptions | None = None,
+        *,
+        weights: str | os.PathLike[str] | None = None,
         **deprecated: Any,
     ) -> Paging:
         """Move the parameters of a model that `fully_shard` was applied to into the arena, in place.
@@ -208,6 +213,8 @@ class SwapManager:
 
         Args:
             options: what rests where, and when it is updated; the defaults where None.
+            weights: safetensors (as for `initialize`) in which frozen parameters stay: they are read from there and take no
+                place in the arena, where their dtype there is one of 8 to 32 bits. A durable run keeps all in its own files.
             deprecated: fields of `PagingOptions` by name, or by the name they had as arguments of this method until 0.1.
 
         A collective of the ranks that the model is sharded over. Raises ConfigError for a model that can't be paged,
@@ -226,12 +233,23 @@ class SwapManager:
         mesh = groups[0].parameters[0].sharded.device_mesh
         with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
             outlines = [group.outline for group in groups]
+            stored = self._stored_in_files(model, weights, options)
             layout, pinned_bytes = plan_model(
-                outlines, mesh.size(-1), dtype, options, self._budget_bytes, self._memory_bytes
+                outlines,
+                mesh.size(-1),
+                dtype,
+                options,
+                self._budget_bytes,
+                self._memory_bytes,
+                stored,
+                mesh.get_local_rank(mesh.ndim - 1),
             )
+            files = sorted({tensor.path for tensor in stored.values()})
+            foreign = self._drives.open_foreign(files) if files else None
             place = _checked_place(self.run, layout, outlines, mesh.size(-1), dtype, options.moments)
             self._device = _device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
+            machinery.foreign = foreign
             machinery.adopt(self._device, pin=self._pin_memory, direct=self._wants_direct)
             paged = PagedModel(
                 layout=layout,
@@ -244,6 +262,7 @@ class SwapManager:
                 arena=machinery.arena,
                 host_memory=machinery.host_memory,
                 direct=machinery.direct is not None,
+                foreign=foreign,
                 stored=self._stored(options),
             )
             place = _on_drives(place, machinery.arena)
@@ -265,6 +284,7 @@ class SwapManager:
         ranks: int,
         dtype: torch.dtype,
         options: PagingOptions,
+        weights: str | os.PathLike[str] | None = None,
         unasked: bool = False,
     ) -> bool:
         """Raise what `page` would raise for want of memory or space, while the model isn't sharded and can be used on. Returns
@@ -274,12 +294,14 @@ class SwapManager:
             wrap: the modules that will be groups of their own, beside the root.
             ranks: over how many it will be sharded.
             dtype: in which it will be gathered.
-            options: as for `page`.
+            options, weights: as for `page`.
             unasked: whether nobody asked for speculative updates. Second slots for them are to leave as much space free as they
                 take, with those of all ranks here.
         """
         groups = outlined_groups(model, wrap)
-        layout, _ = plan_model(groups, ranks, dtype, options, self._budget_bytes, self._memory_bytes)
+        stored = self._stored_in_files(model, weights, options)
+        rank = dist.get_rank() % ranks
+        layout, _ = plan_model(groups, ranks, dtype, options, self._budget_bytes, self._memory_bytes, stored, rank)
         _checked_place(self.run, layout, groups, ranks, dtype, options.moments)
         second = second_slot_bytes(layout, options)
         nbytes = layout.nbytes + layout.gradient_bytes
@@ -409,6 +431,14 @@ class SwapManager:
             size = self._pinned_bytes or pinned_bytes or budget.PINNED_BYTES_DEFAULT
             self._machinery = Machinery(size, self._drives, self._device, lock_memory=self._lock_memory)
         return self._machinery
+
+    def _stored_in_files(
+        self, model: nn.Module, weights: str | os.PathLike[str] | None, options: PagingOptions
+    ) -> dict[str, StoredTensor]:
+        """The frozen parameters that stay in the user's files, by name."""
+        if weights is None or self.run is not None or options.hold_parameters:
+            return {}
+        return frozen_in_files(model, weights)
 
     def _stored(self, options: PagingOptions) -> str:
         """What rests on NVMe, for an error about missing space."""

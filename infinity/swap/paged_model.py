@@ -18,12 +18,14 @@ from infinity.store.arena import Arena
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import SUM_BYTES
 from infinity.store.files import StoredFile
+from infinity.store.foreign import FOREIGN_DTYPES, ForeignFiles
 from infinity.store.layout import Field, Layout
+from infinity.swap.foreign_shard import ForeignShard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health, ModelHealth
 from infinity.swap.options import PagingOptions
 from infinity.swap.pending_updates import PendingUpdates
-from infinity.swap.placement import make_groups, open_chunks, place_cached, place_sub_groups
+from infinity.swap.placement import make_groups, open_chunks, place_cached, place_foreign, place_sub_groups
 from infinity.swap.shard import PagedShard
 from infinity.swap.slots import Slots
 from infinity.swap.speculation import is_speculative
@@ -42,6 +44,7 @@ class PagedModel:
         host_memory: for the compute parameters that stay in host memory; ordinary memory where None.
         durable: leave what is committed as it is, in twice the space: see [Note: A/B slots]. Nothing is held or cached then.
         direct: whether reads may go past host memory: see [Note: Past host memory] in parameter_lap.py.
+        foreign: files of the user, in which shards rest that have `Shard.foreign`.
         stored: names the bytes in an error about missing space.
 
     Takes a lease for what stays in pinned memory, until `close`. Raises StoreError when the arena can't hold the rest; nothing
@@ -61,6 +64,7 @@ class PagedModel:
         arena: Arena,
         host_memory: HostBuffers | None = None,
         direct: bool = False,
+        foreign: ForeignFiles | None = None,
         stored: str,
     ) -> None:
         assert not (durable and any(sub.held or sub.cached for sub in layout.sub_groups))
@@ -79,10 +83,13 @@ class PagedModel:
             on_lost=self._lose,
         )
         self.groups = make_groups(layout, group_names, self.sub_groups, options)
+        self._foreign = foreign
+        if foreign is not None:
+            place_foreign(layout, self.groups, foreign)
         self._cache = stager.make_room(layout.cached_bytes, "the host cache") if layout.cached_bytes else None
         if self._cache is not None:
             place_cached(self.sub_groups, self.groups, self._cache)
-        open_chunks(self.sub_groups, self.groups)
+        open_chunks(layout, self.sub_groups, self.groups)
         self._slots = Slots(self.sub_groups, self.health, stager)
         self.updates = PendingUpdates(self.groups, self.sub_groups, self._slots, self.health, stager)
         self.updates.point_all()
@@ -100,9 +107,19 @@ class PagedModel:
     def may_go_direct(self, group: PagedGroup) -> bool:
         """Whether a group's compute parameters go past host memory when they are read only to be gathered: see [Note: Past host
         memory] in parameter_lap.py."""
-        if not self._direct or group.chunk is None or not all(sub.gathers_from_nvme for sub in group.members):
+        if (
+            not self._direct
+            or group.chunk is None
+            or group.foreign.nbytes
+            or not all(sub.gathers_from_nvme for sub in group.members)
+        ):
             return False
         return not (group.updated_in_backward and group.completes)
+
+    @property
+    def foreign_names(self) -> frozenset[str]:
+        """The parameters that rest in files of the user."""
+        return frozenset(shard.name for shard in self.layout.shards if shard.foreign)
 
     @property
     def leases(self) -> list[Lease]:
@@ -216,17 +233,32 @@ class PagedModel:
         if host_memory is not None and numel:
             self._residents = host_memory.lend(numel, self.compute_dtype)
         residents = self._residents.tensor.zero_() if self._residents else torch.zeros(numel, dtype=self.compute_dtype)
-        shards, at = [], 0
+        shards: list[PagedShard] = []
+        at = 0
         for group in self.groups:
             first = at
             resident_sub_groups: dict[int, PagedSubGroup] = {}
             for index in group.shards:
                 spec, (shape, padded) = self.layout.shards[index], shapes[index]
+                if spec.foreign:
+                    shards.append(self._make_foreign_shard(index, group, shape, padded))
+                    continue
                 delivery = group.resident_delivery if spec.resident else group.delivery
-                start = at - first if spec.resident else self.layout.place[index][1]
-                place = slice(start, start + padded.numel())
+                itemsize = self.compute_dtype.itemsize
+                start = itemsize * (at - first if spec.resident else self.layout.place[index][1])
+                place = slice(start, start + itemsize * padded.numel())
                 shard = PagedShard(
-                    spec.name, index, shape, padded, spec.trained, group, delivery, place, pieces[index], self._values
+                    spec.name,
+                    index,
+                    shape,
+                    padded,
+                    spec.trained,
+                    group,
+                    delivery,
+                    place,
+                    self.compute_dtype,
+                    pieces[index],
+                    self._values,
                 )
                 shards.append(shard)
                 if spec.resident:
@@ -236,3 +268,26 @@ class PagedModel:
             group.resident = residents[first:at] if at > first else None
             group.resident_sub_groups = list(resident_sub_groups.values())
         return shards
+
+    def _make_foreign_shard(self, index: int, group: PagedGroup, shape: torch.Size, padded: torch.Size) -> ForeignShard:
+        assert self._foreign is not None
+        part = self.layout.foreign[group.index]
+        rows = part.rows[index]
+        start = self.layout.gathered_bytes(group.index) + part.places[index]
+        return ForeignShard(
+            self.layout.shards[index].name,
+            index,
+            shape,
+            padded,
+            False,
+            group,
+            group.delivery,
+            slice(start, start + rows.padded_bytes),
+            FOREIGN_DTYPES[rows.dtype],
+            (),
+            self._values,
+            filled=True,
+            range=rows.range,
+            files=self._foreign,
+            stager=self.stager,
+        )

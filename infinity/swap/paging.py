@@ -114,8 +114,8 @@ class Paging:
         replacements: dict[nn.Parameter, nn.Parameter] = {}
         for shard, source in zip(self.paged.shards, parameters, strict=True):
             local = PagedTensor.over(shard, Field.MASTER, self, self.device.torch_device)
-            shard.filled = shard.shape.numel() == 0
-            if not source.local.is_meta and not resumes:
+            shard.filled |= shard.shape.numel() == 0
+            if not shard.filled and not source.local.is_meta and not resumes:
                 local.store(source.local.detach())
             sharded = source.sharded
             tensor = DTensor.from_local(

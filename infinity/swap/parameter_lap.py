@@ -74,7 +74,7 @@ class ParameterLap:
         delivery = shard.delivery
         if delivery.state is not GroupState.GATHERING or shard.index in delivery.given:
             self._begin(shard, training, dtype)
-        return delivery.give(shard.index, shard.place)
+        return delivery.give(shard.index, shard.place, shard.gathered_dtype).to(dtype)
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered a shard. The group's lease goes back with its last one, or earlier."""
@@ -141,7 +141,7 @@ class ParameterLap:
                 if shard.resident is not None:
                     group.start_resident_h2d(stager.device)
                 else:
-                    group.start_h2d(stager.device, self._paged.compute_dtype)
+                    group.start_h2d(stager.device)
             delivery.arrive()
 
     def _check(self, asked: PagedShard, dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ class ParameterLap:
         if self._direct is not None and chunk is not None and self._goes_direct(group):
             if group.delivery.in_flight is None:
                 stager.let_be_read(chunk)
-                group.delivery.start(self._direct.start(chunk, self._paged.compute_dtype), None)
+                group.delivery.start(self._direct.start(chunk), None)
             return
         waiting = updates.of(group)
         lease = stager.acquire(chunk) if chunk is not None else None
@@ -231,7 +231,7 @@ class ParameterLap:
             self._stage(group)
             try:
                 if group.delivery.in_flight is None:
-                    group.start_h2d(stager.device, self._paged.compute_dtype)
+                    group.start_h2d(stager.device)
             finally:
                 if group.in_use:
                     assert group.chunk is not None

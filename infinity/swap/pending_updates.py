@@ -83,13 +83,16 @@ class PendingUpdates:
     def defer(self, updates: Mapping[PagedSubGroup, SubGroupUpdate]) -> None:
         """These sub-groups are to be updated before anybody uses their values: see [Note: Updates that wait].
 
-        What is staged of any group is forgotten; of a sub-group, only what the update can't use. No sub-group waits for another
-        update.
+        What is staged of any group is forgotten, but of frozen ones; of a sub-group, only what the update can't use. No
+        sub-group waits for another update.
         """
         assert not self._pending
         stager = self._stager
         for group in self._groups:
-            group.forget(stager)
+            if group.is_frozen:
+                group.end_gather(stager)
+            else:
+                group.forget(stager)
         for sub in updates:
             if sub.gradient_extent is not None:  # read with an earlier gradient
                 stager.drop(sub.chunk)

@@ -13,9 +13,11 @@ import torch
 
 from infinity.aio import Lease
 from infinity.store.arena import Arena, Extent
+from infinity.store.foreign import ForeignFiles
 from infinity.store.layout import Field, Layout, SubGroup
 from infinity.swap.chunk import Chunk
-from infinity.swap.group import PagedGroup, group_chunk
+from infinity.swap.foreign_shard import spans_of
+from infinity.swap.group import ForeignReads, PagedGroup, group_chunk
 from infinity.swap.options import PagingOptions
 from infinity.swap.sub_group import Location, PagedSubGroup, Tier
 
@@ -63,7 +65,7 @@ def place_cached(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGrou
         for sub in group.members:
             if sub.layout.gathered in sub.layout.cached:
                 at = _place(sub, sub.layout.gathered, cache, at)
-        if group.members and not any(sub.gathers_from_nvme for sub in group.members):
+        if group.members and not group.foreign.nbytes and not any(sub.gathers_from_nvme for sub in group.members):
             numel = sum(sub.layout.numel for sub in group.members)
             group.cached = cache.view(group.members[0].compute_dtype, first, numel)
     for sub in sub_groups:
@@ -92,12 +94,21 @@ def make_groups(
     return groups
 
 
-def open_chunks(sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGroup]) -> None:
+def place_foreign(layout: Layout, groups: Sequence[PagedGroup], files: ForeignFiles) -> None:
+    """Say what the groups read of files of the user, behind their flat spaces."""
+    for group in groups:
+        part, first = layout.foreign[group.index], layout.gathered_bytes(group.index)
+        read_and_filled = [spans_of(files, pages.range, first + pages.lease_offset) for pages in part.pages]
+        reads = tuple(span for spans, _ in read_and_filled for span in spans)
+        group.foreign = ForeignReads(part.nbytes, reads, tuple(fill for _, fills in read_and_filled for fill in fills))
+
+
+def open_chunks(layout: Layout, sub_groups: Sequence[PagedSubGroup], groups: Sequence[PagedGroup]) -> None:
     """Once all fields have their places: what fetches each group, and what each sub-group is written to."""
     for sub in sub_groups:
         sub.chunk.writes = sub.slot_span(0)
     for group in groups:
-        group.chunk = group_chunk(group)
+        group.chunk = group_chunk(group, layout.gathered_bytes(group.index) + group.foreign.nbytes)
 
 
 def _location(sub: PagedSubGroup, name: Field) -> Location:

@@ -6,8 +6,9 @@ Pure but for one look at how much memory the machine has available.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -22,6 +23,7 @@ from infinity.schedule.pinned import (
 )
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
+from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredTensor, lay_out
 from infinity.store.layout import SPACE_ALIGN, Layout, Shard, plan_layout
 from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
@@ -35,6 +37,8 @@ def plan_model(
     options: PagingOptions,
     pinned_bytes: int | None,
     memory_bytes: float,
+    stored: Mapping[str, StoredTensor] | None = None,
+    rank: int = 0,
 ) -> tuple[Layout, int]:
     """The model's layout and the size of the pool (bytes): what the pinned budget allows.
 
@@ -44,25 +48,30 @@ def plan_model(
         dtype: in which it is gathered.
         pinned_bytes: the budget; None takes what the model needs to run at full speed.
         memory_bytes: this rank's share of the memory that is available, `budget.memory_of_rank`.
+        stored: the parameters that rest in files of the user, by name.
+        rank: this one's number among those over which the model is sharded.
 
     Raises BudgetError where the budget, or the memory available, is too small.
     """
-    shards = _shards(groups, ranks, options)
+    stored = stored or {}
+    shards = _shards(groups, ranks, options, stored)
+    foreign = _foreign_parts(groups, stored, ranks, rank)
     numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
-    lay_out = partial(
+    make = partial(
         plan_layout,
         shards,
         groups=len(groups),
+        foreign=foreign,
         compute_itemsize=dtype.itemsize if dtype.itemsize < 4 or options.hold_state else 0,
         split_master=options.master_weights == "split" and dtype is torch.bfloat16,
         hold_state=options.hold_state,
         moments=len(options.moments),
     )
     scheme = Scheme(options.master_weights, options.update, len(options.moments))
-    bare = lay_out(sub_group_numel_max=numel)
+    bare = make(sub_group_numel_max=numel)
     cached = plan_cache(bare, scheme, [group.gathers for group in groups], options.host_cache_bytes)
-    lay_out = partial(lay_out, gradient_itemsizes=_spilled(bare, options))
-    layout = lay_out(sub_group_numel_max=numel, cached=cached)
+    make = partial(make, gradient_itemsizes=_spilled(bare, options))
+    layout = make(sub_group_numel_max=numel, cached=cached)
     group_bytes = [_staged_bytes(layout, index) for index in range(len(groups))]
     largest = max(range(len(groups)), key=group_bytes.__getitem__)
     largest_bytes = group_bytes[largest]
@@ -71,7 +80,7 @@ def plan_model(
         bytes_per_element = max((sub.lease_bytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
         fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
         numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
-        layout = lay_out(sub_group_numel_max=numel, cached=cached)
+        layout = make(sub_group_numel_max=numel, cached=cached)
     gather, stepped = gather_bytes(largest_bytes), layout.sub_group_bytes_max
     reserved = layout.cached_bytes + options.activation_buffer_bytes
     pinned = pinned_bytes
@@ -88,23 +97,52 @@ def plan_model(
     return layout, pinned
 
 
-def _shards(groups: Sequence[GroupOutline], ranks: int, options: PagingOptions) -> list[Shard]:
-    """What the layout needs to know of each parameter, and which copies stay resident."""
+def _shards(
+    groups: Sequence[GroupOutline], ranks: int, options: PagingOptions, stored: Mapping[str, StoredTensor]
+) -> list[Shard]:
+    """What the layout needs to know of each parameter, and which copies stay resident.
+
+    Where masters and optimizer state stay in host memory, and frozen parameters rest in files, all others stay resident, too:
+    they are few, and nothing has to be written then.
+    """
     shards = []
+    hold_all = options.hold_parameters or (options.hold_state and bool(stored))
     left = options.max_in_cpu
     small_left = math.inf if options.model_persistence_threshold is None else options.model_persistence_threshold
     for index, group in enumerate(groups):
         for parameter in group.parameters:
             numel = padded_shape(parameter.shape, ranks).numel()
             whole_numel = parameter.shape.numel()
-            small = whole_numel < options.param_persistence_threshold and whole_numel <= small_left
+            foreign = parameter.name in stored
+            small = not foreign and whole_numel < options.param_persistence_threshold and whole_numel <= small_left
             small_left -= whole_numel if small else 0
-            resident = options.hold_parameters or small
-            if not resident and numel <= left:
+            resident = not foreign and (hold_all or small)
+            if not resident and not foreign and numel <= left:
                 resident = True
                 left -= numel
-            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident))
+            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident, foreign))
     return shards
+
+
+def _foreign_parts(
+    groups: Sequence[GroupOutline], stored: Mapping[str, StoredTensor], ranks: int, rank: int
+) -> list[ForeignPart]:
+    """By group, what this rank reads of files of the user."""
+    parts = []
+    numbers = count()
+    for group in groups:
+        rows = {}
+        for parameter in group.parameters:
+            shard, tensor = next(numbers), stored.get(parameter.name)
+            if tensor is None:
+                continue
+            padded = padded_shape(parameter.shape, ranks)
+            first = min(rank * padded[0], parameter.shape[0])
+            mine = tensor.rows(first, min(padded[0], parameter.shape[0] - first))
+            itemsize = FOREIGN_DTYPES[tensor.dtype].itemsize
+            rows[shard] = ForeignRows(mine, tensor.dtype, padded.numel() * itemsize)
+        parts.append(lay_out(rows))
+    return parts
 
 
 def _spilled(layout: Layout, options: PagingOptions) -> dict[int, int]:
@@ -134,6 +172,6 @@ def _waiting_bytes(layout: Layout, group_bytes: Sequence[int]) -> int:
 
 def _staged_bytes(layout: Layout, group: int) -> int:
     """What the group's lease takes: all of what is gathered, unless all of it is cached."""
-    members = layout.by_space[group]
-    away = any(sub.gathered not in sub.cached for sub in members)
-    return sum(sub.numel * sub.itemsize(sub.gathered) for sub in members) if away else 0
+    foreign = layout.foreign[group].nbytes
+    away = foreign or any(sub.gathered not in sub.cached for sub in layout.by_space[group])
+    return layout.gathered_bytes(group) + foreign if away else 0

@@ -10,11 +10,12 @@ model are called without the whole, an evaluation begins anew when a group comes
 the traces of two ranks differ, only their demand reads do.
 
 [Note: State before its gradients]
-Once the last groups of a backward are read, nothing is left to read before the step, and room comes free. The step changes all
-compute parameters, so none is worth reading. But the state that the step updates first is already final, and is read then, as
-much as the pool holds: those updates wait for nothing, and the step has so many bytes less to read. State whose gradients wait
-on NVMe is read with these, and so after them. Whoever writes to a sub-group in between drops what was read of it
-(`Values.access`, `PagedModel.set_state`); a skipped step leaves it staged, valid for the next one.
+Once the last groups of a backward are read, nothing is left to read before the step, and room comes free. The step changes the
+compute parameters of trained groups, so these are not worth reading. But the state that the step updates first is already
+final, and is read then, as much as the pool holds: those updates wait for nothing, and the step has so many bytes less to
+read. Groups of which all that comes from the drives is frozen stay staged for the next forward, or are read ahead for it. State
+whose gradients wait on NVMe is read with these, and so after them. Whoever writes to a sub-group in between drops what was read
+of it (`Values.access`, `PagedModel.set_state`); a skipped step leaves it staged, valid for the next one.
 
 [Note: Following what comes]
 What comes next is one sequence (`_coming`). Each use goes one step along it, and each update that is done leaves it. So what is
@@ -29,7 +30,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from infinity.fsdp2.sharding import in_backward
 from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
@@ -331,12 +332,18 @@ class StagingPolicy:
         see [Note: State before its gradients]. Where groups are updated in the forward, with room for what that gathers."""
         in_backward = self._in_backward if self._paged.updates.speculation.is_due else ()
         stepped = {sub: None for sub in self._paged.updates.stepped if sub not in in_backward}
+        groups = (self._paged.groups[index] for index in cycle if index < len(self._paged.groups))
         units: Iterable[int]
         if self._update == "step":
-            units = map(self._unit, stepped)
+            units = chain(
+                map(self._unit, stepped), (group.index for group in takewhile(lambda group: group.is_frozen, groups))
+            )
         else:
-            groups = (self._paged.groups[index] for index in cycle if index < len(self._paged.groups))
-            units = (unit for group in groups for unit in self._units_of(group, stepped, self._room_for(group)))
+            units = (
+                unit
+                for group in groups
+                for unit in self._units_of(group, stepped, group.index if group.is_frozen else self._room_for(group))
+            )
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
     def _units_of(
@@ -394,7 +401,7 @@ class StagingPolicy:
                 continue
             uses += [*map(self._unit, resident_sub_groups), *map(self._unit, updated), index]
             reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, updated)]
-        return direct_bytes + cycle_read_bytes(uses, reads, *self._limits)
+        return direct_bytes + cycle_read_bytes(uses, reads, self._next_step(cycle), *self._limits)
 
 
 @dataclass(eq=False)
@@ -421,4 +428,5 @@ def _lease_bytes(chunk: Chunk | None) -> int:
 def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
     """Bytes that a gather of a group reads if nothing of it is staged, where an update has just made those of `updated`."""
     members = [sub for sub in group.members if sub not in updated and sub.gathers_from_nvme]
-    return sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)
+    of_arena = sum(sub.layout.numel * sub.layout.itemsize(sub.layout.gathered) for sub in members)
+    return of_arena + sum(span.nbytes for span in group.foreign.reads)

@@ -45,9 +45,9 @@ class PagedShard:
     """This rank's piece of one parameter.
 
     shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `delivery`: brings its compute parameter
-    to the device, among others of its group; `place`: its elements there. `resident` is its compute parameter where that stays
-    in host memory (1-D, padded). `filled`: whether it was ever given values. `stepped`: whether its moments were ever written;
-    if not, they read as zero.
+    to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `resident` is its
+    compute parameter where that stays in host memory (1-D, padded). `filled`: whether it was ever given values. `stepped`:
+    whether its moments were ever written; if not, they read as zero.
     """
 
     name: str
@@ -58,6 +58,7 @@ class PagedShard:
     group: PagedGroup = field(repr=False)
     delivery: Delivery = field(repr=False)
     place: slice
+    gathered_dtype: torch.dtype
     pieces: Sequence[PieceOf] = field(repr=False)
     values: Values = field(repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)

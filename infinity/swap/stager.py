@@ -292,6 +292,9 @@ class Stager:
                     self.io.forget_sums(chunk)
                     if chunk.on_lost is not None:
                         chunk.on_lost(str(error))
+            if chunk.state is ChunkState.READING:
+                with contextlib.suppress(OSError):  # nobody wants it any more
+                    self._engine.wait(chunk.transfers)
             self._wait_copied(chunk)
             chunk.forget_lease()
             self._leased.pop(chunk, None)

@@ -258,7 +258,7 @@ def test_what_nobody_wants_any_more_is_waited_for_at_the_end(waits: bool, writte
     stager: Any = None
     reads = direct_reads.DirectReads(reader, arena, StreamDevice(runtime), stager)
     for offset in (0, 4096):
-        reads.start(Chunk("group x", 4096, (Span(offset, 0, 4096),), ()), torch.float16)
+        reads.start(Chunk("group x", 4096, (Span(offset, 0, 4096),), ()))
     assert reader.under_way == 2
     if waits:
         reads.close()

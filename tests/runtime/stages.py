@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import infinity
-from infinity.fsdp2.sharding import _reshards_to_fewer_ranks
+from infinity.fsdp2.sharding import reshards_to_fewer_ranks
 
 MICRO_BATCHES = 8
 Outcome = tuple[list[float], list[torch.Tensor]]
@@ -78,7 +78,7 @@ def with_engine(zero: dict[str, Any], folder: str, *, bf16: bool, accumulation: 
     engine, *_ = infinity.initialize(model=model(), config=config)
     losses = []
     with engine:
-        assert _reshards_to_fewer_ranks(engine.module[1][0]) == ("zero_hpz_partition_size" in zero)
+        assert reshards_to_fewer_ranks(engine.module[1][0]) == ("zero_hpz_partition_size" in zero)
         for step in range(MICRO_BATCHES):
             loss = engine(batch(step)).float().square().mean()
             engine.backward(loss)

@@ -18,7 +18,7 @@ group_bytes = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
 def read_bytes(cycle: Sequence[int], unit_bytes: Sequence[int], reads: Sequence[int], held: int) -> int:
     """Where each use of a unit reads the same, and as much may be held after each."""
-    found = cycle_read_bytes(cycle, [reads[unit] for unit in cycle], (unit_bytes, held))
+    found = cycle_read_bytes(cycle, [reads[unit] for unit in cycle], (), (unit_bytes, held))
     assert found == read_bytes_choosing_anew(cycle, unit_bytes, reads, held)
     return found
 

@@ -1,0 +1,197 @@
+"""Floor 4. Tensors in the user's own safetensors files: where their bytes are, and the files, opened to be read only.
+
+[Note: Foreign files]
+Frozen weights can rest where the user has them. A safetensors file is 8 bytes with the length of its header, the header (JSON),
+and the tensors one behind the other, row-major. A rank's shard of a tensor is some of its rows, so one range of bytes.
+
+Such a range begins anywhere, and a direct transfer moves whole pages. So a group reads the pages around the ranges of its
+shards, one behind the other into its lease, and each shard is found at the same place in its page as in the file. Ranges that
+share a page, or whose pages are neighbours, are read as one. The last page of a file is rarely whole: what it has is read when
+the file is opened, and stays in host memory.
+
+Nothing is ever written to these files, locked in them, or left beside them. Who changes one while it is in use is found out:
+every page must hold what its first read found ([Note: integrity] in csrc/aio/checksums.h).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from infinity.aio import File
+from infinity.errors import CheckpointError
+from infinity.units import PAGE_BYTES, align_up
+
+FOREIGN_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""What frozen parameters may be in where they rest in files, by the names of the format. Each is exact in fp32."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: bytes [offset, offset + nbytes) of it. `dtype` as the format calls it, such as "BF16"."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def rows(self, first: int, count: int) -> FileRange:
+        """Where `count` rows from row `first` on are."""
+        row_bytes = self.nbytes // self.shape[0] if self.nbytes else 0
+        return FileRange(self.path, self.offset + first * row_bytes, count * row_bytes)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name. Raises CheckpointError, naming it, where it is damaged; OSError.
+
+    The format: https://huggingface.co/docs/safetensors/index#format
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ValueError("its header ends behind the file")
+            header = json.loads(file.read(length))
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(f"{name} ends behind the file")
+            shape = tuple(entry["shape"])
+            tensors[name] = StoredTensor(path, str(entry["dtype"]), shape, 8 + length + begin, end - begin)
+        return tensors
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged or not safetensors ({error}): fetch or save it again") from None
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes [offset, offset + nbytes) of a file."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    @property
+    def pages(self) -> FileRange:
+        """The whole pages around it."""
+        first = self.offset // PAGE_BYTES * PAGE_BYTES
+        return FileRange(self.path, first, align_up(self.end) - first)
+
+
+@dataclass(frozen=True)
+class ForeignRows:
+    """A shard's rows, or none, in a file. `padded_bytes`: what must be there in a lease from its first byte on."""
+
+    range: FileRange
+    dtype: str
+    padded_bytes: int
+
+
+@dataclass(frozen=True)
+class PagesInLease:
+    """Whole pages of a file, and where in a lease they lie (bytes)."""
+
+    range: FileRange
+    lease_offset: int
+
+
+@dataclass(frozen=True)
+class ForeignPart:
+    """What one group reads of foreign files, as it lies in a lease of `nbytes` bytes (whole pages).
+
+    `rows`: by number of the shard. `places`: the first byte of each.
+    """
+
+    rows: Mapping[int, ForeignRows] = field(default_factory=dict)
+    places: Mapping[int, int] = field(default_factory=dict)
+    pages: tuple[PagesInLease, ...] = ()
+    nbytes: int = 0
+
+
+def lay_out(rows: Mapping[int, ForeignRows]) -> ForeignPart:
+    """Lay the pages around the shards of a group, by number, one behind the other: see [Note: Foreign files]."""
+    pages: list[PagesInLease] = []
+    places = {}
+    end = needed = 0
+    for shard in sorted(rows, key=lambda shard: (str(rows[shard].range.path), rows[shard].range.offset)):
+        file_range = rows[shard].range
+        places[shard] = 0
+        if file_range.nbytes:
+            around = file_range.pages
+            last = pages[-1] if pages else None
+            if last is not None and last.range.path == around.path and around.offset <= last.range.end:
+                joined = FileRange(around.path, last.range.offset, max(last.range.end, around.end) - last.range.offset)
+                pages[-1] = PagesInLease(joined, last.lease_offset)
+            else:
+                pages.append(PagesInLease(around, end))
+            end = pages[-1].lease_offset + pages[-1].range.nbytes
+            places[shard] = pages[-1].lease_offset + file_range.offset - pages[-1].range.offset
+        needed = max(needed, places[shard] + rows[shard].padded_bytes)
+    return ForeignPart(rows, places, tuple(pages), align_up(max(end, needed)))
+
+
+class ForeignFiles:
+    """Files of the user, opened to be read only. Any thread may read; one opens and closes.
+
+    Args:
+        paths: their paths.
+        drive_of: the number of the engine's drive that a path lies on.
+        checksums: whether every page must hold what its first read found.
+
+    Raises IoError, which names the file, where one can't be opened.
+    """
+
+    def __init__(self, paths: Iterable[Path], drive_of: Callable[[Path], int], *, checksums: bool) -> None:
+        self._files: dict[Path, File] = {}
+        self._ends: dict[Path, tuple[int, bytes]] = {}
+        try:
+            for path in dict.fromkeys(paths):
+                file = self._files[path] = File(path, read_only=True, drive=drive_of(path), checksums=checksums)
+                whole = file.size_bytes // PAGE_BYTES * PAGE_BYTES
+                with path.open("rb") as opened:
+                    self._ends[path] = whole, os.pread(opened.fileno(), PAGE_BYTES, whole)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was refused, a line each."""
+        return [note for file in self._files.values() for note in file.notes]
+
+    def file(self, path: Path) -> File:
+        """The open file."""
+        return self._files[path]
+
+    def split_end(self, pages: FileRange) -> tuple[int, bytes]:
+        """Of whole pages: how many bytes are to be read, and what the file's last page, which is not whole, adds to them."""
+        whole, end = self._ends[pages.path]
+        return min(pages.end, whole) - pages.offset, end if pages.end > whole else b""
+
+    def close(self) -> None:
+        """Close them. Transfers in flight keep theirs open until they end. Idempotent."""
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,209 @@
+"""Frozen weights stay in the user's files: the training is that in memory, nothing is written, and files that change are found
+out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import adapted
+import pytest
+import torch
+from adapted import CASES, Case
+
+import infinity
+from infinity.errors import CheckpointError, ConfigError, InfinityError, IntegrityError, IoError, StoreError
+
+PAGE = 4096
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_in_memory(name: str, nvme_path: Path) -> None:
+    moved = adapted.check(CASES[name], nvme_path / "weights", nvme_path / "swap")
+    if CASES[name].state_on == "none":
+        assert moved["written"] == moved["arena"] == 0
+    assert moved["read"] > 0
+    assert not list((nvme_path / "swap").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_ranks_train_as_in_memory(ranks: int, forked_ranks: Any, nvme_path: Path) -> None:
+    forked_ranks(Path(adapted.__file__), str(nvme_path / "weights"), str(nvme_path / "swap"), ranks=ranks)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(width=512),
+        Case(width=512, dtype=torch.float32),
+        Case(width=512, state_on="nvme"),
+        Case(width=512, state_on="nvme", update="step"),
+        Case(width=512, state_on="nvme", clipping=1.0, update="forward"),
+    ],
+    ids=str,
+)
+def test_a_step_reads_the_frozen_weights_at_most_twice(case: Case, nvme_path: Path) -> None:
+    """Its counters say what the plan says: less what stays staged, more what lies on pages that groups share."""
+    weights = adapted.save(nvme_path / "weights", case)
+    pinned = "15MiB" if case.state_on == "none" and case.dtype is torch.bfloat16 else "28MiB"
+    with adapted.make(case, weights, str(nvme_path), pinned_bytes_max=pinned) as engine:
+        assert engine.swap is not None
+        adapted.train(engine, case)
+        moved = []
+        for number in range(4):
+            engine.backward(engine(adapted.tokens(number)))
+            engine.swap.paging.parameters.look_ahead()
+            time.sleep(0.2)  # until all is read that can be
+            moved.append(engine.swap.stats().read_bytes)
+            engine.step()
+        read, _ = engine.swap.step_bytes()
+        steps = [after - before for before, after in itertools.pairwise(moved)]
+        assert steps[1:] == [read, read]
+        frozen = sum(p.numel() for p in engine.module.parameters() if not p.requires_grad) * case.dtype.itemsize
+        trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad) * (case.state_on == "nvme")
+        assert frozen // 4 < read or pinned == "28MiB"  # where less would do, the next test looks
+        assert read <= 2 * frozen + 2 * PAGE * (2 * adapted.BLOCKS + 2) + 14 * trained + 16 * PAGE
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_frozen_weights_that_fit_into_the_pool_are_read_once(nvme_path: Path) -> None:
+    case = Case(evaluate=True, accumulation=2)
+    weights = adapted.save(nvme_path / "weights", case)
+    with adapted.make(case, weights, str(nvme_path)) as engine:
+        assert engine.swap is not None
+        adapted.train(engine, case)
+        before = engine.swap.stats().read_bytes
+        assert before > 0
+        adapted.train(engine, case)
+        assert engine.swap.stats().read_bytes == before
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_no_place_has_to_be_named_where_nothing_is_written(nvme_path: Path) -> None:
+    case = Case(files=2)
+    weights = adapted.save(nvme_path / "weights", case)
+    before = sorted(nvme_path.rglob("*"))
+    with adapted.make(case, weights, None) as engine:
+        expected = adapted.train(engine, case)
+    with adapted.make(case, weights, "") as engine:
+        assert adapted.train(engine, case) == expected
+        assert engine.swap is not None
+        assert engine.swap.stats().written_bytes == 0
+    assert sorted(nvme_path.rglob("*")) == before
+    with pytest.raises(StoreError, match=r"must rest on NVMe, and no nvme_path says where"):
+        adapted.make(case, None, "")
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.nvme_path: missing"):
+        adapted.make(dataclasses.replace(case, state_on="nvme"), weights, "")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_values_can_be_looked_at_and_loaded_but_not_changed(nvme_path: Path) -> None:
+    case = Case()
+    weights = adapted.save(nvme_path / "weights", case)
+    written = (weights / "model.safetensors").read_bytes()
+    with adapted.make(case, weights, str(nvme_path / "swap")) as engine:
+        there = adapted.values(engine)
+        engine.module.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
+        frozen = engine.module.blocks[1].first.base.weight
+        with pytest.raises(InfinityError, match=r"blocks\.1\.first\.base\.weight is frozen and rests in .*safetensors"):
+            frozen.data.zero_()
+        assert all(torch.equal(there[name], value) for name, value in adapted.values(engine).items())
+        adapted.train(engine, case)
+    assert (weights / "model.safetensors").read_bytes() == written
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "some bits":
+        data = bytearray(path.read_bytes())
+        for at in range(3000, len(data), 1 << 16):  # all over it, as something of it is in memory
+            data[at] ^= 1
+        with path.open("r+b") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+    else:
+        os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ("some bits", IntegrityError, r"model\.safetensors.*its first read found.*changed meanwhile"),
+        ("its end", IoError, r"model\.safetensors.*the file ends before"),
+    ],
+)
+def test_a_file_that_changes_is_found_out(how: str, error: type[Exception], words: str, nvme_path: Path) -> None:
+    case = Case(width=512)
+    weights = adapted.save(nvme_path / "weights", case)
+    with adapted.make(case, weights, str(nvme_path / "swap"), pinned_bytes_max="15MiB") as engine:
+        adapted.train(engine, case)
+        spoil(weights / "model.safetensors", how)
+        with pytest.raises(error, match=words):
+            adapted.train(engine, case)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_files_that_are_not_as_they_should_be_are_refused_before_anything_is_made(nvme_path: Path) -> None:
+    case = Case(files=2)
+    weights = adapted.save(nvme_path / "weights", case)
+    swap = nvme_path / "swap"
+    whole = (weights / "part-1.safetensors").read_bytes()
+    (weights / "part-1.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors is damaged"):
+        adapted.make(case, weights, str(swap))
+    (weights / "part-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors is damaged .*No such file"):
+        adapted.make(case, weights, str(swap))
+    assert not swap.exists() or not list(swap.iterdir())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoints_hold_all_weights_and_go_on(nvme_path: Path, tmp_path: Path) -> None:
+    case = Case()
+    weights = adapted.save(nvme_path / "weights", case)
+    with adapted.make(case, weights, str(nvme_path / "swap")) as engine:
+        adapted.train(engine, case)
+        engine.save_checkpoint(str(tmp_path))
+        expected = adapted.train(engine, case), adapted.values(engine)
+    with adapted.make(case, weights, str(nvme_path / "swap")) as engine:
+        engine.load_checkpoint(str(tmp_path))
+        found = adapted.train(engine, case), adapted.values(engine)
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_durable_run_keeps_all_in_its_own_files(nvme_path: Path) -> None:
+    case = Case(state_on="nvme")
+    weights = adapted.save(nvme_path / "weights", case)
+    with adapted.make(case, weights, str(nvme_path), durability="step") as engine:
+        assert engine.swap is not None
+        assert not engine.swap.paged.foreign_names
+        adapted.train(engine, case)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_sharded_by_hand_reads_them_too(nvme_path: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    weights = adapted.save(nvme_path / "weights", Case())
+    torch.manual_seed(0)
+    model = adapted.Model(adapted.WIDTH)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    with infinity.SwapManager(nvme_path / "swap", pinned_bytes_max="9MiB") as swap:
+        swap.page(model, infinity.PagingOptions(hold_state=True), weights=weights)
+        assert len(swap.paged.foreign_names) == sum(not p.requires_grad for p in model.parameters())
+        loss = model(adapted.tokens(0))
+        loss.backward()
+        assert swap.stats().written_bytes == 0
+        assert swap.stats().read_bytes > 0
