@@ -11,7 +11,7 @@ What nothing gave a value to by the end is an error: memory as it comes is no fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,7 +147,9 @@ def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
         if module in seen:
             return
         seen.add(module)
-        if init_fn is not None:
+        if hasattr(module, "reset_lora_parameters"):
+            yield _Way(module, partial(_reset_adapters, getattr(model, "peft_config", {})), reaches_below=True)
+        elif init_fn is not None:
             yield _Way(module, init_fn, reaches_below=False)
         elif of_model is not None:
             yield _Way(module, of_model, reaches_below=True)
@@ -155,6 +157,18 @@ def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
             yield _Way(module, _reset, reaches_below=False)
 
     yield from visit(model, getattr(model, "_init_weights", None))
+
+
+def _reset_adapters(configs: Mapping[str, Any], module: nn.Module) -> None:
+    """A layer with LoRA's adapters: PEFT's own initialisation of these."""
+    for adapter in [*module.lora_A, *module.lora_embedding_A]:  # type: ignore[misc]
+        how = configs[adapter].init_lora_weights
+        if how not in (True, False, "gaussian"):
+            raise ConfigError(
+                f"init_lora_weights={how!r} needs the values of the model, which is on the meta device: take True or "
+                '"gaussian", or build the model in memory'
+            )
+        module.reset_lora_parameters(adapter, how)  # type: ignore[operator]
 
 
 def _reset(module: nn.Module) -> None:

@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError
+from infinity.fsdp2.names import has_adapters
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
 
@@ -48,6 +49,8 @@ class InfinityTrainer(Trainer):
 
     `engine` is infinity's, from the first `train`, `evaluate` or `predict` on. The model may be built on the meta device
     (`infinity.init_empty`); then `weights` names the safetensors (file or folder) that fill it, or its own initialisation does.
+    Of a model of PEFT, `weights` are those of the model below, frozen ones stay in these files, and what is saved are the
+    adapters.
 
     Raises ConfigError where config and arguments contradict each other.
     """
@@ -64,8 +67,8 @@ class InfinityTrainer(Trainer):
             raise ConfigError(
                 "InfinityTrainer needs its config: args=InfinityTrainingArguments(deepspeed='config.json', ...)"
             )
-        if self.model_init is not None or hasattr(self.model, "peft_config"):
-            raise ConfigError("InfinityTrainer takes neither model_init nor models of PEFT: pass model=")
+        if self.model_init is not None:
+            raise ConfigError("InfinityTrainer takes no model_init: pass model=")
 
     def close(self) -> None:
         """Free memory and drive space. The model can't be used any more."""
@@ -122,10 +125,14 @@ class InfinityTrainer(Trainer):
         self._ensure_engine().finish_checkpoint()  # the Trainer removes older ones next
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in the dtype of compute, for `from_pretrained`. A collective; holds at most 2 GiB in memory."""
+        """Write the model in the dtype of compute, for `from_pretrained`; of a model of PEFT the adapters, in fp32. A
+        collective; holds at most 2 GiB in memory."""
         engine = self._ensure_engine()
         folder = Path(output_dir or self.args.output_dir)
-        engine.save_16bit_model(folder)
+        if has_adapters(engine.module):
+            engine.module.save_pretrained(folder)  # type: ignore[operator]
+        else:
+            engine.save_16bit_model(folder)
         if self.args.should_save:
             self._save_descriptions(folder, engine._resolved.compute_dtype)
         if self.args.push_to_hub and not _internal_call:
@@ -134,7 +141,7 @@ class InfinityTrainer(Trainer):
     def _save_descriptions(self, folder: Path, stored: torch.dtype) -> None:
         """Save the files that `from_pretrained` needs besides the weights, which are `stored` in this dtype."""
         config = getattr(self.model, "config", None)
-        if config is not None:
+        if config is not None and not has_adapters(self.model):
             config.architectures = [type(self.model).__name__.removeprefix("FSDP")]  # fully_shard renames the class
             config.dtype = stored
             config.save_pretrained(folder)
