@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from infinity.fsdp2.sharding import in_backward
 from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
 from infinity.schedule.pinned import look_ahead_room
+from infinity.schedule.residency import choose_evenly
 from infinity.schedule.trace import Trace
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
@@ -260,11 +261,32 @@ class StagingPolicy:
 
     def _begin_following(self) -> _Following:
         trace, paged = self._traces[self._phase], self._paged
-        ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self._limits)
-        wanted = Wanted(ahead, self._units, self._numbers)
+        stays = frozenset() if self._phase else self._stays_in(trace.cycle)
+        ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self._limits_beside(stays))
+        wanted = Wanted(ahead, self._units, self._numbers, stays)
         return _Following(
             ahead, wanted, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates)
         )
+
+    def _stays_in(self, cycle: Sequence[int]) -> frozenset[int]:
+        """The groups that stay staged from one evaluation like this to the next: see `choose_evenly`. The others need room to be
+        read ahead, too."""
+        groups = [*dict.fromkeys(index for index in cycle if self._unit_bytes[index])]
+        if not groups:
+            return frozenset()
+        unit_bytes = [self._unit_bytes[index] for index in groups]
+        room = self._room_bytes if sum(unit_bytes) <= self._room_bytes else self._room_bytes - 2 * max(unit_bytes)
+        return frozenset(groups[place] for place in choose_evenly(unit_bytes, max(0, room)))
+
+    def _limits_beside(self, stays: Collection[int]) -> tuple[tuple[Sequence[int], int], ...]:
+        """The limits of the look-ahead where these units stay."""
+        if not stays:
+            return self._limits
+        (unit_bytes, room), (gathered_bytes, ahead) = self._limits
+        left = room - sum(unit_bytes[unit] for unit in stays)
+        beside = [0 if unit in stays else nbytes for unit, nbytes in enumerate(unit_bytes)]
+        gathered = [0 if unit in stays else nbytes for unit, nbytes in enumerate(gathered_bytes)]
+        return (beside, left), (gathered, min(ahead, left))
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
         """Go along to the current place."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from infinity.schedule.lookahead import LookAhead
 from infinity.swap.chunk import Chunk, ChunkState
+
+
+_LAST = 1 << 62
+"""The key of what stays, while a look-ahead doesn't reach its next use."""
 
 
 class Wanted:
@@ -18,10 +22,17 @@ class Wanted:
         ahead: chooses numbers.
         chunks: by number; None where nothing is to be staged.
         numbers: by chunk.
+        stays: numbers of those that stay wanted beyond their next use.
     """
 
-    def __init__(self, ahead: LookAhead, chunks: Sequence[Chunk | None], numbers: Mapping[Chunk, int]) -> None:
-        self._ahead, self._chunks, self._numbers = ahead, chunks, numbers
+    def __init__(
+        self,
+        ahead: LookAhead,
+        chunks: Sequence[Chunk | None],
+        numbers: Mapping[Chunk, int],
+        stays: Collection[int] = frozenset(),
+    ) -> None:
+        self._ahead, self._chunks, self._numbers, self._stays = ahead, chunks, numbers, stays
 
     @staticmethod
     def of(chunks: Sequence[Chunk], *, at_once: int | None = None) -> tuple[Wanted, LookAhead]:
@@ -42,7 +53,10 @@ class Wanted:
     def key(self, chunk: Chunk) -> int | None:
         """The smaller, the sooner the chunk is needed; None where it is not wanted."""
         number = self._numbers.get(chunk)
-        return self._ahead.key(number) if number is not None else None
+        if number is None:
+            return None
+        key = self._ahead.key(number)
+        return _LAST if key is None and number in self._stays else key
 
     def changed(self) -> list[Chunk]:
         """The chunks that became wanted or unwanted, or are needed at another moment, since `told`."""

@@ -1,0 +1,89 @@
+"""A Llama with random weights, made on the spot, as the files of a downloaded model lie in a folder. For examples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+VOCABULARY = 256
+FILE_BYTES_MAX = 512 << 20
+STD = 0.02
+
+
+def config_for(numel: int) -> LlamaConfig:
+    """The shape nearest to `numel` parameters among those about as wide as 128 times their depth."""
+    shapes = [(layers, 128 * k) for layers in range(2, 81) for k in range(1, 65)]
+
+    def distance(shape: tuple[int, int]) -> float:
+        layers, width = shape
+        return 20 * abs(math.log(_numel(layers, width) / numel)) + abs(math.log(width / (128 * layers)))
+
+    layers, width = min(shapes, key=distance)
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 256),
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def _numel(layers: int, width: int) -> int:
+    return layers * (2 * width**2 + 2 * width * 64 * max(1, width // 256) + 12 * width**2 + 2 * width) + width * 257
+
+
+def write_model(folder: Path, numel: int) -> LlamaConfig:
+    """Write config.json and safetensors in bf16 into `folder`, a file at a time. Returns the config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_for(numel)
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    files: list[list[str]] = []
+    waiting: dict[str, torch.Tensor] = {}
+
+    def write() -> None:
+        save_file(waiting, folder / f"model-{len(files) + 1:05d}.safetensors", {"format": "pt"})
+        files.append([*waiting])
+        waiting.clear()
+
+    for name, shape in _shapes(config):
+        weight = torch.empty(shape).normal_(0.0, STD, generator=generator) if len(shape) > 1 else torch.ones(shape)
+        waiting[name] = weight.bfloat16()
+        if sum(tensor.nbytes for tensor in waiting.values()) >= FILE_BYTES_MAX:
+            write()
+    if waiting:
+        write()
+    weight_map = {name: f"model-{i + 1:05d}.safetensors" for i, names in enumerate(files) for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return config
+
+
+def _shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, inner = config.hidden_size, config.intermediate_size
+    of_keys = width // config.num_attention_heads * config.num_key_value_heads
+    yield "model.embed_tokens.weight", (config.vocab_size, width)
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (width,)
+        yield f"{prefix}.mlp.down_proj.weight", (width, inner)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, width)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, width)
+        yield f"{prefix}.post_attention_layernorm.weight", (width,)
+        yield f"{prefix}.self_attn.k_proj.weight", (of_keys, width)
+        yield f"{prefix}.self_attn.o_proj.weight", (width, width)
+        yield f"{prefix}.self_attn.q_proj.weight", (width, width)
+        yield f"{prefix}.self_attn.v_proj.weight", (of_keys, width)
+    yield "model.norm.weight", (width,)
