@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from infinity.runtime import Engine, add_config_arguments, init_distributed, init_empty
     from infinity.runtime.engine import Engine as DeepSpeedEngine
+    from infinity.runtime.inference import InferenceEngine, generate, init_inference
     from infinity.runtime.initialize import initialize
     from infinity.runtime.pipeline import PipelineModule
     from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, PagingOptions, SwapManager, TensorStore
@@ -48,6 +49,7 @@ __all__ = [
     "DeepSpeedEngine",
     "DriveRates",
     "Engine",
+    "InferenceEngine",
     "InfinityError",
     "IntegrityError",
     "IoError",
@@ -67,9 +69,11 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "generate",
     "get_fp32_state_dict_from_zero_checkpoint",
     "init_distributed",
     "init_empty",
+    "init_inference",
     "initialize",
     "measure_drive",
     "ops",
@@ -95,6 +99,7 @@ _NAMES_OF = {
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
     "infinity.runtime": ("Engine", "add_config_arguments", "init_distributed", "init_empty", "initialize"),
+    "infinity.runtime.inference": ("InferenceEngine", "generate", "init_inference"),
     "infinity.runtime.pipeline": ("PipelineModule",),
     "infinity.checkpoint.consolidate": (
         "convert_zero_checkpoint_to_fp32_state_dict",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import chain, takewhile
 from typing import Any
 
@@ -17,8 +17,14 @@ from infinity.swap.sub_group import PagedSubGroup
 
 def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
     """The chunks that should be staged now, soonest needed first."""
-    fitting = groups_to_stage(_upcoming(policy, using), policy._unit_bytes, policy._room_bytes)
-    chosen = groups_to_stage(fitting, policy._gathered_bytes, policy._look_ahead_bytes)
+    none_stays = policy._phase or policy._paged.updates
+    stay: Collection[int] = () if none_stays else policy._stays_in(policy._traces[False].cycle)
+    staying_bytes = sum(policy._unit_bytes[unit] for unit in stay)
+    unit_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy._unit_bytes)]
+    gathered_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy._gathered_bytes)]
+    room = policy._room_bytes - staying_bytes
+    fitting = groups_to_stage(_upcoming(policy, using), unit_bytes, room)
+    chosen = groups_to_stage(fitting, gathered_bytes, min(room, policy._look_ahead_bytes))
     return [chunk for unit in chosen if (chunk := policy._units[unit]) is not None]
 
 
@@ -42,13 +48,17 @@ def _next_step(policy: StagingPolicy) -> Iterator[int]:
         return
     in_backward = policy._in_backward if policy._paged.updates.speculation.is_due else ()
     stepped = dict.fromkeys(sub for sub in policy._paged.updates.stepped if sub not in in_backward)
+    all_groups = policy._paged.groups
+    groups = [all_groups[index] for index in policy._traces[True].cycle if index < len(all_groups)]
     units: Iterable[int]
     if policy._update == "step":
-        units = map(policy._unit, stepped)
+        frozen = takewhile(lambda group: group.is_frozen, groups)
+        units = chain(map(policy._unit, stepped), (group.index for group in frozen))
     else:
-        all_groups = policy._paged.groups
-        groups = (all_groups[index] for index in policy._traces[True].cycle if index < len(all_groups))
-        units = chain.from_iterable(_units_of(policy, group, stepped, policy._room_for(group)) for group in groups)
+        compute = [group.index if group.is_frozen else policy._room_for(group) for group in groups]
+        units = chain.from_iterable(
+            _units_of(policy, group, stepped, unit) for group, unit in zip(groups, compute, strict=True)
+        )
     yield from takewhile(lambda unit: unit not in policy._spilled, units)
 
 

@@ -92,7 +92,9 @@ class Paging:
                 machinery.stager.make_room(options.activation_buffer_bytes, "saved activations")
             )
         self._activation_stager: Stager | None = None
-        spilling = max(sub.gradient_bytes for sub in paged.layout.sub_groups)  # a lease in the middle of a backward
+        spilling = max(
+            (sub.gradient_bytes for sub in paged.layout.sub_groups), default=0
+        )  # a lease in the middle of a backward
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead(machinery, look_ahead_bytes)

@@ -14,6 +14,7 @@ import torch
 
 from infinity.fsdp2.sharding import GroupOutline, padded_shape
 from infinity.schedule.pinned import (
+    ACCESS_BYTES,
     GATHERS_IN_USE,
     SUB_GROUP_NUMEL_DEFAULT,
     PinnedBudget,
@@ -88,6 +89,8 @@ def plan_model(
         waiting = _waiting_bytes(layout, group_bytes) if options.update == "backward" else 0
         held = _held_gradient_bytes(layout, options) if options.update == "backward" else 0
         pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held) + reserved
+        if not any(shard.trained for shard in shards):  # it is only run: what the pool holds of it is not read again
+            pinned = max(pinned, min(gather + ACCESS_BYTES + sum(group_bytes), int(memory_bytes) // 2))
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(

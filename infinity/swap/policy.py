@@ -257,11 +257,12 @@ class StagingPolicy:
         """Whether what comes is the rest of what came then."""
         trace = self._traces[self._phase]
         same = following.trains == self._phase and following.cycle is trace.cycle
+        same = same and (self._phase or bool(following.pending) == bool(self._paged.updates))
         return same and following.stepped is self._paged.updates.stepped and following.place <= trace.place
 
     def _begin_following(self) -> _Following:
         trace, paged = self._traces[self._phase], self._paged
-        stays = frozenset() if self._phase else self._stays_in(trace.cycle)
+        stays = frozenset() if self._phase or paged.updates else self._stays_in(trace.cycle)
         ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self._limits_beside(stays))
         wanted = Wanted(ahead, self._units, self._numbers, stays)
         return _Following(
@@ -269,8 +270,8 @@ class StagingPolicy:
         )
 
     def _stays_in(self, cycle: Sequence[int]) -> frozenset[int]:
-        """The groups that stay staged from one evaluation like this to the next: see `choose_evenly`. The others need room to be
-        read ahead, too."""
+        """The groups that stay staged from one evaluation like this to the next: see `choose_evenly`. The others need room to
+        be read ahead, too; and none does while updates wait, whose state takes the room."""
         groups = [*dict.fromkeys(index for index in cycle if self._unit_bytes[index])]
         if not groups:
             return frozenset()
@@ -284,9 +285,9 @@ class StagingPolicy:
             return self._limits
         (unit_bytes, room), (gathered_bytes, ahead) = self._limits
         left = room - sum(unit_bytes[unit] for unit in stays)
-        beside = [0 if unit in stays else nbytes for unit, nbytes in enumerate(unit_bytes)]
+        coming = [0 if unit in stays else nbytes for unit, nbytes in enumerate(unit_bytes)]
         gathered = [0 if unit in stays else nbytes for unit, nbytes in enumerate(gathered_bytes)]
-        return (beside, left), (gathered, min(ahead, left))
+        return (coming, left), (gathered, min(ahead, left))
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
         """Go along to the current place."""

@@ -10,7 +10,6 @@ from itertools import count
 from infinity.schedule.lookahead import LookAhead
 from infinity.swap.chunk import Chunk, ChunkState
 
-
 _LAST = 1 << 62
 """The key of what stays, while a look-ahead doesn't reach its next use."""
 

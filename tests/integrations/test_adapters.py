@@ -11,11 +11,13 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed: tools/test_integration.sh transformers")
 pytest.importorskip("peft", reason="peft is not installed: tools/test_integration.sh transformers")
 
+import hugging_face
 import peft
 from hugging_face import SHIPPED, differences, make_engine, train, weights
 
 import infinity
 from infinity.errors import ConfigError
+from infinity.runtime.inference import counting, empty_model
 
 IN_MEMORY = {"device": "none"}
 
@@ -73,3 +75,33 @@ def test_adapters_that_need_the_values_of_the_model_are_refused(base: Path, one_
     with pytest.raises(ConfigError, match=r"init_lora_weights='pissa' needs the values of the model"):
         make_engine("llama", nvme_path, model=model, weights=base)
     assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("pinned", ["auto", "9MiB"])
+def test_text_is_generated_as_in_memory(
+    name: str, pinned: str, one_rank: None, nvme_path: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    model: Any = SHIPPED[name].build()
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    kind: Any = getattr(hugging_face.hf, SHIPPED[name].kind)
+    prompt = torch.arange(1, 9).view(2, 4)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain = kind.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected = plain.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    rounds: list[int] = []
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+        "infinity": {"pinned_bytes_max": pinned},
+    }
+    before = sorted(tmp_path.rglob("*"))
+    with infinity.init_inference(empty_model(tmp_path), config, weights=tmp_path) as engine:
+        stopping = [counting(rounds.append)]
+        made = engine.generate(prompt, attention_mask=torch.ones_like(prompt), stopping_criteria=stopping, **options)
+        assert engine.swap is not None
+        assert engine.swap.stats().written_bytes == 0
+    assert torch.equal(made, expected)
+    assert rounds == [*range(1, 7)]
+    assert sorted(tmp_path.rglob("*")) == before

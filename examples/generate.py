@@ -1,0 +1,192 @@
+"""Generate text by a model that may be larger than memory; its weights are streamed from the files it was downloaded in.
+
+python examples/generate.py --model DIR --prompt "Once upon"     a model of Hugging Face: config.json, safetensors, tokenizer
+python examples/generate.py --params 1B                          one with random weights, made on the spot and removed
+python examples/generate.py --model DIR --pinned-bytes-max 2GiB  in a fixed amount of pinned memory
+
+Needs transformers: pip install 'infinity-offload[transformers]'.
+"""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.time()
+
+import argparse  # noqa: E402
+import contextlib  # noqa: E402
+import itertools  # noqa: E402
+import json  # noqa: E402
+import logging  # noqa: E402
+import os  # noqa: E402
+import resource  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+from made_model import VOCABULARY, write_model  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.live import Live  # noqa: E402
+
+import infinity  # noqa: E402
+from infinity.runtime.inference import counting, empty_model  # noqa: E402
+from infinity.units import format_bytes, format_count, parse_count  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="Ctrl-C ends the run. Nothing is ever written to the model's files.",
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, metavar="DIR", help="folder with config.json, safetensors and tokenizer")
+    which.add_argument("--params", type=parse_count, help="make a model of so many parameters, such as 200M or 1B")
+    parser.add_argument("--prompt", action="append", help="a text to go on with; several are generated at once")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens to generate (default: %(default)s)")
+    parser.add_argument(
+        "--nvme-path",
+        type=Path,
+        default=HERE.parent / ".nvme",
+        help="folder for a model that is made (default: .nvme in the checkout)",
+    )
+    parser.add_argument(
+        "--pinned-bytes-max",
+        default="auto",
+        help='pinned host memory, such as "2GiB" (default: auto, as much of the model as half of the free memory holds)',
+    )
+    parser.add_argument("--in-memory", action="store_true", help="hold all weights in memory instead")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write tokens, bytes and seconds there")
+    asked = parser.parse_args(argv)
+    if asked.tokens < 1:
+        parser.error(f"--tokens must be at least 1, got {asked.tokens}")
+    if asked.model is not None and not (asked.model / "config.json").is_file():
+        parser.error(f"--model {asked.model}: there is no config.json; name the folder of a downloaded model")
+    asked.prompt = asked.prompt or ["def main():"]
+    return asked
+
+
+@contextlib.contextmanager
+def model_folder(asked: argparse.Namespace, console: Console) -> Iterator[Path]:
+    if asked.model is not None:
+        yield asked.model
+        return
+    asked.nvme_path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path) as folder:
+        console.print(f"writing {format_count(asked.params)} random parameters to {folder}")
+        write_model(Path(folder), asked.params)
+        yield Path(folder)
+
+
+class Texts:
+    """Between text and tokens: the model's tokenizer, or bytes where the model was made."""
+
+    def __init__(self, asked: argparse.Namespace, folder: Path) -> None:
+        self.tokenizer: Any = None
+        if asked.model is not None:
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+            self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+
+    def encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        if self.tokenizer is not None:
+            return dict(self.tokenizer(prompts, return_tensors="pt", padding=True))
+        length = max(len(prompt.encode()) for prompt in prompts)
+        rows = [list(prompt.encode().rjust(length)) for prompt in prompts]
+        tokens = torch.tensor(rows) % VOCABULARY
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+    def decode(self, tokens: torch.Tensor) -> list[str]:
+        if self.tokenizer is not None:
+            return list(self.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+        return [bytes(row).decode(errors="replace") for row in tokens.tolist()]
+
+
+def run(asked: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
+    """Generate, print, and return the figures."""
+    texts = Texts(asked, folder)
+    inputs = texts.encode(asked.prompt)
+    place = {"device": "none"} if asked.in_memory else {"device": "nvme"}
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": place},
+        "infinity": {} if asked.in_memory else {"pinned_bytes_max": asked.pinned_bytes_max},
+    }
+    with infinity.init_inference(empty_model(folder), config, weights=folder) as engine, Live(console=console) as live:
+        swap = engine.swap
+        numel = sum(p.numel() for p in engine.module.parameters())
+        times, reads, stalls = [time.perf_counter()], [0], [0.0]
+
+        def note(rounds: int) -> None:
+            times.append(time.perf_counter())
+            stats = swap.stats() if swap is not None else None
+            reads.append(stats.read_bytes if stats is not None else 0)
+            stalls.append(stats.stall_seconds if stats is not None else 0.0)
+            seconds = times[-1] - times[-2]
+            live.update(
+                f"token {rounds}/{asked.tokens}  {len(asked.prompt) / seconds:.2f} tokens/s  "
+                f"read {format_bytes(reads[-1] - reads[-2])} at {(reads[-1] - reads[-2]) / seconds / 1e9:.2f} GB/s  "
+                f"waited {(stalls[-1] - stalls[-2]) / seconds:.0%} for the drive"
+            )
+
+        start_seconds = time.time() - STARTED
+        made = engine.generate(
+            **inputs,
+            max_new_tokens=asked.tokens,
+            min_new_tokens=asked.tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[counting(note)],
+        )
+        new = made[:, inputs["input_ids"].shape[1] :]
+        pinned = swap.stats().pinned_bytes if swap is not None else 0
+    for prompt, text in zip(asked.prompt, texts.decode(new), strict=True):
+        console.print(
+            f"[bold]{prompt}[/bold]{text}" if asked.model is not None else "(the weights are random: no text)"
+        )
+    steady = [after - before for before, after in itertools.pairwise(times[2:])] or [times[-1] - times[0]]
+    read = [after - before for before, after in itertools.pairwise(reads[2:])] or [reads[-1]]
+    return {
+        "parameters": numel,
+        "tokens": new.tolist(),
+        "first_token_seconds": times[1] - times[0],
+        "start_seconds": start_seconds,
+        "seconds_per_token_batch": statistics.median(steady),
+        "read_bytes_per_param": statistics.mean(read) / numel,
+        "pinned_bytes": pinned,
+        "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = parse_arguments(argv)
+    console = Console(highlight=False)
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        with model_folder(asked, console) as folder:
+            figures = run(asked, folder, console)
+    except infinity.InfinityError as error:
+        print(f"generate: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ngenerate: ended by Ctrl-C; the model's files are as they were", file=sys.stderr)
+        return 130
+    console.print(
+        f"{figures['seconds_per_token_batch']:.3f} s per round of {len(asked.prompt)} token(s), "
+        f"{figures['read_bytes_per_param']:.2f} bytes read per parameter in it; {format_bytes(figures['pinned_bytes'])} "
+        f"pinned, peak resident memory {format_bytes(figures['peak_rss_bytes'])}"
+    )
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

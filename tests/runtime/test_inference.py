@@ -1,0 +1,66 @@
+"""A model that is only run gives what it gives in memory, and reads in each round what the pool has no room for."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import adapted
+import pytest
+import torch
+from adapted import Case
+
+import infinity
+from infinity.errors import ConfigError, InfinityError
+
+CASE = Case(width=512)
+
+
+def run(weights: Path, device: str, pinned: int | str = "auto", rounds: int = 6) -> tuple[list[float], list[int]]:
+    """The loss of each round, and the bytes that it read."""
+    with infinity.init_empty():
+        model = adapted.Model(CASE.width)
+    config = {
+        "bf16": {"enabled": True},
+        "aio": {"block_size": 16384},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": device}},
+        "infinity": {"wrap": ["Block"], "pinned_bytes_max": pinned},
+    }
+    losses, read = [], [0]
+    with infinity.init_inference(model, config, weights=weights) as engine:
+        for number in range(rounds):
+            losses.append(engine(adapted.tokens(number)).item())
+            read.append(engine.swap.stats().read_bytes if engine.swap is not None else 0)
+        if engine.swap is not None:
+            assert engine.swap.stats().written_bytes == engine.swap.stats().arena_bytes == 0
+    return losses, [after - before for before, after in itertools.pairwise(read)]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_it_gives_what_it_gives_in_memory_and_keeps_what_there_is_room_for(nvme_path: Path) -> None:
+    weights = adapted.save(nvme_path, CASE)
+    whole = (weights / "model.safetensors").stat().st_size
+    expected, _ = run(weights, "none")
+    assert len(set(expected)) == len(expected)
+    roomy, read = run(weights, "nvme")
+    assert roomy == expected
+    assert whole * 0.9 < sum(read[:2]) < 2.2 * whole and sum(read[2:]) == 0
+    # Of the four blocks of 2 MiB, this holds one from round to round beside those that come and go.
+    tight, read = run(weights, "nvme", "15MiB", rounds=8)
+    assert tight[:6] == expected
+    assert 0 < sum(read[4:]) < 0.9 * 4 * whole
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_closed_engine_and_a_model_without_generate_are_refused(nvme_path: Path) -> None:
+    weights = adapted.save(nvme_path, CASE)
+    with infinity.init_empty():
+        model = adapted.Model(CASE.width)
+    engine = infinity.init_inference(model, weights=weights)
+    with pytest.raises(ConfigError, match=r"Model has no generate\(\)"):
+        engine.generate(adapted.tokens(0))
+    engine.close()
+    engine.close()
+    with pytest.raises(InfinityError, match="the engine is closed"):
+        engine(adapted.tokens(0))
+    assert torch.is_grad_enabled()
