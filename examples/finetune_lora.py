@@ -29,7 +29,7 @@ from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from made_model import VOCABULARY, write_model  # noqa: E402
+from made_model import VOCABULARY, make_model  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
@@ -78,20 +78,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def model_folder(asked: argparse.Namespace) -> Iterator[Path]:
-    """The folder of the model's files, made if they are to be, and removed then. A collective."""
+def model_folder(asked: argparse.Namespace) -> Iterator[tuple[Path, float]]:
+    """The folder of the model's files, made if they are to be, and removed then; seconds that making them took. A
+    collective."""
     if asked.model is not None:
-        yield asked.model
+        yield asked.model, 0.0
         return
     asked.nvme_path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        folders: list[Any] = [None]
+        made: list[Any] = [None, 0.0]
         if dist.get_rank() == 0:
-            folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path))]
-            tell(f"writing {format_count(asked.params)} random parameters to {folders[0]}")
-            write_model(Path(folders[0]), asked.params)
-        dist.broadcast_object_list(folders)
-        yield Path(folders[0])
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path))
+            tell(f"writing {format_count(asked.params)} random parameters to {folder}")
+            made = [folder, make_model(Path(folder), asked.params)]
+        dist.broadcast_object_list(made)
+        yield Path(made[0]), made[1]
         dist.barrier()
 
 
@@ -142,14 +143,16 @@ def moved_bytes() -> tuple[int, int]:
         return 0, 0
 
 
-def train(asked: argparse.Namespace, engine: infinity.Engine, tokens: torch.Tensor) -> dict[str, Any]:
+def train(
+    asked: argparse.Namespace, engine: infinity.Engine, tokens: torch.Tensor, make_seconds: float
+) -> dict[str, Any]:
     """The figures of the training."""
     frozen = sum(p.numel() for p in engine.module.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
     tell(f"{format_count(trained)} of {format_count(frozen + trained)} parameters are trained")
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
-    first_step_seconds = time.time() - STARTED
-    before = moved_bytes()
+    first_step_seconds = time.time() - STARTED - make_seconds
+    moved = [moved_bytes()]
     losses, seconds = [], []
     for number in range(asked.steps):
         began = time.perf_counter()
@@ -160,8 +163,10 @@ def train(asked: argparse.Namespace, engine: infinity.Engine, tokens: torch.Tens
         engine.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - began)
+        moved.append(moved_bytes())
         tell(f"step {number + 1:>4}/{asked.steps}  loss {losses[-1]:.4f}  {seconds[-1]:.2f} s")
-    after = moved_bytes()
+    first = min(1, asked.steps - 1)  # the first step loads code, too, if there is another one to count
+    read, written = (moved[-1][i] - moved[first][i] for i in (0, 1))
     figures = {
         "frozen_parameters": frozen,
         "trained_parameters": trained,
@@ -169,8 +174,8 @@ def train(asked: argparse.Namespace, engine: infinity.Engine, tokens: torch.Tens
         "step_seconds": seconds,
         "import_seconds": IMPORTED - STARTED,
         "first_step_seconds": first_step_seconds,
-        "read_bytes_per_frozen_param": (after[0] - before[0]) * dist.get_world_size() / frozen / asked.steps,
-        "written_bytes": after[1] - before[1],
+        "read_bytes_per_frozen_param": read * dist.get_world_size() / frozen / (asked.steps - first),
+        "written_bytes": written,
         "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     if engine.swap is not None:
@@ -194,10 +199,10 @@ def main(argv: list[str] | None = None) -> int:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with model_folder(asked) as folder:
+        with model_folder(asked) as (folder, make_seconds):
             tokens = load_tokens(asked, folder)
             with make_engine(asked, folder) as engine:
-                figures = train(asked, engine, tokens)
+                figures = train(asked, engine, tokens, make_seconds)
                 if asked.save is not None:
                     engine.module.save_pretrained(asked.save)
                     tell(f"adapters saved to {asked.save}")

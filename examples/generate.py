@@ -28,7 +28,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from made_model import VOCABULARY, write_model  # noqa: E402
+from made_model import VOCABULARY, make_model  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.live import Live  # noqa: E402
 
@@ -79,7 +79,7 @@ def model_folder(asked: argparse.Namespace, console: Console) -> Iterator[Path]:
     asked.nvme_path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path) as folder:
         console.print(f"writing {format_count(asked.params)} random parameters to {folder}")
-        write_model(Path(folder), asked.params)
+        make_model(Path(folder), asked.params)
         yield Path(folder)
 
 

@@ -1,15 +1,23 @@
-"""A Llama with random weights, made on the spot, as the files of a downloaded model lie in a folder. For examples."""
+"""A Llama with random weights, made on the spot, as the files of a downloaded model lie in a folder. For examples.
+
+python examples/made_model.py DIR 1B     writes config.json and safetensors in bf16
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
+
+from infinity.units import parse_count
 
 VOCABULARY = 256
 FILE_BYTES_MAX = 512 << 20
@@ -18,7 +26,7 @@ STD = 0.02
 
 def config_for(numel: int) -> LlamaConfig:
     """The shape nearest to `numel` parameters among those about as wide as 128 times their depth."""
-    shapes = [(layers, 128 * k) for layers in range(2, 81) for k in range(1, 65)]
+    shapes = [(layers, 256 * k) for layers in range(2, 81) for k in range(1, 33)]
 
     def distance(shape: tuple[int, int]) -> float:
         layers, width = shape
@@ -31,7 +39,7 @@ def config_for(numel: int) -> LlamaConfig:
         intermediate_size=4 * width,
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
-        num_key_value_heads=max(1, width // 256),
+        num_key_value_heads=width // 256,
         max_position_embeddings=2048,
         bos_token_id=0,
         eos_token_id=0,
@@ -42,11 +50,18 @@ def config_for(numel: int) -> LlamaConfig:
 
 
 def _numel(layers: int, width: int) -> int:
-    return layers * (2 * width**2 + 2 * width * 64 * max(1, width // 256) + 12 * width**2 + 2 * width) + width * 257
+    return layers * (2 * width**2 + 2 * width * width // 4 + 12 * width**2 + 2 * width) + width * 257
 
 
-def write_model(folder: Path, numel: int) -> LlamaConfig:
-    """Write config.json and safetensors in bf16 into `folder`, a file at a time. Returns the config."""
+def make_model(folder: Path, numel: int) -> float:
+    """As `write_model`, in a process of its own, whose memory isn't this one's. Seconds that it took."""
+    began = time.time()
+    subprocess.run([sys.executable, __file__, str(folder), str(numel)], check=True)
+    return time.time() - began
+
+
+def write_model(folder: Path, numel: int) -> None:
+    """Write config.json and safetensors in bf16 into `folder`, a file at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_for(numel)
     config.save_pretrained(folder)
@@ -68,7 +83,6 @@ def write_model(folder: Path, numel: int) -> LlamaConfig:
         write()
     weight_map = {name: f"model-{i + 1:05d}.safetensors" for i, names in enumerate(files) for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return config
 
 
 def _shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -87,3 +101,7 @@ def _shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.self_attn.q_proj.weight", (width, width)
         yield f"{prefix}.self_attn.v_proj.weight", (of_keys, width)
     yield "model.norm.weight", (width,)
+
+
+if __name__ == "__main__":
+    write_model(Path(sys.argv[1]), parse_count(sys.argv[2]))

@@ -20,7 +20,7 @@ from torch import nn
 from infinity.aio import DriveLimit, DriveStats, FaultPlan, IoSettings
 from infinity.device import CpuDevice, Device, device_for
 from infinity.errors import BudgetError, CheckpointError, InfinityError
-from infinity.fsdp2.buffers import reuse_buffers
+from infinity.fsdp2.buffers import reuse_buffers, use_huge_pages
 from infinity.fsdp2.materialize import frozen_in_files
 from infinity.fsdp2.sharding import (
     GroupOutline,
@@ -274,6 +274,7 @@ class SwapManager:
         paging.install(model, groups, replacements)
         if not self._device.is_discrete:
             reuse_buffers(groups, alone=alone)
+            use_huge_pages()
         return paging
 
     def check_fits(

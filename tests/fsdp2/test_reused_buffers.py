@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from infinity.fsdp2.buffers import ReusedBuffers, reuse_buffers
+from infinity.fsdp2.buffers import ReusedBuffers, reuse_buffers, use_huge_pages
 from infinity.fsdp2.sharding import sharded_groups
 
 IDLE_BYTES_MAX = 4000
@@ -101,3 +102,26 @@ def test_what_the_user_made_of_a_collective_stays() -> None:
     reuse_buffers(sharded_groups(model), alone=True)
     (group,) = model._get_fsdp_state()._fsdp_param_groups
     assert group._reduce_scatter_comm is theirs
+
+
+def huge_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+
+
+def test_large_parameters_are_in_huge_pages() -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("the kernel gives no huge pages: /sys/kernel/mm/transparent_hugepage/enabled")
+    use_huge_pages()
+    use_huge_pages()
+    tensor = torch.empty(48 << 20, dtype=torch.uint8)
+    before = huge_bytes()
+    for value in (1, 2):
+        tensor.untyped_storage().resize_(0)
+        _fsdp_param.alloc_storage(tensor)
+        assert int(tensor.fill_(value)[::4096].sum()) == value * tensor.numel() // 4096
+        assert huge_bytes() - before >= tensor.nbytes // 2  # the others have no free one, if memory is fragmented
+    small = torch.empty(1000)
+    small.untyped_storage().resize_(0)
+    _fsdp_param.alloc_storage(small)
+    assert small.fill_(3).sum() == 3000
