@@ -399,10 +399,19 @@ def test_offload_to_cpu_needs_its_stage() -> None:
     assert load_config(source).zero_optimization.offload_optimizer.device == "cpu"
 
 
-@pytest.mark.parametrize("block", ["offload_param", "offload_optimizer"])
-def test_nvme_needs_a_path(block: str) -> None:
-    (line,) = problems({"zero_optimization": {"stage": 3, block: {"device": "nvme"}}})
-    assert line.startswith(f"zero_optimization.{block}.nvme_path: missing, expected a folder on the drive")
+@pytest.mark.parametrize("blocks", [["offload_optimizer"], ["offload_param", "offload_optimizer"]])
+def test_nvme_needs_a_path(blocks: list[str]) -> None:
+    lines = problems({"zero_optimization": {"stage": 3, **{block: {"device": "nvme"} for block in blocks}}})
+    assert len(lines) == len(blocks)
+    for block, line in zip(blocks, lines, strict=True):
+        assert line.startswith(f"zero_optimization.{block}.nvme_path: missing, expected a folder on the drive")
+
+
+@pytest.mark.parametrize("path", [{}, {"nvme_path": "auto"}])
+def test_parameters_alone_need_none_as_they_may_all_rest_in_files(path: dict[str, str]) -> None:
+    source = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", **path}}}
+    config = load_config(source).resolve(world_size=1)
+    assert config.uses_nvme and config.nvme_paths == ()
 
 
 def test_fp16_and_bf16_exclude_each_other() -> None:

@@ -26,6 +26,7 @@ _EPILOG = (
     "130 after Ctrl-C."
 )
 _DTYPES = ("fp32", "bf16", "fp16")
+_MERGE = "write a model with a LoRA adapter merged into it as safetensors, in the memory of one tensor"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +76,19 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "output", type=named_path, metavar="OUT", help="the folder of the new checkpoint; must not be there"
     )
+    merge = commands.add_parser("merge", help=_MERGE, description=_MERGE, epilog=_EPILOG)
+    merge.add_argument("base", type=named_path, metavar="MODEL", help="the model below: a folder with safetensors")
+    merge.add_argument("adapter", type=named_path, metavar="ADAPTER", help="what PEFT's save_pretrained wrote")
+    merge.add_argument("output", type=named_path, metavar="OUT", help="the folder for the model; made if need be")
+    merge.add_argument(
+        "--max-shard-size",
+        type=size,
+        default="5GB",
+        metavar="SIZE",
+        help="a model larger than this goes to several files, with an index (default: %(default)s)",
+    )
+    merge.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
+    merge.set_defaults(func=_merge)
     return parser
 
 
@@ -210,6 +224,21 @@ def _export(options: argparse.Namespace) -> int:
         _print_json({"checkpoint": str(path), "files": len(manifest.files), "nbytes": manifest.nbytes})
     else:
         print(f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from infinity.checkpoint.merge import merge
+
+    with _progress("writing", shown=not options.json) as begin:
+        files = merge(
+            options.base, options.adapter, options.output, max_shard_bytes=options.max_shard_size, progress=begin
+        )
+    nbytes = sum(file.stat().st_size for file in files)
+    if options.json:
+        _print_json({"files": [str(file) for file in files], "nbytes": nbytes})
+    else:
+        print(f"{format_bytes(nbytes)} in {options.output}: {', '.join(file.name for file in files)}")
     return 0
 
 

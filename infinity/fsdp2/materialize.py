@@ -34,7 +34,7 @@ def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
 def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
     """The tensors in safetensors (a file or a folder). Raises CheckpointError as `load_weights` does."""
     with ExitStack() as stack:
-        return frozenset(_opened(Path(path), stack))
+        return frozenset(open_tensors(Path(path), stack))
 
 
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
@@ -68,7 +68,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
     damaged.
     """
     with ExitStack() as stack, torch.no_grad():
-        where = _opened(Path(path), stack)
+        where = open_tensors(Path(path), stack)
         required: dict[torch.Tensor, tuple[str, ...]] = {}
         required |= dict(parameter_names(model).items())
         required |= buffer_names(model, persistent=True)
@@ -113,7 +113,7 @@ def _names_in_files(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]
     return (*names, *map(base_name, names)) if has_adapters(model) else names
 
 
-def _opened(path: Path, stack: ExitStack) -> dict[str, Any]:
+def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     """The open file of each tensor."""
     where: dict[str, Any] = {}
     for file in _files(path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ import peft
 from hugging_face import SHIPPED, differences, make_engine, train, weights
 
 import infinity
+from infinity.cli import ckpt
 from infinity.errors import ConfigError
+from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
 from infinity.runtime.inference import counting, empty_model
 
 IN_MEMORY = {"device": "none"}
@@ -105,3 +110,120 @@ def test_text_is_generated_as_in_memory(
     assert torch.equal(made, expected)
     assert rounds == [*range(1, 7)]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def run_example(name: str, *arguments: object, figures: Path) -> dict[str, Any]:
+    script = Path(__file__).resolve().parents[2] / "examples" / name
+    command = [sys.executable, str(script), *map(str, arguments), "--json", str(figures)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    read: dict[str, Any] = json.loads(figures.read_text())
+    return read
+
+
+@pytest.mark.slow
+def test_the_example_fine_tunes_as_in_memory_and_writes_nothing(nvme_path: Path, tmp_path: Path) -> None:
+    asked = ("--params", "3M", "--steps", 3, "--context", 32, "--nvme-path", nvme_path)
+    ours = run_example("finetune_lora.py", *asked, "--save", tmp_path / "adapter", figures=tmp_path / "ours")
+    memory = run_example("finetune_lora.py", *asked, "--in-memory", figures=tmp_path / "memory")
+    assert ours["losses"] == memory["losses"]
+    assert len(set(ours["losses"])) == 3
+    assert ours["written_bytes"] == ours["arena_bytes"] == 0
+    assert ours["read_bytes_per_frozen_param"] <= 4.1
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_example_generates_as_in_memory(nvme_path: Path, tmp_path: Path) -> None:
+    asked = ("--params", "3M", "--tokens", 5, "--prompt", "if", "--prompt", "while", "--nvme-path", nvme_path)
+    ours = run_example("generate.py", *asked, figures=tmp_path / "ours")
+    memory = run_example("generate.py", *asked, "--in-memory", figures=tmp_path / "memory")
+    assert ours["tokens"] == memory["tokens"]
+    assert [len(row) for row in ours["tokens"]] == [5, 5]
+    assert not list(nvme_path.iterdir())
+
+
+def test_the_trainer_trains_adapters_and_saves_them(
+    base: Path, one_rank: None, nvme_path: Path, tmp_path: Path
+) -> None:
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(64).view(8, 8)]
+    settings: Any = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "use_cpu": True,
+        "bf16": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+    }
+    logged = []
+    for device in ("nvme", "none"):
+        config = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": device}},
+        }
+        arguments = InfinityTrainingArguments(output_dir=str(tmp_path / device), deepspeed=config, **settings)
+        torch.manual_seed(0)
+        trainer = InfinityTrainer(model=adapted(empty=True), args=arguments, weights=base, train_dataset=data)
+        try:
+            trainer.train()
+            trainer.save_model()
+            logged.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+            assert trainer.engine is not None
+            if trainer.engine.swap is not None:
+                assert trainer.engine.swap.stats().written_bytes == 0
+        finally:
+            trainer.close()
+    assert logged[0] == logged[1]
+    assert len(set(logged[0])) == 3
+    saved = [(tmp_path / device / "adapter_model.safetensors").read_bytes() for device in ("nvme", "none")]
+    assert saved[0] == saved[1]
+    assert not (tmp_path / "nvme" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_rslora": True, "r": 4}, {"modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 2}}],
+    ids=["", "rank-stabilised", "patterns"],
+)
+def test_a_merged_model_is_that_of_peft(options: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    kind: Any = getattr(hugging_face.hf, SHIPPED["llama"].kind)
+    model = kind.from_pretrained(base, dtype=torch.bfloat16)
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "down_proj"], **options}
+    with_adapter = peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **settings))
+    with_adapter.float()
+    with_adapter.save_pretrained(tmp_path / "adapter")
+    assert ckpt.main(["merge", str(base), str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 0
+    fresh = kind.from_pretrained(base, dtype=torch.bfloat16)
+    merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload()
+    found = kind.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16).state_dict()
+    expected = merged.state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    untouched = kind.from_pretrained(base, dtype=torch.bfloat16).state_dict()
+    assert any(not torch.equal(found[name], untouched[name]) for name in found)
+
+
+def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = SHIPPED["llama"].build()
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], use_dora=True)).save_pretrained(
+        tmp_path / "dora"
+    )
+    qwen: Any = SHIPPED["qwen2"].build()
+    peft.get_peft_model(qwen, peft.LoraConfig(target_modules=["o_proj"], r=3)).save_pretrained(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    for folder, words in (
+        ("dora", "has use_dora"),
+        ("empty", "is no adapter that PEFT has saved"),
+        ("none", "is no adapter"),
+    ):
+        assert ckpt.main(["merge", str(base), str(tmp_path / folder), str(tmp_path / "out")]) == 1
+        assert words in capsys.readouterr().err
+    assert ckpt.main(["merge", str(base), str(tmp_path / "other"), str(base)]) == 1
+    assert "holds a model already" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,6 @@
 """A model with adapters on frozen weights, its weights in files, and its training.
 
-`adapted.py FOLDER NVME` for several ranks.
+`adapted.py FOLDER NVME [all]` for several ranks.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ CASES = {
     "accumulated": Case(accumulation=3, clipping=1.0),
     "few live parameters": Case(live=60_000, files=2, evaluate=True),
 }
+
+
+ON_SEVERAL_RANKS = ("several files", "fp32 in the files", "adapters on NVMe, clipped", "accumulated")
 
 
 def save(folder: Path, case: Case) -> Path:
@@ -193,8 +196,25 @@ def check(case: Case, folder: Path, nvme_path: Path) -> Mapping[str, int]:
     return {"written": after.written_bytes, "arena": after.arena_bytes, "read": after.read_bytes - before.read_bytes}
 
 
+def check_inference(weights: Path) -> None:
+    """It gives what it gives in memory."""
+    losses = []
+    for device in ("none", "nvme"):
+        with infinity.init_empty():
+            model = Model(WIDTH)
+        config = {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "offload_param": {"device": device}},
+            "infinity": {"wrap": ["Block"]},
+        }
+        with infinity.init_inference(model, config, weights=weights) as engine:
+            losses.append([engine(tokens(number)).item() for number in range(3)])
+    assert losses[0] == losses[1]
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for name, case in CASES.items():
+    for name, case in CASES.items() if sys.argv[3:] == ["all"] else [(name, CASES[name]) for name in ON_SEVERAL_RANKS]:
         check(case, Path(sys.argv[1]) / name.replace(" ", "_"), Path(sys.argv[2]))
+    check_inference(save(Path(sys.argv[1]) / str(dist.get_rank()), Case(files=2)))
     dist.destroy_process_group()

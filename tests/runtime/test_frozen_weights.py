@@ -32,9 +32,9 @@ def test_it_trains_as_in_memory(name: str, nvme_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_ranks_train_as_in_memory(ranks: int, forked_ranks: Any, nvme_path: Path) -> None:
-    forked_ranks(Path(adapted.__file__), str(nvme_path / "weights"), str(nvme_path / "swap"), ranks=ranks)
+@pytest.mark.parametrize(("ranks", "cases"), [(2, []), pytest.param(3, ["all"], marks=pytest.mark.long)])
+def test_several_ranks_train_as_in_memory(ranks: int, cases: list[str], forked_ranks: Any, nvme_path: Path) -> None:
+    forked_ranks(Path(adapted.__file__), str(nvme_path / "weights"), str(nvme_path / "swap"), *cases, ranks=ranks)
 
 
 @pytest.mark.usefixtures("one_rank")
