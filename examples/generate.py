@@ -150,8 +150,8 @@ def run(asked: argparse.Namespace, folder: Path, console: Console) -> dict[str, 
         console.print(
             f"[bold]{prompt}[/bold]{text}" if asked.model is not None else "(the weights are random: no text)"
         )
-    steady = [after - before for before, after in itertools.pairwise(times[2:])] or [times[-1] - times[0]]
-    read = [after - before for before, after in itertools.pairwise(reads[2:])] or [reads[-1]]
+    steady = [after - before for before, after in itertools.pairwise(times[2:])] or [times[-1] - times[-2]]
+    read = [after - before for before, after in itertools.pairwise(reads[2:])] or [reads[-1] - reads[-2]]
     return {
         "parameters": numel,
         "tokens": new.tolist(),

@@ -24,7 +24,6 @@ from infinity.checkpoint.draft import check_space, failing_as
 from infinity.checkpoint.model_files import ModelFiles
 from infinity.errors import CheckpointError
 from infinity.fsdp2.materialize import open_tensors
-from infinity.fsdp2.names import base_name
 from infinity.store.files import file_in_the_way
 
 _PATTERNS = {"lora_A.weight": "down", "lora_B.weight": "up"}
@@ -86,7 +85,7 @@ class _Adapter:
         try:
             self._config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
             with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-                tensors = {base_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder} is no adapter that PEFT has saved ({error}): name the folder with adapter_config.json and "

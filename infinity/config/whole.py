@@ -89,7 +89,9 @@ def _find_contradictions(config: Config, auto: frozenset[str]) -> Iterator[str]:
         yield "optimizer.params.nesterov: got true, which needs momentum above 0 and dampening 0"
     if config.infinity.durability == "step":
         yield from _find_durability_contradictions(config)
-    if config.infinity.checkpoint_format == "arena" and not config.nvme_paths:
+    if config.infinity.checkpoint_format == "arena" and config.uses_nvme and not config.nvme_paths:
+        yield 'infinity.checkpoint_format: got "arena" without a place on NVMe; set zero_optimization.offload_param.nvme_path'
+    elif config.infinity.checkpoint_format == "arena" and not config.uses_nvme:
         yield (
             'infinity.checkpoint_format: got "arena" while nothing rests on NVMe, where its bytes would come from; set '
             "zero_optimization.offload_param.device or offload_optimizer.device to nvme, or leave it out"
@@ -126,7 +128,9 @@ def _find_activation_contradictions(config: Config) -> Iterator[str]:
     path = "infinity.offload_activations.device"
     if config.infinity.offload_activations.device != "nvme":
         return
-    if not config.nvme_paths:
+    if config.uses_nvme and not config.nvme_paths:
+        yield f'{path}: got "nvme" without a place on NVMe; set zero_optimization.offload_param.nvme_path'
+    elif not config.uses_nvme:
         yield (
             f'{path}: got "nvme" while nothing rests on NVMe, so there are no drives to keep activations on; set '
             "zero_optimization.offload_param or offload_optimizer to nvme, or this to cpu"

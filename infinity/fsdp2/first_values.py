@@ -11,7 +11,7 @@ What nothing gave a value to by the end is an error: memory as it comes is no fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._device import DeviceContext
 
 from infinity.errors import ConfigError
+from infinity.fsdp2.adapters import base_names, reset_adapters
 from infinity.fsdp2.materialize import full_tensor, load_full
 from infinity.fsdp2.names import clean_name, parameter_names, parameters_by_name
 
@@ -76,7 +77,7 @@ def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozen
         for name, module in model.named_modules()
         if (
             (stored is None and any(p.is_meta for p in module.parameters(recurse=False)))
-            or any(b.is_meta and _named(name, key) not in (stored or ()) for key, b in _own_buffers(module))
+            or any(b.is_meta and not _is_in(stored or (), _named(name, key)) for key, b in _own_buffers(module))
         )
         and module not in ways
     ]
@@ -148,7 +149,7 @@ def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
             return
         seen.add(module)
         if hasattr(module, "reset_lora_parameters"):
-            yield _Way(module, partial(_reset_adapters, getattr(model, "peft_config", {})), reaches_below=True)
+            yield _Way(module, partial(reset_adapters, getattr(model, "peft_config", {})), reaches_below=True)
         elif init_fn is not None:
             yield _Way(module, init_fn, reaches_below=False)
         elif of_model is not None:
@@ -157,18 +158,6 @@ def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
             yield _Way(module, _reset, reaches_below=False)
 
     yield from visit(model, getattr(model, "_init_weights", None))
-
-
-def _reset_adapters(configs: Mapping[str, Any], module: nn.Module) -> None:
-    """A layer with LoRA's adapters: PEFT's own initialisation of these."""
-    for adapter in [*module.lora_A, *module.lora_embedding_A]:  # type: ignore[misc]
-        how = configs[adapter].init_lora_weights
-        if how not in (True, False, "gaussian"):
-            raise ConfigError(
-                f"init_lora_weights={how!r} needs the values of the model, which is on the meta device: take True or "
-                '"gaussian", or build the model in memory'
-            )
-        module.reset_lora_parameters(adapter, how)  # type: ignore[operator]
 
 
 def _reset(module: nn.Module) -> None:
@@ -275,7 +264,7 @@ def _allocate_buffers(
         for name, buffer in _own_buffers(module):
             if buffer.is_meta:
                 module._buffers[name] = _unset(buffer, device)
-                if _named(prefix, name) not in stored:
+                if not _is_in(stored, _named(prefix, name)):
                     blank.setdefault(module, {})[name] = _named(prefix, name)
     return blank
 
@@ -298,6 +287,11 @@ def _is_unset(tensor: torch.Tensor | None) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.flatten()[0].isnan()) and bool(tensor.isnan().all())
     return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+
+
+def _is_in(stored: Collection[str], name: str) -> bool:
+    """Whether files with these names hold a buffer."""
+    return any(base in stored for base in base_names(name))
 
 
 def _named(prefix: str, name: str) -> str:

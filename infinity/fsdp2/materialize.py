@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError
-from infinity.fsdp2.names import base_name, buffer_names, has_adapters, parameter_names
+from infinity.fsdp2.adapters import is_copy, names_in_files
+from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.foreign import FOREIGN_DTYPES, StoredTensor, read_header
@@ -40,32 +41,28 @@ def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """The frozen parameters that can rest in safetensors (as for `load_weights`), by their first name, and where they are
     there. Raises CheckpointError where a file is damaged."""
-    where = {name: tensor for file in _files(Path(path)) for name, tensor in read_header(file).items()}
+    try:
+        where = {name: tensor for file in _files(Path(path)) for name, tensor in read_header(file).items()}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} can't be read ({error.strerror}): fetch or save it again") from None
     resting = {}
+    found_as = names_in_files(model)
     for parameter, names in parameter_names(model).items():
-        stored = next((where[name] for name in _names_in_files(model, names) if name in where), None)
-        if stored is None or parameter.requires_grad or stored.dtype not in FOREIGN_DTYPES:
+        stored = next((where[name] for name in found_as(names) if name in where), None)
+        if stored is None or parameter.requires_grad or is_copy(names[0]) or stored.dtype not in FOREIGN_DTYPES:
             continue
         if stored.shape == tuple(parameter.shape) != ():
             resting[names[0]] = stored
     return resting
 
 
-def adapters_beside(model: nn.Module, stored: Collection[str]) -> set[str]:
-    """The trained parameters of a model of PEFT that files with the names `stored` lack: those that are left to the model."""
-    if not has_adapters(model):
-        return set()
-    trained = (names for p, names in parameter_names(model).items() if p.requires_grad)
-    return {names[0] for names in trained if not any(name in stored for name in _names_in_files(model, names))}
-
-
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collection[str] = ()) -> None:
     """Set all parameters and buffers from safetensors: a file, or a folder with `model.safetensors` or its index.
 
-    `but`: the first names of those that rest in these files. Each rank reads only its own rows. Names that tied tensors share
-    need to be there once, those of buffers that are not persistent need not, nor those of adapters (`adapters_beside`). Raises
-    CheckpointError, naming the tensors, when some are missing, too many, or of another shape, and naming the file when it is
-    damaged.
+    `but`: the first names of those that are left as they are, because they rest in these files, or don't come from them. Each
+    rank reads only its own rows. Names that tied tensors share need to be there once, those of buffers that are not persistent
+    need not. Raises CheckpointError, naming the tensors, when some are missing, too many, or of another shape, and naming the
+    file when it is damaged.
     """
     with ExitStack() as stack, torch.no_grad():
         where = open_tensors(Path(path), stack)
@@ -73,10 +70,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         required |= dict(parameter_names(model).items())
         required |= buffer_names(model, persistent=True)
         names_of = {**required, **buffer_names(model, persistent=False)}
-        in_files = {tensor: _names_in_files(model, names) for tensor, names in names_of.items()}
+        found_as = names_in_files(model)
+        in_files = {tensor: found_as(names) for tensor, names in names_of.items()}
         known = {name for names in in_files.values() for name in names}
         lacking = [names[0] for p, names in required.items() if not any(name in where for name in in_files[p])]
-        missing = sorted({*lacking} - adapters_beside(model, where))
+        missing = sorted({*lacking} - {*but})
         unexpected = sorted(set(where) - known)
         if missing or unexpected:
             raise CheckpointError(
@@ -106,11 +104,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
             local, start = _local_rows(tensor)
             if local.numel():
                 local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
-
-
-def _names_in_files(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
-    """A tensor's own names, and those that it may have in files of the model that PEFT has put adapters into."""
-    return (*names, *map(base_name, names)) if has_adapters(model) else names
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:

@@ -17,23 +17,6 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def base_name(name: str) -> str:
-    """Of a parameter of a model that PEFT has put adapters into: its name in the model without them. Others keep theirs.
-
-    Of a module that is trained as a whole beside its original (`modules_to_save`), both have the name of the original.
-    """
-    parts = name.removeprefix("base_model.model.").split(".")
-    if "modules_to_save" in parts:
-        at = parts.index("modules_to_save")
-        del parts[at : at + 2]  # and the adapter's name
-    return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a model of PEFT."""
-    return hasattr(model, "peft_config")
-
-
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     """Every parameter with its names, in module order; a tied one has several, the first is its own."""
     names_of: dict[nn.Parameter, list[str]] = {}

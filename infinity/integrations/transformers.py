@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 
 from infinity.config import Config, load_config
 from infinity.errors import ConfigError
-from infinity.fsdp2.names import has_adapters
+from infinity.fsdp2.adapters import has_adapters
 from infinity.runtime import Engine
 from infinity.runtime.initialize import initialize
 

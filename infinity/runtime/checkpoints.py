@@ -58,6 +58,11 @@ class Checkpoints:
                 'checkpoints of format "arena" are what rests on NVMe, and nothing of this training does: use "dcp", or set '
                 'offload_param or offload_optimizer to {"device": "nvme", ...}'
             )
+        if form == "arena" and swap is not None and swap.paged.foreign_names:
+            raise ConfigError(
+                'checkpoints of format "arena" hold all of the model, and frozen weights rest in files of yours: set '
+                'infinity.checkpoint_format to "arena" in the config, which copies them to NVMe at the start, or use "dcp"'
+            )
         self._peers.check()
         self.finish()
         with raise_on_all_ranks():

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -194,11 +195,14 @@ def generate(
 
 def empty_model(folder: str | os.PathLike[str]) -> nn.Module:
     """The causal language model that the folder's config.json describes, without memory for its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     with init_empty():
-        model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return model
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    if (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    made: nn.Module = model
+    return made
 
 
 def counting(on_token: Callable[[int], None]) -> Callable[..., torch.Tensor]:

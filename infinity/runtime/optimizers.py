@@ -40,6 +40,8 @@ def trained_names(model: nn.Module, model_parameters: Iterable[Any] | None, opti
     groups = []
     for group in grouped:
         members = [group["params"]] if isinstance(group["params"], nn.Parameter) else list(group["params"])
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            members = [member for member in members if member not in names or member.requires_grad]
         if any(member not in names for member in members):
             raise ConfigError("model_parameters or the optimizer hold a parameter that the model doesn't have")
         settings = {key: value for key, value in group.items() if key != "params"}

@@ -21,9 +21,10 @@ from infinity.activations.saved_tensors import Activations, make_activations
 from infinity.config import Config
 from infinity.drive.choice import StorageChoice, choose_storage
 from infinity.errors import ConfigError, StoreError
+from infinity.fsdp2.adapters import check_adapters, left_to_model
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.live import LiveParameters, choose_wrap
-from infinity.fsdp2.materialize import adapters_beside, load_weights, stored_names
+from infinity.fsdp2.materialize import load_weights, stored_names
 from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
 from infinity.ranks.all_ranks import first_of_ranks, raise_on_all_ranks
@@ -45,6 +46,8 @@ def check_supported(model: nn.Module, init_fn: InitFn | None, weights: str | os.
             "the model is sharded already, by fully_shard or by an earlier initialize: build it anew and pass that; a model "
             "that you shard yourself is paged with SwapManager.page(model)"
         )
+    if weights is not None:
+        check_adapters(model)
     check_initializable(model, init_fn, stored_names(weights) if weights is not None else None)
 
 
@@ -191,8 +194,10 @@ def give_values(
         initialize_values(model, blank, device, init_fn)
     elif weights is not None:
         stored = stored_names(weights)
-        initialize_values(model, blank & adapters_beside(model, stored), device, init_fn, stored)
-        load_weights(model, weights, but=swap.paged.foreign_names if swap is not None else ())
+        left = left_to_model(model, stored, blank)
+        initialize_values(model, {*left.drawn}, device, init_fn, stored)
+        foreign = swap.paged.foreign_names if swap is not None else frozenset()
+        load_weights(model, weights, but=foreign | left.drawn | left.have_values)
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

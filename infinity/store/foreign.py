@@ -16,6 +16,7 @@ every page must hold what its first read found ([Note: integrity] in csrc/aio/ch
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -73,6 +74,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if not 0 <= begin <= end <= size - 8 - length:
                 raise ValueError(f"{name} ends behind the file")
             shape = tuple(entry["shape"])
+            itemsize = FOREIGN_DTYPES[entry["dtype"]].itemsize if entry["dtype"] in FOREIGN_DTYPES else None
+            if itemsize is not None and end - begin != math.prod(shape) * itemsize:
+                raise ValueError(f"{name} has {end - begin} bytes, which its shape doesn't fit")
             tensors[name] = StoredTensor(path, str(entry["dtype"]), shape, 8 + length + begin, end - begin)
         return tensors
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -179,8 +183,9 @@ class ForeignFiles:
 
     @property
     def notes(self) -> list[str]:
-        """What was refused, a line each."""
-        return [note for file in self._files.values() for note in file.notes]
+        """What was refused: a line, however many files there are."""
+        notes = [note for file in self._files.values() for note in file.notes]
+        return [f"{notes[0]} (so with {len(notes)} files of weights)"] if len(notes) > 1 else notes
 
     def file(self, path: Path) -> File:
         """The open file."""

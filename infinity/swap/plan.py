@@ -30,6 +30,9 @@ from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
 from infinity.swap.options import PagingOptions
 
+FEW_SHARE = 1 / 4
+"""Parameters outside files are few where they have at most so many elements for each one in files."""
+
 
 def plan_model(
     groups: Sequence[GroupOutline],
@@ -90,7 +93,8 @@ def plan_model(
         held = _held_gradient_bytes(layout, options) if options.update == "backward" else 0
         pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held) + reserved
         if not any(shard.trained for shard in shards):  # it is only run: what the pool holds of it is not read again
-            pinned = max(pinned, min(gather + ACCESS_BYTES + sum(group_bytes), int(memory_bytes) // 2))
+            whole = gather + ACCESS_BYTES + sum(group_bytes) + reserved
+            pinned = max(pinned, int(min(whole, memory_bytes // 2)))
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(
@@ -105,11 +109,14 @@ def _shards(
 ) -> list[Shard]:
     """What the layout needs to know of each parameter, and which copies stay resident.
 
-    Where masters and optimizer state stay in host memory, and frozen parameters rest in files, all others stay resident, too:
-    they are few, and nothing has to be written then.
+    Where masters and optimizer state stay in host memory, and the others are few beside those that rest in files, they stay
+    resident, too: nothing has to be written then.
     """
     shards = []
-    hold_all = options.hold_parameters or (options.hold_state and bool(stored))
+    numels = {p.name: p.shape.numel() for group in groups for p in group.parameters}
+    foreign_numel = sum(numels[name] for name in stored)
+    few = sum(numels.values()) - foreign_numel <= FEW_SHARE * foreign_numel
+    hold_all = options.hold_parameters or (options.hold_state and few and bool(stored))
     left = options.max_in_cpu
     small_left = math.inf if options.model_persistence_threshold is None else options.model_persistence_threshold
     for index, group in enumerate(groups):

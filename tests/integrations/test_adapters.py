@@ -20,7 +20,7 @@ from hugging_face import SHIPPED, differences, make_engine, train, weights
 
 import infinity
 from infinity.cli import ckpt
-from infinity.errors import ConfigError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.integrations.transformers import InfinityTrainer, InfinityTrainingArguments
 from infinity.runtime.inference import counting, empty_model
 
@@ -77,7 +77,10 @@ def test_trains_as_in_memory(
 def test_adapters_that_need_the_values_of_the_model_are_refused(base: Path, one_rank: None, nvme_path: Path) -> None:
     model = adapted(empty=True)
     model.peft_config["default"].init_lora_weights = "pissa"
-    with pytest.raises(ConfigError, match=r"init_lora_weights='pissa' needs the values of the model"):
+    with pytest.raises(ConfigError, match=r"init_lora_weights='pissa' changes the weights"):
+        make_engine("llama", nvme_path, model=model, weights=base)
+    model.peft_config["default"].init_lora_weights = False
+    with pytest.raises(ConfigError, match=r"adapters on the meta device begin with .* not False"):
         make_engine("llama", nvme_path, model=model, weights=base)
     assert not list(nvme_path.iterdir())
 
@@ -227,3 +230,73 @@ def test_what_cannot_be_merged_is_refused(base: Path, tmp_path: Path, capsys: py
     assert ckpt.main(["merge", str(base), str(tmp_path / "other"), str(base)]) == 1
     assert "holds a model already" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def first_losses(model: Any, weights: Path | None, path: Path | None, name: str = "llama") -> list[Any]:
+    with make_engine(name, path, model=model, weights=weights) as engine:
+        return train(engine, name, steps=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_saved_adapters_and_trained_copies_keep_their_values(
+    name: str, one_rank: None, nvme_path: Path, tmp_path: Path
+) -> None:
+    """Of qwen2 the head is tied to the embedding: its file has one of the two."""
+    torch.manual_seed(3)
+    kind: Any = getattr(hugging_face.hf, SHIPPED[name].kind)
+    SHIPPED[name].build().save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    settings: Any = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    trained = peft.get_peft_model(
+        kind.from_pretrained(tmp_path / "base"), peft.LoraConfig(init_lora_weights=False, **settings)
+    )
+    with torch.no_grad():
+        trained.base_model.model.lm_head.modules_to_save["default"].weight.mul_(3.0)
+    trained.save_pretrained(tmp_path / "adapter")
+
+    def again() -> Any:
+        below = kind.from_pretrained(tmp_path / "base")
+        return peft.PeftModel.from_pretrained(below, tmp_path / "adapter", is_trainable=True)
+
+    expected = first_losses(again(), None, None, name)
+    assert first_losses(again(), tmp_path / "base", nvme_path, name) == expected
+    fresh = peft.get_peft_model(kind.from_pretrained(tmp_path / "base"), peft.LoraConfig(**settings))
+    with infinity.init_empty():
+        empty = peft.get_peft_model(SHIPPED[name].build(), peft.LoraConfig(**settings))
+    in_memory = first_losses(fresh, None, None, name)
+    assert first_losses(empty, tmp_path / "base", nvme_path, name)[0][0] == in_memory[0][0]  # nothing of A shows
+    assert in_memory[0][0] != expected[0][0]
+
+
+def test_what_would_train_another_model_is_refused(base: Path, one_rank: None, nvme_path: Path) -> None:
+    kind: Any = getattr(hugging_face.hf, SHIPPED["llama"].kind)
+    below = kind.from_pretrained(base, dtype=torch.float32)
+    pissa = peft.get_peft_model(below, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights="pissa"))
+    with pytest.raises(ConfigError, match="'pissa' changes the weights of the model, and weights= would set them back"):
+        make_engine("llama", nvme_path, model=pissa, weights=base)
+    with infinity.init_empty():
+        norms = peft.get_peft_model(SHIPPED["llama"].build(), peft.LNTuningConfig(target_modules=["input_layernorm"]))
+    with pytest.raises(CheckpointError, match=r"missing .*ln_tuning_layers"):
+        make_engine("llama", nvme_path, model=norms, weights=base)
+    assert not list(nvme_path.iterdir())
+
+
+def test_adapters_can_be_run(base: Path, one_rank: None) -> None:
+    kind: Any = getattr(hugging_face.hf, SHIPPED["llama"].kind)
+    prompt = torch.arange(1, 9).view(2, 4)
+    torch.manual_seed(5)
+    plain = adapted(empty=False, init_lora_weights=False)
+    adapters = {name: p for name, p in plain.state_dict().items() if "lora_" in name}
+    plain.load_state_dict({**peft_state(kind.from_pretrained(base, dtype=torch.float32)), **adapters}, strict=False)
+    expected = plain.to(torch.bfloat16).eval()(input_ids=prompt).logits
+    torch.manual_seed(5)
+    with infinity.init_inference(adapted(empty=False, init_lora_weights=False), weights=base) as engine:
+        assert torch.equal(engine(input_ids=prompt).logits, expected)
+
+
+def peft_state(model: Any) -> dict[str, torch.Tensor]:
+    """The values of a model under the names that PEFT gives them."""
+    names = {name: name for name in model.state_dict()}
+    for name in names:
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            names[name] = name.replace(".weight", ".base_layer.weight")
+    return {f"base_model.model.{names[name]}": value for name, value in model.state_dict().items()}

@@ -180,6 +180,40 @@ def test_checkpoints_hold_all_weights_and_go_on(nvme_path: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_an_arena_checkpoint_is_refused_unless_the_config_names_it(nvme_path: Path, tmp_path: Path) -> None:
+    case = Case(state_on="nvme")
+    weights = adapted.save(nvme_path / "weights", case)
+    with adapted.make(case, weights, str(nvme_path / "swap")) as engine:
+        adapted.train(engine, case)
+        with pytest.raises(ConfigError, match=r"frozen weights rest in files of yours"):
+            engine.save_checkpoint(str(tmp_path), format="arena")
+    with adapted.make(case, weights, str(nvme_path / "swap"), checkpoint_format="arena") as engine:
+        adapted.train(engine, case)
+        engine.save_checkpoint(str(tmp_path))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_many_trained_parameters_rest_where_they_are_asked_to(nvme_path: Path) -> None:
+    """Where only an embedding is frozen, the others are no adapters."""
+    weights = adapted.save(nvme_path / "weights", Case(dtype=torch.float32))
+    with infinity.init_empty():
+        model = adapted.Model(adapted.WIDTH).requires_grad_(True)
+        model.embedding.requires_grad_(False)
+    place = {"device": "nvme", "nvme_path": str(nvme_path / "swap")}
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": place, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = infinity.initialize(model=model, config=config, weights=weights, model_parameters=model.parameters())
+    with engine:
+        assert engine.swap is not None
+        assert engine.swap.paged.foreign_names == {"embedding.weight"}
+        assert engine.swap.stats().arena_bytes > 0
+        adapted.train(engine, Case())
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_durable_run_keeps_all_in_its_own_files(nvme_path: Path) -> None:
     case = Case(state_on="nvme")
     weights = adapted.save(nvme_path / "weights", case)
