@@ -51,7 +51,7 @@ def test_a_ring_thread_takes_short_turns() -> None:
         rings = [thread for thread in threads_named("inf-ring") if thread not in before]
         assert len(rings) == 2
         turns = {turn_nanoseconds(thread) for thread in rings}
-        serving = threads_named("inf-ring")
+        serving = [*threads_named("inf-ring"), *threads_named("iou-")]  # the kernel's for a ring begin with its turns
         computing = [thread for thread in threads_named("") if thread not in serving]  # torch's, or the kernel's own
         assert os.getpid() in computing
         usual = {turn_nanoseconds(thread) for thread in computing}
