@@ -1,7 +1,7 @@
 """kill -9 at any instant, one rank of two too, and injected faults: a durable training goes on from its last committed step.
 
 What it computes after that is what it would have computed, to the last bit. `INFINITY_KILLS` is how often a training is killed
-at random (8 by default, more in `make torture`).
+at random (5 by default, more in `make torture`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from children import Nursery
 
 import infinity
 
-KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
+KILLS = int(os.environ.get("INFINITY_KILLS", "5"))
 STEPS = 12
 PATIENCE_SECONDS = 20
 DEADLY = ("after its name", "after the older went") if KILLS < 50 else tuple(scene.INSTANTS)
@@ -167,6 +167,7 @@ def test_killed_at_any_instant(nursery: Nursery, nvme_path: Path, expected: dict
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_one_rank_of_two_killed(nursery: Nursery, nvme_path: Path) -> None:
     """In the middle of a commit, where the other rank may have made it or not; and at random, INFINITY_KILLS / 8 times."""

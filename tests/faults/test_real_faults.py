@@ -1,6 +1,6 @@
 """Faults that are real: full, shrinking, vanishing and failing file systems, refused rights, signals, and dying processes.
 
-`INFINITY_KILLS` is how often a training is killed, `INFINITY_FLIPS` how many bits are changed for each way of updating (8 and 3
+`INFINITY_KILLS` is how often a training is killed, `INFINITY_FLIPS` how many bits are changed for each way of updating (5 and 3
 by default, more in `make torture`).
 """
 
@@ -35,7 +35,7 @@ from infinity.checkpoint import dcp as checkpoint
 from infinity.store.run_folder import RunFolder
 
 HERE = Path(__file__).parent
-KILLS = int(os.environ.get("INFINITY_KILLS", "8"))
+KILLS = int(os.environ.get("INFINITY_KILLS", "5"))
 PATIENCE_SECONDS = 120
 MIB = 1 << 20
 FLIPS = int(os.environ.get("INFINITY_FLIPS", "3"))
