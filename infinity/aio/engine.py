@@ -5,8 +5,9 @@ The ring threads are in csrc/aio and never enter Python; everything here runs on
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -233,23 +234,28 @@ class IoEngine:
         Raises the IoError of the first one that failed, after all have ended.
         """
         failure: Exception | None = None
-        began = time.perf_counter()
-        for transfer in transfers:
-            try:
-                transfer.wait()
-            except OSError as error:
-                failure = failure or error
-        self.stall_seconds += time.perf_counter() - began
+        with self.stalling():
+            for transfer in transfers:
+                try:
+                    transfer.wait()
+                except OSError as error:
+                    failure = failure or error
         if failure is not None:
             raise failure
 
-    def drain(self) -> None:
-        """Wait until no transfer is in flight; the time counts as stall. Raises no IoError."""
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """A block in which somebody waits for a drive: the time counts as stall."""
         began = time.perf_counter()
         try:
-            self._core.drain()
+            yield
         finally:
             self.stall_seconds += time.perf_counter() - began
+
+    def drain(self) -> None:
+        """Wait until no transfer is in flight; the time counts as stall. Raises no IoError."""
+        with self.stalling():
+            self._core.drain()
 
     def close(self) -> None:
         """Drain, stop the threads, and raise the first failure that nobody waited for."""

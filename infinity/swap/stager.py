@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -66,12 +65,8 @@ class Stager:
     @contextlib.contextmanager
     def stalling(self, why: str) -> Iterator[None]:
         """A block in which the training thread waits for a drive, but not in a transfer of this stager; it counts as stall."""
-        began = time.perf_counter()
-        try:
-            with measured(self.timeline, "stall", why):
-                yield
-        finally:
-            self._engine.stall_seconds += time.perf_counter() - began
+        with self._engine.stalling(), measured(self.timeline, "stall", why):
+            yield
 
     @property
     def wanted(self) -> Wanted:
@@ -285,16 +280,13 @@ class Stager:
             if chunk.state is ChunkState.COPYING_FROM_DEVICE:
                 with contextlib.suppress(OSError):  # is told by `on_lost`
                     self._write_from_device(chunk)
-            if chunk.state is ChunkState.WRITING:
-                try:
-                    self._engine.wait(chunk.transfers)
-                except OSError as error:
+            try:
+                self._engine.wait(chunk.transfers)
+            except OSError as error:
+                if chunk.state is ChunkState.WRITING:  # a read is nobody's any more
                     self.io.forget_sums(chunk)
                     if chunk.on_lost is not None:
                         chunk.on_lost(str(error))
-            if chunk.state is ChunkState.READING:
-                with contextlib.suppress(OSError):  # nobody wants it any more
-                    self._engine.wait(chunk.transfers)
             self._wait_copied(chunk)
             chunk.forget_lease()
             self._leased.pop(chunk, None)

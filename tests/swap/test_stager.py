@@ -81,7 +81,7 @@ class ScriptedEngine:
         self.transfers += started
         return started
 
-    wait = IoEngine.wait
+    wait, stalling = IoEngine.wait, IoEngine.stalling
 
     def failure_of(self, request: Request) -> IoError | None:
         if not self.failing(request):
