@@ -18,28 +18,28 @@ from infinity.swap.sub_group import PagedSubGroup
 def wanted_anew(policy: StagingPolicy, using: PagedGroup | None) -> list[Chunk]:
     """The chunks that should be staged now, soonest needed first."""
     none_stays = policy._phase or policy._paged.updates
-    stay: Collection[int] = () if none_stays else policy._stays_in(policy._traces[False].cycle)
-    staying_bytes = sum(policy._unit_bytes[unit] for unit in stay)
-    unit_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy._unit_bytes)]
-    gathered_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy._gathered_bytes)]
-    room = policy._room_bytes - staying_bytes
+    stay: Collection[int] = () if none_stays else policy.units.stay_in(policy._traces[False].cycle)
+    staying_bytes = sum(policy.units.nbytes[unit] for unit in stay)
+    unit_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy.units.nbytes)]
+    gathered_bytes = [0 if unit in stay else nbytes for unit, nbytes in enumerate(policy.units.gathered_bytes)]
+    room = policy.units.room_bytes - staying_bytes
     fitting = groups_to_stage(_upcoming(policy, using), unit_bytes, room)
-    chosen = groups_to_stage(fitting, gathered_bytes, min(room, policy._look_ahead_bytes))
-    return [chunk for unit in chosen if (chunk := policy._units[unit]) is not None]
+    chosen = groups_to_stage(fitting, gathered_bytes, min(room, policy.units.look_ahead_bytes))
+    return [chunk for unit in chosen if (chunk := policy.units.chunks[unit]) is not None]
 
 
 def _upcoming(policy: StagingPolicy, using: PagedGroup | None) -> Iterator[int]:
     paged = policy._paged
     groups = paged.groups
     if using is not None:
-        yield from map(policy._unit, paged.updates.of(using))
+        yield from map(policy.units.of, paged.updates.of(using))
         yield using.index
     for index in policy._traces[policy._phase].upcoming(into_next=not policy._phase):
         if index >= len(groups):
             yield from policy._with_compute(index)
             continue
         yield from _units_of(policy, groups[index], paged.updates, index)
-    yield from map(policy._unit, paged.updates)
+    yield from map(policy.units.of, paged.updates)
     yield from _next_step(policy)
 
 
@@ -53,9 +53,9 @@ def _next_step(policy: StagingPolicy) -> Iterator[int]:
     units: Iterable[int]
     if policy._update == "step":
         frozen = takewhile(lambda group: group.is_frozen, groups)
-        units = chain(map(policy._unit, stepped), (group.index for group in frozen))
+        units = chain(map(policy.units.of, stepped), (group.index for group in frozen))
     else:
-        compute = [group.index if group.is_frozen else policy._room_for(group) for group in groups]
+        compute = [group.index if group.is_frozen else policy.units.room_for(group) for group in groups]
         units = chain.from_iterable(
             _units_of(policy, group, stepped, unit) for group, unit in zip(groups, compute, strict=True)
         )
@@ -65,11 +65,11 @@ def _next_step(policy: StagingPolicy) -> Iterator[int]:
 def _units_of(
     policy: StagingPolicy, group: PagedGroup, updated: Container[PagedSubGroup], copies: int
 ) -> Iterator[int]:
-    yield from (policy._unit(sub) for sub in group.resident_sub_groups if sub in updated)
+    yield from (policy.units.of(sub) for sub in group.resident_sub_groups if sub in updated)
     members = [sub for sub in group.members if sub in updated]
     if members or not policy._paged.may_go_direct(group):
         yield copies
-    yield from map(policy._unit, members)
+    yield from map(policy.units.of, members)
 
 
 def check_policy(patch: pytest.MonkeyPatch) -> None:

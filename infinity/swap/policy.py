@@ -28,21 +28,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 
 from infinity.fsdp2.sharding import in_backward
 from infinity.schedule.lookahead import UNTIL_THE_END, LookAhead, cycle_read_bytes
-from infinity.schedule.pinned import look_ahead_room
-from infinity.schedule.residency import choose_evenly
 from infinity.schedule.trace import Trace
-from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.speculation import is_speculative
 from infinity.swap.sub_group import PagedSubGroup
+from infinity.swap.units import Units
 from infinity.swap.wanted import Wanted
 
 log = logging.getLogger("infinity")
@@ -75,16 +73,8 @@ class StagingPolicy:
         self._forwards: Counter[int] = Counter()
         """By group: how often it was called in training since the last step."""
         self._logged_misprediction = False
-        compute = [group.chunk for group in paged.groups]
-        states = [sub.chunk if sub.moves else None for sub in paged.sub_groups]
-        self._units: list[Chunk | None] = [*compute, *states, *[None] * len(compute)]
-        """What is staged, by unit: first the groups by their number, then the sub-groups by theirs; then, again by number of
-        the group, room for compute parameters that the step is still to make."""
-        group_bytes = [_lease_bytes(chunk) for chunk in compute]
-        self._numbers = {chunk: unit for unit, chunk in enumerate(self._units) if chunk is not None}
-        self._unit_bytes = [*group_bytes, *map(_lease_bytes, states), *group_bytes]
-        self._gathered_bytes = [*group_bytes, *[0] * len(states), *group_bytes]
-        """The same, but nothing for sub-groups."""
+        self.units = Units(paged, options, pool_bytes, look_ahead_bytes)
+        """What may be staged."""
         self._trained = [sub for sub in paged.sub_groups if sub.layout.trained]
         in_backward = (sub for group in paged.groups if group.updated_in_backward for sub in group.members)
         self._in_backward = frozenset(
@@ -93,19 +83,7 @@ class StagingPolicy:
             if sub.layout.trained and (not options.speculative or is_speculative(paged.layout, sub.layout, options))
         )
         """What the backward updates; where that is speculative, while it is due."""
-        self._spilled = frozenset(self._unit(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
-        largest_group = max(group_bytes)
-        self._room_bytes = look_ahead_room(pool_bytes, largest_group)
-        """Bytes of the pool that reads ahead may hold ..."""
-        self._look_ahead_bytes = self._room_bytes
-        """... and as many of them as the user allows."""
-        if look_ahead_bytes is not None:
-            # A group is gathered for its backward while the one before it still needs its compute parameters for its update.
-            least = 2 * largest_group if options.update == "backward" else 0
-            self._look_ahead_bytes = min(self._room_bytes, max(look_ahead_bytes, least))
-        self._limits = (self._unit_bytes, self._room_bytes), (self._gathered_bytes, self._look_ahead_bytes)
-        """The limits of the look-ahead: the room in the pool, and how far gathers may run ahead. What the updates of a group
-        need counts as part of the group."""
+        self._spilled = frozenset(self.units.of(sub) for sub in paged.sub_groups if sub.gradient_extent is not None)
         self._following: _Following | None = None
         """See [Note: Following what comes]."""
 
@@ -159,7 +137,7 @@ class StagingPolicy:
 
     def use_state(self, sub: PagedSubGroup) -> None:
         """A sub-group was updated in the backward."""
-        self._traces[True].use(self._unit(sub))
+        self._traces[True].use(self.units.of(sub))
 
     def gradients_are_final(self, group: PagedGroup) -> bool:
         """In a backward: whether the gradients of a group, once all are there, are all that come."""
@@ -246,13 +224,6 @@ class StagingPolicy:
             self._logged_misprediction = True
             log.info("the model took another path than in the pass before; reads follow the new one from now on")
 
-    def _unit(self, sub: PagedSubGroup) -> int:
-        return len(self._paged.groups) + sub.layout.index
-
-    def _room_for(self, group: PagedGroup) -> int:
-        """The unit that stands for compute parameters of a group that the step is still to make."""
-        return len(self._paged.groups) + len(self._paged.sub_groups) + group.index
-
     def _goes_on(self, following: _Following) -> bool:
         """Whether what comes is the rest of what came then."""
         trace = self._traces[self._phase]
@@ -262,32 +233,13 @@ class StagingPolicy:
 
     def _begin_following(self) -> _Following:
         trace, paged = self._traces[self._phase], self._paged
-        stays = frozenset() if self._phase or paged.updates else self._stays_in(trace.cycle)
-        ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self._limits_beside(stays))
-        wanted = Wanted(ahead, self._units, self._numbers, stays)
+        # While updates wait, their state takes the room.
+        stay = frozenset() if self._phase or paged.updates else self.units.stay_in(trace.cycle)
+        ahead = LookAhead(self._coming(self._phase, trace.cycle, trace.place), *self.units.limits(stay))
+        wanted = Wanted(ahead, self.units.chunks, self.units.numbers, stay)
         return _Following(
             ahead, wanted, self._phase, trace.cycle, trace.place, paged.updates.stepped, dict.fromkeys(paged.updates)
         )
-
-    def _stays_in(self, cycle: Sequence[int]) -> frozenset[int]:
-        """The groups that stay staged from one evaluation like this to the next: see `choose_evenly`. The others need room to
-        be read ahead, too; and none does while updates wait, whose state takes the room."""
-        groups = [*dict.fromkeys(index for index in cycle if self._unit_bytes[index])]
-        if not groups:
-            return frozenset()
-        unit_bytes = [self._unit_bytes[index] for index in groups]
-        room = self._room_bytes if sum(unit_bytes) <= self._room_bytes else self._room_bytes - 2 * max(unit_bytes)
-        return frozenset(groups[place] for place in choose_evenly(unit_bytes, max(0, room)))
-
-    def _limits_beside(self, stays: Collection[int]) -> tuple[tuple[Sequence[int], int], ...]:
-        """The limits of the look-ahead where these units stay."""
-        if not stays:
-            return self._limits
-        (unit_bytes, room), (gathered_bytes, ahead) = self._limits
-        left = room - sum(unit_bytes[unit] for unit in stays)
-        coming = [0 if unit in stays else nbytes for unit, nbytes in enumerate(unit_bytes)]
-        gathered = [0 if unit in stays else nbytes for unit, nbytes in enumerate(gathered_bytes)]
-        return (coming, left), (gathered, min(ahead, left))
 
     def _follow(self, following: _Following, using: PagedGroup | None) -> None:
         """Go along to the current place."""
@@ -300,7 +252,7 @@ class StagingPolicy:
             following.using = None
         if using is not following.using or using is None:
             waiting = self._paged.updates.of(using) if using is not None else []
-            now = [*(~self._unit(sub) for sub in waiting), using.index] if using is not None else []
+            now = [*(~self.units.of(sub) for sub in waiting), using.index] if using is not None else []
             ahead.need_now(now)
             following.using, following.waiting = using, deque(waiting)
         ahead.fit()
@@ -326,7 +278,7 @@ class StagingPolicy:
             done = [sub for sub in pending if sub not in updates]
         for sub in done:
             del pending[sub]
-            following.ahead.done(self._unit(sub))
+            following.ahead.done(self.units.of(sub))
             group = self._paged.groups[sub.layout.space] if sub.layout.space < len(self._paged.groups) else None
             if group is not None and self._paged.may_go_direct(group) and not self._any_waits(group):
                 following.ahead.done(group.index)
@@ -346,7 +298,7 @@ class StagingPolicy:
                 continue
             compute = index if not paged.may_go_direct(groups[index]) else ~index
             yield from ((at, unit) for unit in self._units_of(groups[index], paged.updates, compute, until_done=True))
-        yield from ((UNTIL_THE_END, ~self._unit(sub)) for sub in tuple(paged.updates) if sub in paged.updates)
+        yield from ((UNTIL_THE_END, ~self.units.of(sub)) for sub in tuple(paged.updates) if sub in paged.updates)
         if trains:
             yield from ((UNTIL_THE_END, unit) for unit in self._next_step(cycle))
 
@@ -359,13 +311,15 @@ class StagingPolicy:
         units: Iterable[int]
         if self._update == "step":
             units = chain(
-                map(self._unit, stepped), (group.index for group in takewhile(lambda group: group.is_frozen, groups))
+                map(self.units.of, stepped), (group.index for group in takewhile(lambda group: group.is_frozen, groups))
             )
         else:
             units = (
                 unit
                 for group in groups
-                for unit in self._units_of(group, stepped, group.index if group.is_frozen else self._room_for(group))
+                for unit in self._units_of(
+                    group, stepped, group.index if group.is_frozen else self.units.room_for(group)
+                )
             )
         yield from takewhile(lambda unit: unit not in self._spilled, units)
 
@@ -376,8 +330,8 @@ class StagingPolicy:
 
         `until_done`: the sub-groups are needed for that update alone, as ~unit says.
         """
-        resident_sub_groups = [self._unit(sub) for sub in group.resident_sub_groups if sub in updated]
-        members = [self._unit(sub) for sub in group.members if sub in updated]
+        resident_sub_groups = [self.units.of(sub) for sub in group.resident_sub_groups if sub in updated]
+        members = [self.units.of(sub) for sub in group.members if sub in updated]
         yield from (~unit if until_done else unit for unit in resident_sub_groups)
         if members or not self._paged.may_go_direct(group):
             yield compute
@@ -418,13 +372,13 @@ class StagingPolicy:
             updated = [sub for sub in group.members if sub in waiting]
             waiting -= {*resident_sub_groups, *updated}
             if not updated and self._paged.may_go_direct(group):  # read past host memory: none of them is staged
-                uses += map(self._unit, resident_sub_groups)
+                uses += map(self.units.of, resident_sub_groups)
                 reads += [0] * len(resident_sub_groups)
                 direct_bytes += _compute_bytes(group)
                 continue
-            uses += [*map(self._unit, resident_sub_groups), *map(self._unit, updated), index]
+            uses += [*map(self.units.of, resident_sub_groups), *map(self.units.of, updated), index]
             reads += [0] * (len(resident_sub_groups) + len(updated)) + [_compute_bytes(group, updated)]
-        return direct_bytes + cycle_read_bytes(uses, reads, self._next_step(cycle), *self._limits)
+        return direct_bytes + cycle_read_bytes(uses, reads, self._next_step(cycle), *self.units.limits())
 
 
 @dataclass(eq=False)
@@ -442,10 +396,6 @@ class _Following:
     using: PagedGroup | None = None
     waiting: deque[PagedSubGroup] = field(default_factory=deque)
     """Its members that waited for an update."""
-
-
-def _lease_bytes(chunk: Chunk | None) -> int:
-    return chunk.lease_bytes if chunk is not None else 0
 
 
 def _compute_bytes(group: PagedGroup, updated: Container[PagedSubGroup] = ()) -> int:
