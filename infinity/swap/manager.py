@@ -23,7 +23,6 @@ from infinity.errors import BudgetError, CheckpointError, InfinityError
 from infinity.fsdp2.buffers import reuse_buffers, use_huge_pages
 from infinity.fsdp2.materialize import frozen_in_files
 from infinity.fsdp2.sharding import (
-    GroupOutline,
     ShardedGroup,
     gathered_dtype,
     outlined_groups,
@@ -44,7 +43,7 @@ from infinity.swap.machinery import Drives, Machinery
 from infinity.swap.options import PagingOptions, options_from_arguments
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.paging import Paging
-from infinity.swap.plan import plan_model
+from infinity.swap.plan import ModelOutline, plan_model
 from infinity.swap.speculation import second_slot_bytes
 from infinity.swap.stager import Stager
 from infinity.swap.tensor_store import TensorStore
@@ -232,21 +231,13 @@ class SwapManager:
         options = options or PagingOptions()
         mesh = groups[0].parameters[0].sharded.device_mesh
         with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
-            outlines = [group.outline for group in groups]
-            stored = self._stored_in_files(model, weights, options)
-            layout, pinned_bytes = plan_model(
-                outlines,
-                mesh.size(-1),
-                dtype,
-                options,
-                self._budget_bytes,
-                self._memory_bytes,
-                stored,
-                mesh.get_local_rank(mesh.ndim - 1),
-            )
+            stored = self._rest_in_files(model, weights, options)
+            rank = mesh.get_local_rank(mesh.ndim - 1)
+            outline = ModelOutline([group.outline for group in groups], mesh.size(-1), dtype, rank, stored)
+            layout, pinned_bytes = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
             files = sorted({tensor.path for tensor in stored.values()})
             foreign = self._drives.open_foreign(files) if files else None
-            place = _checked_place(self.run, layout, outlines, mesh.size(-1), dtype, options.moments)
+            place = _checked_place(self.run, layout, outline, options.moments)
             self._device = _device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
             machinery.foreign = foreign
@@ -263,7 +254,7 @@ class SwapManager:
                 host_memory=machinery.host_memory,
                 direct=machinery.direct is not None,
                 foreign=foreign,
-                stored=self._stored(options),
+                stored=options.stored_in_words(durable=self.run is not None),
             )
             place = _on_drives(place, machinery.arena)
             alone = mesh.size(-1) == 1
@@ -299,11 +290,10 @@ class SwapManager:
             unasked: whether nobody asked for speculative updates. Second slots for them are to leave as much space free as they
                 take, with those of all ranks here.
         """
-        groups = outlined_groups(model, wrap)
-        stored = self._stored_in_files(model, weights, options)
-        rank = dist.get_rank() % ranks
-        layout, _ = plan_model(groups, ranks, dtype, options, self._budget_bytes, self._memory_bytes, stored, rank)
-        _checked_place(self.run, layout, groups, ranks, dtype, options.moments)
+        stored = self._rest_in_files(model, weights, options)
+        outline = ModelOutline(outlined_groups(model, wrap), ranks, dtype, dist.get_rank() % ranks, stored)
+        layout, _ = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
+        _checked_place(self.run, layout, outline, options.moments)
         second = second_slot_bytes(layout, options)
         nbytes = layout.nbytes + layout.gradient_bytes
         if self.run is not None:
@@ -312,7 +302,8 @@ class SwapManager:
             nbytes = ranks_here() * (nbytes + 2 * second)
         else:
             nbytes += second
-        self._drives.check_free(nbytes, self._stored(options) + ", and as much left free" * unasked)
+        stored_in_words = options.stored_in_words(durable=self.run is not None)
+        self._drives.check_free(nbytes, stored_in_words + ", and as much left free" * unasked)
         return second > 0
 
     @property
@@ -433,19 +424,13 @@ class SwapManager:
             self._machinery = Machinery(size, self._drives, self._device, lock_memory=self._lock_memory)
         return self._machinery
 
-    def _stored_in_files(
+    def _rest_in_files(
         self, model: nn.Module, weights: str | os.PathLike[str] | None, options: PagingOptions
     ) -> dict[str, StoredTensor]:
         """The frozen parameters that stay in the user's files, by name."""
         if weights is None or self.run is not None or options.hold_parameters:
             return {}
         return frozen_in_files(model, weights)
-
-    def _stored(self, options: PagingOptions) -> str:
-        """What rests on NVMe, for an error about missing space."""
-        if not options.speculative or self.run is not None:
-            return options.stored_in_words
-        return f'{options.stored_in_words}, with the second slot that infinity.update "forward" does without'
 
     @property
     def _budget_bytes(self) -> int | None:
@@ -459,17 +444,15 @@ class SwapManager:
 def _checked_place(
     run: DurableRun | None,
     layout: Layout,
-    groups: Sequence[GroupOutline],
-    ranks: int,
-    dtype: torch.dtype,
+    model: ModelOutline,
     moments: tuple[str, ...],
 ) -> ArenaLayout:
     """How the state lies, the drives aside. Raises CheckpointError where what a durable run goes on from lies in another
     way."""
-    shapes = [parameter.shape for group in groups for parameter in group.parameters]
-    kind = str(dtype).removeprefix("torch.")
+    shapes = [parameter.shape for group in model.groups for parameter in group.parameters]
+    kind = str(model.dtype).removeprefix("torch.")
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = describe(layout, shapes, rank=rank, ranks=world, shards=ranks, compute_dtype=kind, moments=moments)
+    place = describe(layout, shapes, rank=rank, ranks=world, shards=model.ranks, compute_dtype=kind, moments=moments)
     if run is None or run.resumed is None:
         return place
     if why := list(differences(run.resumed.layout, place)):

@@ -105,10 +105,12 @@ class PagingOptions:
         """Whether those of all groups are."""
         return self.speculative or self.update != "backward"
 
-    @property
-    def stored_in_words(self) -> str:
-        """What rests on NVMe, for an error about missing space."""
-        return "parameters" if self.hold_state else "parameters and optimizer state"
+    def stored_in_words(self, *, durable: bool) -> str:
+        """What rests on NVMe, for an error about missing space; in a `durable` run everything has a second slot."""
+        stored = "parameters" if self.hold_state else "parameters and optimizer state"
+        if not self.speculative or durable:
+            return stored
+        return f'{stored}, with the second slot that infinity.update "forward" does without'
 
     def look_ahead_bytes(self, dtype: torch.dtype) -> int | None:
         """`prefetch_bucket_size` in bytes, where compute parameters have this dtype."""

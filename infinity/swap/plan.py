@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -30,36 +31,41 @@ from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
 from infinity.swap.options import PagingOptions
 
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model that is to be paged.
+
+    groups: what FSDP2 gathers together. ranks: over how many it is sharded; rank: this one's number among them. dtype: in which
+    it is gathered. stored: the parameters that rest in files of the user, by name.
+    """
+
+    groups: Sequence[GroupOutline]
+    ranks: int
+    dtype: torch.dtype
+    rank: int = 0
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+
 FEW_SHARE = 1 / 4
 """Parameters outside files are few where they have at most so many elements for each one in files."""
 
 
 def plan_model(
-    groups: Sequence[GroupOutline],
-    ranks: int,
-    dtype: torch.dtype,
-    options: PagingOptions,
-    pinned_bytes: int | None,
-    memory_bytes: float,
-    stored: Mapping[str, StoredTensor] | None = None,
-    rank: int = 0,
+    model: ModelOutline, options: PagingOptions, pinned_bytes: int | None, memory_bytes: float
 ) -> tuple[Layout, int]:
     """The model's layout and the size of the pool (bytes): what the pinned budget allows.
 
     Args:
-        groups: the model.
-        ranks: over how many it is sharded.
-        dtype: in which it is gathered.
+        model, options: what is paged, and how.
         pinned_bytes: the budget; None takes what the model needs to run at full speed.
         memory_bytes: this rank's share of the memory that is available, `budget.memory_of_rank`.
-        stored: the parameters that rest in files of the user, by name.
-        rank: this one's number among those over which the model is sharded.
 
     Raises BudgetError where the budget, or the memory available, is too small.
     """
-    stored = stored or {}
-    shards = _shards(groups, ranks, options, stored)
-    foreign = _foreign_parts(groups, stored, ranks, rank)
+    groups, dtype = model.groups, model.dtype
+    shards = _shards(model, options)
+    foreign = _foreign_parts(model)
     numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
     make = partial(
         plan_layout,
@@ -104,15 +110,14 @@ def plan_model(
     return layout, pinned
 
 
-def _shards(
-    groups: Sequence[GroupOutline], ranks: int, options: PagingOptions, stored: Mapping[str, StoredTensor]
-) -> list[Shard]:
+def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
     """What the layout needs to know of each parameter, and which copies stay resident.
 
     Where masters and optimizer state stay in host memory, and the others are few beside those that rest in files, they stay
     resident, too: nothing has to be written then.
     """
     shards = []
+    groups, ranks, stored = model.groups, model.ranks, model.stored
     numels = {p.name: p.shape.numel() for group in groups for p in group.parameters}
     foreign_numel = sum(numels[name] for name in stored)
     few = sum(numels.values()) - foreign_numel <= FEW_SHARE * foreign_numel
@@ -134,20 +139,18 @@ def _shards(
     return shards
 
 
-def _foreign_parts(
-    groups: Sequence[GroupOutline], stored: Mapping[str, StoredTensor], ranks: int, rank: int
-) -> list[ForeignPart]:
+def _foreign_parts(model: ModelOutline) -> list[ForeignPart]:
     """By group, what this rank reads of files of the user."""
     parts = []
     numbers = count()
-    for group in groups:
+    for group in model.groups:
         rows = {}
         for parameter in group.parameters:
-            shard, tensor = next(numbers), stored.get(parameter.name)
+            shard, tensor = next(numbers), model.stored.get(parameter.name)
             if tensor is None:
                 continue
-            padded = padded_shape(parameter.shape, ranks)
-            first = min(rank * padded[0], parameter.shape[0])
+            padded = padded_shape(parameter.shape, model.ranks)
+            first = min(model.rank * padded[0], parameter.shape[0])
             mine = tensor.rows(first, min(padded[0], parameter.shape[0] - first))
             itemsize = FOREIGN_DTYPES[tensor.dtype].itemsize
             rows[shard] = ForeignRows(mine, tensor.dtype, padded.numel() * itemsize)

@@ -13,7 +13,7 @@ from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
 from infinity.schedule import pinned
 from infinity.store.layout import SPACE_ALIGN, Field, Layout
 from infinity.swap.options import PagingOptions, options_from_arguments
-from infinity.swap.plan import plan_model
+from infinity.swap.plan import ModelOutline, plan_model
 from infinity.units import MIB
 
 ROWS = 64 * SPACE_ALIGN
@@ -47,7 +47,9 @@ GROUPS = [
 def planned(
     pinned_bytes: int | None = None, ranks: int = 1, memory_bytes: float = math.inf, **asked: Any
 ) -> tuple[Layout, int]:
-    return plan_model(GROUPS, ranks, torch.bfloat16, PagingOptions(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes)
+    return plan_model(
+        ModelOutline(GROUPS, ranks, torch.bfloat16), PagingOptions(**NOTHING_ASKED | asked), pinned_bytes, memory_bytes
+    )
 
 
 def resident(layout: Layout) -> list[str]:
