@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from infinity.checkpoint.checks import damaged, verify_file
 from infinity.checkpoint.dcp_storage import Reader
 from infinity.checkpoint.draft import check_space, failing_as
 from infinity.checkpoint.manifest import Manifest, find_checkpoint, load_manifest
-from infinity.checkpoint.model_files import ModelFiles
+from infinity.checkpoint.model_files import ModelFiles, Tensors
 from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.errors import CheckpointError
 from infinity.store.files import file_in_the_way
@@ -212,21 +212,36 @@ def consolidate(
     Raises CheckpointError where the checkpoint is damaged, or `output` holds a model, can't be written or lacks the space;
     nothing is left in it then.
     """
-    root = Path(output)
-    with open_model(directory, tag) as model, failing_as(f"writing the model to {root}"):
+    with open_model(directory, tag) as model:
+        tensors = {name: (model.dtype_as(name, dtype), model.shape(name)) for name in model.names}
+        return write_model(Path(output), tensors, model.pieces, bytes_max=max_shard_bytes, progress=progress)
+
+
+def write_model(
+    root: Path,
+    tensors: Tensors,
+    pieces: Callable[[str], Iterable[torch.Tensor]],
+    *,
+    bytes_max: int,
+    progress: Callable[[int], Progress],
+) -> list[Path]:
+    """Write a model into the folder `root`, which has none: `pieces` gives the elements of each tensor, one behind the other.
+
+    Raises CheckpointError where `root` holds a model, can't be written or lacks the space; nothing is left in it then.
+    """
+    with failing_as(f"writing the model to {root}"):
         if (file := file_in_the_way(root)) is not None:
             raise CheckpointError(f"{file} is a file, not a folder: name another")
         if any(root.glob("model*.safetensors*")):
             raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
-        tensors = {name: (model.dtype_as(name, dtype), model.shape(name)) for name in model.names}
         made = not root.exists()
         files: ModelFiles | None = None
         try:
-            files = ModelFiles(root, tensors, bytes_max=max_shard_bytes)
+            files = ModelFiles(root, tensors, bytes_max=bytes_max)
             check_space(root, files.nbytes, "the model")
             files.tell = progress(files.nbytes)
             for name in tensors:
-                files.add(name, model.pieces(name))
+                files.add(name, pieces(name))
             return files.finish()
         finally:
             if files is not None:

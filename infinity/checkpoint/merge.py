@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infinity.checkpoint.consolidate import Progress
-from infinity.checkpoint.draft import check_space, failing_as
-from infinity.checkpoint.model_files import ModelFiles
+from infinity.checkpoint.consolidate import Progress, write_model
+from infinity.checkpoint.draft import failing_as
 from infinity.errors import CheckpointError
 from infinity.fsdp2.materialize import open_tensors
-from infinity.store.files import file_in_the_way
 
 _PATTERNS = {"lora_A.weight": "down", "lora_B.weight": "up"}
 
@@ -50,31 +48,21 @@ def merge(
     """
     root, source = Path(output), Path(base)
     lora = _Adapter(Path(adapter))
-    with ExitStack() as stack, failing_as(f"writing the model to {root}"):
+    with ExitStack() as stack:
         where = open_tensors(source, stack)
         lora.check_fits(where, source)
-        if (file := file_in_the_way(root)) is not None:
-            raise CheckpointError(f"{file} is a file, not a folder: name another")
-        if any(root.glob("model*.safetensors*")):
-            raise CheckpointError(f"{root} holds a model already: remove it, or name another folder")
         tensors = {name: (_dtype(where, name), _shape(where, name)) for name in sorted(where)}
-        made = not root.exists()
-        files: ModelFiles | None = None
-        try:
-            files = ModelFiles(root, tensors, bytes_max=max_shard_bytes)
-            check_space(root, files.nbytes, "the model")
-            files.tell = progress(files.nbytes)
-            for name in tensors:
-                files.add(name, [lora.merged(name, where[name].get_tensor(name))])
-            written = files.finish()
-            if source.is_dir():
-                _copy_descriptions(source, root)
-            return written
-        finally:
-            if files is not None:
-                files.clean_up()
-            if made and root.is_dir() and not any(root.iterdir()):
-                root.rmdir()
+        written = write_model(
+            root,
+            tensors,
+            lambda name: [lora.merged(name, where[name].get_tensor(name))],
+            bytes_max=max_shard_bytes,
+            progress=progress,
+        )
+    if source.is_dir():
+        with failing_as(f"writing the model to {root}"):
+            _copy_descriptions(source, root)
+    return written
 
 
 class _Adapter:
