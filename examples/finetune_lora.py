@@ -22,22 +22,20 @@ import os  # noqa: E402
 import resource  # noqa: E402
 import sys  # noqa: E402
 import sysconfig  # noqa: E402
-import tempfile  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from made_model import VOCABULARY, make_model  # noqa: E402
+from made_model import VOCABULARY, add_model_arguments, check_model, made_model  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import infinity  # noqa: E402
-from infinity.units import format_bytes, format_count, parse_count  # noqa: E402
+from infinity.units import format_bytes, format_count  # noqa: E402
 
 IMPORTED = time.time()
-HERE = Path(__file__).resolve().parent
 TEXT_BYTES_MAX = 4 << 20
 
 
@@ -46,21 +44,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n\n")[0],
         epilog="Ctrl-C ends the run. Nothing is ever written to the model's files.",
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", type=Path, metavar="DIR", help="folder with config.json and safetensors")
-    which.add_argument("--params", type=parse_count, help="make a model of so many parameters, such as 200M or 1B")
+    add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=2, help="sequences to a step (default: %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: %(default)s)")
     parser.add_argument("--data", type=Path, help="a text file (default: the source of Python's standard library)")
-    parser.add_argument(
-        "--nvme-path",
-        type=Path,
-        default=HERE.parent / ".nvme",
-        help="folder for a model that is made (default: .nvme in the checkout)",
-    )
     parser.add_argument("--pinned-bytes-max", default="auto", help='pinned host memory, such as "1GiB" (default: auto)')
     parser.add_argument("--in-memory", action="store_true", help="hold everything in memory instead")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward")
@@ -72,8 +62,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("steps", "batch_size", "context", "rank"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(asked, name)}")
-    if asked.model is not None and not (asked.model / "config.json").is_file():
-        parser.error(f"--model {asked.model}: there is no config.json; name the folder of a downloaded model")
+    check_model(parser, asked)
     return asked
 
 
@@ -84,15 +73,12 @@ def model_folder(asked: argparse.Namespace) -> Iterator[tuple[Path, float]]:
     if asked.model is not None:
         yield asked.model, 0.0
         return
-    asked.nvme_path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        made: list[Any] = [None, 0.0]
+        made: list[Any] = [None]
         if dist.get_rank() == 0:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path))
-            tell(f"writing {format_count(asked.params)} random parameters to {folder}")
-            made = [folder, make_model(Path(folder), asked.params)]
+            made = [stack.enter_context(made_model(asked, tell))]
         dist.broadcast_object_list(made)
-        yield Path(made[0]), made[1]
+        yield made[0]
         dist.barrier()
 
 

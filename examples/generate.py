@@ -22,21 +22,17 @@ import os  # noqa: E402
 import resource  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
-import tempfile  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from made_model import VOCABULARY, make_model  # noqa: E402
+from made_model import VOCABULARY, add_model_arguments, check_model, made_model  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.live import Live  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.runtime.inference import counting, empty_model  # noqa: E402
-from infinity.units import format_bytes, format_count, parse_count  # noqa: E402
-
-HERE = Path(__file__).resolve().parent
+from infinity.units import format_bytes  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,17 +40,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.split("\n\n")[0],
         epilog="Ctrl-C ends the run. Nothing is ever written to the model's files.",
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", type=Path, metavar="DIR", help="folder with config.json, safetensors and tokenizer")
-    which.add_argument("--params", type=parse_count, help="make a model of so many parameters, such as 200M or 1B")
+    add_model_arguments(parser)
     parser.add_argument("--prompt", action="append", help="a text to go on with; several are generated at once")
     parser.add_argument("--tokens", type=int, default=16, help="tokens to generate (default: %(default)s)")
-    parser.add_argument(
-        "--nvme-path",
-        type=Path,
-        default=HERE.parent / ".nvme",
-        help="folder for a model that is made (default: .nvme in the checkout)",
-    )
     parser.add_argument(
         "--pinned-bytes-max",
         default="auto",
@@ -65,22 +53,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     asked = parser.parse_args(argv)
     if asked.tokens < 1:
         parser.error(f"--tokens must be at least 1, got {asked.tokens}")
-    if asked.model is not None and not (asked.model / "config.json").is_file():
-        parser.error(f"--model {asked.model}: there is no config.json; name the folder of a downloaded model")
+    check_model(parser, asked)
     asked.prompt = asked.prompt or ["def main():"]
     return asked
-
-
-@contextlib.contextmanager
-def model_folder(asked: argparse.Namespace, console: Console) -> Iterator[Path]:
-    if asked.model is not None:
-        yield asked.model
-        return
-    asked.nvme_path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path) as folder:
-        console.print(f"writing {format_count(asked.params)} random parameters to {folder}")
-        make_model(Path(folder), asked.params)
-        yield Path(folder)
 
 
 class Texts:
@@ -170,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        with model_folder(asked, console) as folder:
+        given = contextlib.nullcontext((asked.model, 0.0))
+        with given if asked.model is not None else made_model(asked, console.print) as (folder, _):
             figures = run(asked, folder, console)
     except infinity.InfinityError as error:
         print(f"generate: {error}", file=sys.stderr)

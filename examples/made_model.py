@@ -5,23 +5,56 @@ python examples/made_model.py DIR 1B     writes config.json and safetensors in b
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from infinity.units import parse_count
+from infinity.units import format_count, parse_count
 
 VOCABULARY = 256
 FILE_BYTES_MAX = 512 << 20
 STD = 0.02
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model: a downloaded one, or one that is made; and where that is made."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--model", type=Path, metavar="DIR", help="folder of a downloaded model: config.json, safetensors"
+    )
+    which.add_argument("--params", type=parse_count, help="make a model of so many parameters, such as 200M or 1B")
+    parser.add_argument(
+        "--nvme-path",
+        type=Path,
+        default=Path(__file__).resolve().parent.parent / ".nvme",
+        help="folder for a model that is made (default: .nvme in the checkout)",
+    )
+
+
+def check_model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    """End with wrong usage where the folder holds no model."""
+    if asked.model is not None and not (asked.model / "config.json").is_file():
+        parser.error(f"--model {asked.model}: there is no config.json; name the folder of a downloaded model")
+
+
+@contextlib.contextmanager
+def made_model(asked: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[tuple[Path, float]]:
+    """The folder of a model that is made, and removed at the end; seconds that making it took."""
+    asked.nvme_path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path) as folder:
+        tell(f"writing {format_count(asked.params)} random parameters to {folder}")
+        yield Path(folder), make_model(Path(folder), asked.params)
 
 
 def config_for(numel: int) -> LlamaConfig:
