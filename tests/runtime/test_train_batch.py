@@ -201,8 +201,11 @@ class MeanBlock(Block):
 
     def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         if self.training:
-            self.mean.lerp_(hidden.detach().mean((0, 1)).to(self.mean.dtype), 0.1)
+            self.note(hidden.detach())
         return super().forward(hidden - self.mean.to(hidden.dtype), **kwargs)
+
+    def note(self, hidden: torch.Tensor) -> None:
+        self.mean.lerp_(hidden.mean((0, 1)).to(self.mean.dtype), 0.1)
 
 
 class RunningMean(Model):
@@ -211,15 +214,9 @@ class RunningMean(Model):
         self.blocks = nn.ModuleList(MeanBlock() for _ in range(3))
 
 
-class NewMeanBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        if self.training:
-            self.mean = 0.9 * self.mean + hidden.detach().float().mean((0, 1))
-        return super().forward(hidden - self.mean.to(hidden.dtype), **kwargs)
+class NewMeanBlock(MeanBlock):
+    def note(self, hidden: torch.Tensor) -> None:
+        self.mean = 0.9 * self.mean + hidden.float().mean((0, 1))
 
 
 class ReplacedMean(Model):
