@@ -33,6 +33,7 @@ _MAPPED_BYTES = 32 << 20
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
+_madvise = getattr(ctypes.CDLL(None), "madvise", None)
 
 
 def use_huge_pages() -> None:
@@ -43,20 +44,31 @@ def use_huge_pages() -> None:
             module.alloc_storage = _HugeStorage(original)  # type: ignore[attr-defined]
 
 
+def allocate(tensor: torch.Tensor) -> None:
+    """Give a tensor whose storage was freed memory for its elements; a large one in huge pages."""
+    if tensor.untyped_storage().size() != tensor.nbytes:
+        tensor.untyped_storage().resize_(tensor.nbytes)
+    if tensor.nbytes > _MAPPED_BYTES and tensor.device.type == "cpu":
+        _advise_huge_pages(tensor.untyped_storage().data_ptr(), tensor.nbytes)
+
+
 class _HugeStorage:
     """Allocates a tensor's storage as `original` does, and advises huge pages for it."""
 
     def __init__(self, original: Callable[[torch.Tensor], None]) -> None:
         self._original = original
-        self._madvise = getattr(ctypes.CDLL(None), "madvise", None)
 
     def __call__(self, tensor: torch.Tensor) -> None:
         self._original(tensor)
-        if self._madvise is None or tensor.nbytes <= _MAPPED_BYTES or tensor.device.type != "cpu":
-            return
-        begin = align_up(tensor.untyped_storage().data_ptr(), _HUGE_PAGE_BYTES)
-        end = (tensor.untyped_storage().data_ptr() + tensor.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-        self._madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)  # refused: small pages
+        if isinstance(tensor, torch.Tensor) and tensor.nbytes > _MAPPED_BYTES and tensor.device.type == "cpu":
+            _advise_huge_pages(tensor.untyped_storage().data_ptr(), tensor.nbytes)
+
+
+def _advise_huge_pages(address: int, nbytes: int) -> None:
+    begin = align_up(address, _HUGE_PAGE_BYTES)
+    end = (address + nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if _madvise is not None:
+        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)  # refused: small pages
 
 
 def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool) -> ReusedBuffers:

@@ -157,6 +157,8 @@ class PagedGroup:
     """Whether its members are updated as soon as its gradients are there, to stay or speculatively."""
     gradients_wait: bool = True
     """Whether its gradients are kept from the backward until the step."""
+    stays_gathered: bool = False
+    """Whether FSDP2 keeps it gathered when its forward ends."""
     shards: range = range(0)
     """Numbers of its shards."""
     members: list[PagedSubGroup] = field(default_factory=list, repr=False)

@@ -21,13 +21,16 @@ shard is copied into the place where it already is. Any other use of a twin befo
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.unsharded import UnshardedMemory
 from infinity.store.layout import Field
 from infinity.swap.shard import PagedShard
 
@@ -52,8 +55,14 @@ class Gatherer(Protocol):
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
 
+    on_one_rank: bool
+    """Whether the model is sharded over one rank."""
+
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """The shard's compute parameter on the device (1-D, padded), its group in use."""
+
+    def may_lend(self, shard: PagedShard) -> bool:
+        """Whether what was given of a shard may be the gathered parameter's memory, until that `gathered` is told."""
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered the shard."""
@@ -128,23 +137,37 @@ class PagedTensor(torch.Tensor):
         outer_stride: tuple[int, ...],
         module: torch.nn.Module,
         mp_policy: Any,
-    ) -> tuple[tuple[torch.Tensor], None]:
-        """The padded shard in the dtype of compute."""
+    ) -> tuple[tuple[torch.Tensor], torch.Tensor | None]:
+        """The padded shard in the dtype of compute; over one rank, where nothing is gathered, on the side: see [Note:
+        Gathering alone] in infinity/fsdp2/unsharded.py."""
         dtype = mp_policy.param_dtype or self.dtype
         given = self._gatherer.gather(self._shard, training=module.training, dtype=dtype)
-        return (given.view(self._shard.padded_shape),), None
+        if self._gatherer.on_one_rank:
+            return (given[:0].to(dtype),), given
+        return (given.to(dtype).view(self._shard.padded_shape),), None
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: None,
+        metadata: torch.Tensor | None,
         param_dtype: torch.dtype,
         *,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The gathered parameter lives in FSDP2's own buffer; ours is free now."""
-        self._gatherer.gathered(self._shard)
-        return None if out is not None else (all_gather_outputs[0], ())
+        out: nn.Parameter | None = None,
+    ) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
+        """The gathered parameter is in FSDP2's own buffer, and ours is free now; over one rank, in the shard's `unsharded`."""
+        if metadata is None:
+            self._gatherer.gathered(self._shard)
+            return None if out is not None else (all_gather_outputs[0], ())
+        if out is None:
+            self._shard.unsharded = UnshardedMemory(metadata.numel(), param_dtype, metadata.device)
+        memory, gathered = self._shard.unsharded, functools.partial(self._gatherer.gathered, self._shard)
+        assert memory is not None
+        if out is not None and metadata.dtype == param_dtype and self._gatherer.may_lend(self._shard):
+            memory.lend(out, metadata, gathered)
+            return None
+        memory.copy(metadata)
+        gathered()
+        return (memory.tensor, (memory,)) if out is None else None
 
     # What would look into the storage without passing the dispatcher.
 

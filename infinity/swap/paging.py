@@ -82,6 +82,7 @@ class Paging:
             paged, machinery.host_gradients, options.gradient_dtype, takes_all=takes_all
         )
         """Where its gradients wait for their update."""
+        self.on_one_rank = alone
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
         self._room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes
@@ -138,6 +139,8 @@ class Paging:
         install(model, dict(replacements))
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
+        for paged, group in zip(self.paged.groups, groups, strict=True):
+            paged.stays_gathered = group.gathers == 1
         if self.options.update == "backward":
             for number, group in enumerate(groups):
                 cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
@@ -153,6 +156,11 @@ class Paging:
             if threading.get_ident() != self._thread and not in_backward():
                 self._thread = threading.get_ident()
             return self.parameters.gather(shard, training=training, dtype=dtype)
+
+    def may_lend(self, shard: PagedShard) -> bool:
+        """See `ParameterLap.may_lend`."""
+        with self.entered():
+            return self.parameters.may_lend(shard)
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered the shard: see `ParameterLap.gathered`."""

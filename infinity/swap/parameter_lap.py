@@ -10,6 +10,12 @@ back: not only when FSDP2 reports it gathered, which it does when the group is u
 (`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
 uses, one group at a time, and reports at once.
 
+[Note: Lent, not copied]
+Where a host computes, on a single rank and without autograd, frozen parameters are computed with where they are staged: the
+lease is the gathered parameter's memory until FSDP2 frees it ([Note: Gathering alone] in infinity/fsdp2/unsharded.py). That is
+one lease in use for longer, so one group at a time is lent: the budget of two in use holds. What stays gathered (the root, as a
+rule) would keep others from being lent, and is copied.
+
 [Note: Ahead on the device]
 A device with memory of its own gets a group's compute parameters in one piece, before the group is gathered where they are
 staged by then: the lap starts that whenever a group was gathered. Until the gather the chunk stays staged, and its copy event
@@ -64,28 +70,43 @@ class ParameterLap:
         self.ahead = ahead
         self._asked: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
+        self._lent: PagedGroup | None = None
+        """The group whose lease is the memory of gathered parameters: see [Note: Lent, not copied]."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """FSDP2 asks for a shard: its compute parameter (1-D, padded) on the device, until its group is gathered.
+        """FSDP2 asks for a shard: its compute parameter (1-D, padded) on the device, in the dtype in which it rests, until its
+        group is gathered.
 
-        `training`: whether a module in training mode asks. Raises InfinityError when the values are torn, were never given, or
-        are asked for in another dtype; IoError when a transfer failed.
+        `training`: whether a module in training mode asks. `dtype`: what the model is gathered in. Raises InfinityError when
+        the values are torn, were never given, or are asked for in another dtype; IoError when a transfer failed.
         """
         delivery = shard.delivery
         if delivery.state is not GroupState.GATHERING or shard.index in delivery.given:
             self._begin(shard, training, dtype)
-        return delivery.give(shard.index, shard.place, shard.gathered_dtype).to(dtype)
+        return delivery.give(shard.index, shard.place, shard.gathered_dtype)
+
+    def may_lend(self, shard: PagedShard) -> bool:
+        """Whether the gathered parameter may be what was given of a shard, until `gathered`: see [Note: Lent, not copied]."""
+        group = shard.group
+        if torch.is_grad_enabled() or in_backward() or self._stager.device.is_discrete or not group.in_use:
+            return False
+        if shard.resident is not None or group.stays_gathered or not group.is_frozen:
+            return False
+        if self._lent is None:
+            self._lent = group
+        return self._lent is group
 
     def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has gathered a shard. The group's lease goes back with its last one, or earlier."""
+        """FSDP2 has copied a shard, or frees what was lent. The group's lease goes back with its last one, or earlier."""
         group, timeline = shard.group, self._stager.timeline
         if timeline is not None:
-            timeline.gathered(group.name, at_once=self._alone)
+            timeline.gathered(group.name, at_once=self._alone and group is not self._lent)
         last = not group.delivery.given and shard.index == group.shards[-1]
         if shard.resident is None:
             last = group.delivery.report(shard.index)
             if last:
                 self._give_back(group)
+                self._lent = self._lent if self._lent is not group else None
         if last:
             self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
@@ -104,21 +125,23 @@ class ParameterLap:
             self.ahead.started.append(group)
 
     def give_back_copied(self) -> None:
-        """The lease of the group that was asked for last goes back, if FSDP2 has all of it."""
+        """The lease of the group that was asked for last goes back, if FSDP2 has copied all of it."""
         group = self._asked
-        if group is not None and group.delivery.state is GroupState.DELIVERED:
+        if group is not None and group is not self._lent and group.delivery.state is GroupState.DELIVERED:
             self._give_back(group)
             group.delivery.report_all()
 
     def recover(self) -> None:
         """An exception ended a pass; the groups rest."""
         self._asked = None
+        self._take_back_lent()
         if self.ahead is not None:
             self.ahead.recover()
 
     def close(self) -> None:
-        """Let go of what reads past host memory."""
+        """Let go of what reads past host memory, and of what is lent."""
         self._direct = None
+        self._take_back_lent()
 
     # The stages of a gather.
 
@@ -206,6 +229,13 @@ class ParameterLap:
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
             group.delivery.copy_event = None
+
+    def _take_back_lent(self) -> None:
+        """Nothing that is gathered is in a lease after this."""
+        group, self._lent = self._lent, None
+        for index in group.shards if group is not None else ():
+            if (memory := self._paged.shards[index].unsharded) is not None:
+                memory.take_back()
 
     # Ahead of a gather.
 

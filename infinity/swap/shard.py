@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infinity.fsdp2.unsharded import UnshardedMemory
 from infinity.optim.kernel import join, split
 from infinity.store.layout import Field
 from infinity.swap.group import Delivery, PagedGroup
@@ -46,7 +47,8 @@ class PagedShard:
 
     shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `delivery`: brings its compute parameter
     to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `resident` is its
-    compute parameter where that stays in host memory (1-D, padded). `filled`: whether it was ever given values. `stepped`:
+    compute parameter where that stays in host memory (1-D, padded). `unsharded`: the memory of the gathered parameter where the
+    model is sharded over one rank, once it was gathered. `filled`: whether it was ever given values. `stepped`:
     whether its moments were ever written; if not, they read as zero.
     """
 
@@ -62,6 +64,7 @@ class PagedShard:
     pieces: Sequence[PieceOf] = field(repr=False)
     values: Values = field(repr=False)
     resident: torch.Tensor | None = field(default=None, repr=False)
+    unsharded: UnshardedMemory | None = field(default=None, repr=False)
     filled: bool = False
     stepped: bool = False
     gradient: GradientState = GradientState.NONE

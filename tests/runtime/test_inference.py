@@ -64,3 +64,68 @@ def test_a_closed_engine_and_a_model_without_generate_are_refused(nvme_path: Pat
     with pytest.raises(InfinityError, match="the engine is closed"):
         engine(adapted.tokens(0))
     assert torch.is_grad_enabled()
+
+
+def where_it_computes(engine: infinity.InferenceEngine, seen: list[bool], stop_at: int = -1) -> None:
+    """Note for each block whether its weight is in the pool while it runs; `stop_at`: raise in that one."""
+    assert engine.swap is not None and engine.swap._machinery is not None
+    pool = engine.swap._machinery.pool
+    begin = pool.bytes.data_ptr()
+
+    def look(number: int, module: torch.nn.Module) -> None:
+        address = module.first.base.weight.data_ptr()
+        seen.append(begin <= address < begin + pool.nbytes)
+        if number == stop_at:
+            raise ValueError("in the middle of a block")
+
+    for number, block in enumerate(engine.module.blocks):
+        block.norm.register_forward_pre_hook(lambda module, args, n=number, b=block: look(n, b))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_block_computes_where_it_is_staged_and_an_exception_takes_that_back(nvme_path: Path) -> None:
+    weights = adapted.save(nvme_path, CASE)
+    expected, _ = run(weights, "none", rounds=4)
+    with infinity.init_empty():
+        model = adapted.Model(CASE.width)
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+        "infinity": {"wrap": ["Block"], "pinned_bytes_max": "15MiB"},
+    }
+    with infinity.init_inference(model, config, weights=weights) as engine:
+        losses = [engine(adapted.tokens(0)).item()]  # the first gather makes the parameter
+        seen: list[bool] = []
+        where_it_computes(engine, seen)
+        losses.append(engine(adapted.tokens(1)).item())
+        assert seen == [True] * adapted.BLOCKS
+        where_it_computes(engine, [], stop_at=2)
+        with pytest.raises(ValueError, match="in the middle"):
+            engine(adapted.tokens(2))
+        lent = engine.module.blocks[2].first.base.weight
+        for block in engine.module.blocks:
+            block.norm._forward_pre_hooks.clear()
+        losses += [engine(adapted.tokens(number)).item() for number in (2, 3)]
+        assert lent.untyped_storage().size() == 0
+        assert engine.swap is not None and not any(group.in_use for group in engine.swap.paging.paged.groups)
+    assert losses == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_evaluation_between_forward_and_backward_leaves_what_autograd_saved(nvme_path: Path) -> None:
+    case = Case()
+    weights = adapted.save(nvme_path, case)
+    losses = []
+    for evaluates in (False, True):
+        engine = adapted.make(case, weights, str(nvme_path))
+        losses.append([])
+        for number in range(4):
+            loss = engine(adapted.tokens(number))
+            if evaluates:
+                with torch.no_grad():
+                    engine(adapted.tokens(number + 10))
+            engine.backward(loss)
+            engine.step()
+            losses[-1].append(loss.item())
+        engine.close()
+    assert losses[0] == losses[1]

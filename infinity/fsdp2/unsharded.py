@@ -1,0 +1,84 @@
+"""Floor 7. The memory of a gathered parameter that is sharded over one rank. Training thread only.
+
+[Note: Gathering alone]
+Over one rank there is nothing to gather: FSDP2 copies what it is given into a storage of its own. So it is given nothing to
+copy, and the parameter gets its elements afterwards, in `fsdp_post_all_gather`. Two ways:
+
+  * copied into a storage that FSDP2 allocates and frees. Autograd saves views of the parameter in the forward, and finds the
+    elements of the next gather in them, because the storage is the same one. So it is wherever autograd may be recording.
+  * lent: the parameter's memory is that of the caller, until FSDP2 frees it. No byte is moved. Views of the parameter don't
+    outlive the gather, so this is for passes without autograd.
+
+FSDP2 frees and allocates what it takes for the inner tensors of the parameter (`resize_` of their storage). It gets this
+object as the only one of them, and so tells when it is done with what was lent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from infinity.fsdp2.buffers import allocate
+
+
+class UnshardedMemory:
+    """What FSDP2 takes for an inner tensor of one parameter, which is made over `tensor`."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        """What is copied into (1-D)."""
+        self._nbytes = 0
+        """What FSDP2 takes for allocated."""
+        self._lent: tuple[nn.Parameter, torch.Tensor, Callable[[], None]] | None = None
+        """The parameter whose memory is somebody else's, what it was before, and whom to tell when FSDP2 frees it."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def copy(self, elements: torch.Tensor) -> None:
+        """The parameter has memory of its own, with these elements (1-D, in any dtype)."""
+        self._nbytes = self.nbytes
+        allocate(self.tensor)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.tensor):
+            self.tensor.copy_(elements)
+
+    def lend(self, parameter: nn.Parameter, elements: torch.Tensor, freed: Callable[[], None]) -> None:
+        """The parameter's memory is that of `elements` (1-D) until FSDP2 frees it, which is `freed`, or `take_back`."""
+        self._nbytes = self.nbytes
+        self._lent = parameter, parameter.data, freed
+        parameter.data = elements.view(parameter.shape)
+
+    def take_back(self) -> None:
+        """What was lent is not the parameter's any more. FSDP2 may not know: who computes with it then finds it empty."""
+        if self._lent is not None:
+            (parameter, before, _), self._lent = self._lent, None
+            parameter.data = before
+
+    # What FSDP2 asks of a tensor and its storage: `alloc_storage` and `free_storage` in _fsdp_param.py.
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.itemsize
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def untyped_storage(self) -> UnshardedMemory:
+        return self
+
+    def size(self) -> int:
+        return self._nbytes
+
+    def resize_(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        if nbytes:
+            return
+        self.tensor.untyped_storage().resize_(0)
+        if self._lent is not None:
+            freed = self._lent[2]
+            self.take_back()
+            freed()
