@@ -6,69 +6,43 @@ Every block that glibc maps for a buffer is cleared page by page when it is firs
 So they come from here and return when the last tensor over them is gone. Nobody has to give one back, and an exception, at
 whatever line, can't lend one twice: what it interrupts is garbage.
 
-FSDP2 allocates every parameter anew in each gather. glibc reuses blocks of up to 32 MiB; each larger one is a mapping of its
-own, whatever thresholds are set, and its faults take longer than the copy. So these are put into huge pages, with a fault for
-each 2 MiB. (To have glibc keep large blocks, M_MMAP_MAX, is as fast, and takes twice the memory.)
-
 Over one rank FSDP2 copies what goes into a reduction to what comes out of it. It is given the same tensor for both, and torch's
 copy of a tensor to itself does nothing.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from infinity.fsdp2.sharding import ShardedGroup, replace_collectives
-from infinity.units import align_up
-
-_MAPPED_BYTES = 32 << 20
-"""glibc maps each block above this for itself (HEAP_MAX_SIZE / 2)."""
-
-_HUGE_PAGE_BYTES = 2 << 20
-_MADV_HUGEPAGE = 14
-_madvise = getattr(ctypes.CDLL(None), "madvise", None)
+from infinity.fsdp2.unsharded import UnshardedMemory, advise_huge_pages
 
 
 def use_huge_pages() -> None:
-    """From now on FSDP2 allocates large parameters in huge pages, where the kernel has them. Idempotent."""
+    """From now on FSDP2 allocates large parameters in huge pages, where the kernel has them (see unsharded.py). Idempotent."""
     for module in (_fsdp_param, _fsdp_param_group):
         original = getattr(module, "alloc_storage", None)
         if original is not None and not isinstance(original, _HugeStorage):
             module.alloc_storage = _HugeStorage(original)  # type: ignore[attr-defined]
 
 
-def allocate(tensor: torch.Tensor) -> None:
-    """Give a tensor whose storage was freed memory for its elements; a large one in huge pages."""
-    if tensor.untyped_storage().size() != tensor.nbytes:
-        tensor.untyped_storage().resize_(tensor.nbytes)
-    if tensor.nbytes > _MAPPED_BYTES and tensor.device.type == "cpu":
-        _advise_huge_pages(tensor.untyped_storage().data_ptr(), tensor.nbytes)
-
-
 class _HugeStorage:
     """Allocates a tensor's storage as `original` does, and advises huge pages for it."""
 
-    def __init__(self, original: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, original: Callable[[Any], None]) -> None:
         self._original = original
 
-    def __call__(self, tensor: torch.Tensor) -> None:
+    def __call__(self, tensor: torch.Tensor | UnshardedMemory) -> None:
         self._original(tensor)
-        if isinstance(tensor, torch.Tensor) and tensor.nbytes > _MAPPED_BYTES and tensor.device.type == "cpu":
-            _advise_huge_pages(tensor.untyped_storage().data_ptr(), tensor.nbytes)
-
-
-def _advise_huge_pages(address: int, nbytes: int) -> None:
-    begin = align_up(address, _HUGE_PAGE_BYTES)
-    end = (address + nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if _madvise is not None:
-        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)  # refused: small pages
+        if not isinstance(tensor, UnshardedMemory):
+            advise_huge_pages(tensor)
 
 
 def reuse_buffers(groups: Sequence[ShardedGroup], *, alone: bool) -> ReusedBuffers:

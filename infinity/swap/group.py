@@ -56,6 +56,8 @@ class Delivery:
     state: GroupState = GroupState.RESTING
     in_flight: InFlightCopy | None = field(default=None, repr=False)
     copy_event: CopyEvent | None = None
+    lent: bool = False
+    """Whether what is given may be the memory of gathered parameters: see [Note: Lent, not copied] in parameter_lap.py."""
     given: set[int] = field(default_factory=set)
     """Numbers of the shards that FSDP2 was given and has not reported gathered."""
     _piece: torch.Tensor | None = field(default=None, repr=False)

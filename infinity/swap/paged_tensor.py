@@ -61,11 +61,8 @@ class Gatherer(Protocol):
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """The shard's compute parameter on the device (1-D, padded), its group in use."""
 
-    def may_lend(self, shard: PagedShard) -> bool:
-        """Whether what was given of a shard may be the gathered parameter's memory, until that `gathered` is told."""
-
     def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has gathered the shard."""
+        """FSDP2 has gathered the shard; or, where that is lent, has no use for it any more."""
 
 
 class _Blank:
@@ -162,7 +159,7 @@ class PagedTensor(torch.Tensor):
             self._shard.unsharded = UnshardedMemory(metadata.numel(), param_dtype, metadata.device)
         memory, gathered = self._shard.unsharded, functools.partial(self._gatherer.gathered, self._shard)
         assert memory is not None
-        if out is not None and metadata.dtype == param_dtype and self._gatherer.may_lend(self._shard):
+        if out is not None and metadata.dtype == param_dtype and self._shard.delivery.lent:
             memory.lend(out, metadata, gathered)
             return None
         memory.copy(metadata)

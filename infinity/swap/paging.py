@@ -157,11 +157,6 @@ class Paging:
                 self._thread = threading.get_ident()
             return self.parameters.gather(shard, training=training, dtype=dtype)
 
-    def may_lend(self, shard: PagedShard) -> bool:
-        """See `ParameterLap.may_lend`."""
-        with self.entered():
-            return self.parameters.may_lend(shard)
-
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered the shard: see `ParameterLap.gathered`."""
         with self.entered():

@@ -85,22 +85,11 @@ class ParameterLap:
             self._begin(shard, training, dtype)
         return delivery.give(shard.index, shard.place, shard.gathered_dtype)
 
-    def may_lend(self, shard: PagedShard) -> bool:
-        """Whether the gathered parameter may be what was given of a shard, until `gathered`: see [Note: Lent, not copied]."""
-        group = shard.group
-        if torch.is_grad_enabled() or in_backward() or self._stager.device.is_discrete or not group.in_use:
-            return False
-        if shard.resident is not None or group.stays_gathered or not group.is_frozen:
-            return False
-        if self._lent is None:
-            self._lent = group
-        return self._lent is group
-
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has copied a shard, or frees what was lent. The group's lease goes back with its last one, or earlier."""
         group, timeline = shard.group, self._stager.timeline
         if timeline is not None:
-            timeline.gathered(group.name, at_once=self._alone and group is not self._lent)
+            timeline.gathered(group.name, at_once=self._alone and not shard.delivery.lent)
         last = not group.delivery.given and shard.index == group.shards[-1]
         if shard.resident is None:
             last = group.delivery.report(shard.index)
@@ -166,6 +155,16 @@ class ParameterLap:
                 else:
                     group.start_h2d(stager.device)
             delivery.arrive()
+        delivery.lent = shard.resident is None and self._lend(group)
+
+    def _lend(self, group: PagedGroup) -> bool:
+        """Whether the lease of a group may be the memory of gathered parameters now: see [Note: Lent, not copied]."""
+        if torch.is_grad_enabled() or in_backward() or self._stager.device.is_discrete or not self._alone:
+            return False
+        if not group.in_use or group.stays_gathered or not group.is_frozen or self._lent not in (None, group):
+            return False
+        self._lent = group
+        return True
 
     def _check(self, asked: PagedShard, dtype: torch.dtype) -> None:
         if in_backward():

@@ -49,10 +49,10 @@ class Sampler:
             live += numel if group.is_unsharded or on_the_way else 0
             gathered += numel if group.is_unsharded else 0
         held = sum(
-            out.untyped_storage().nbytes() // out.itemsize
+            out.untyped_storage().size() // out.itemsize
             for group in self.groups
             for param in group.fsdp_params
-            for out in param.all_gather_outputs
+            for out in (*param.all_gather_outputs, *param._unsharded_inner_tensors)
         )
         assert held == gathered, "what is gathered is not what FSDP2 holds memory for"
         self.samples += 1
