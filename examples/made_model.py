@@ -35,6 +35,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     which.add_argument("--params", type=parse_count, help="make a model of so many parameters, such as 200M or 1B")
     parser.add_argument(
+        "--bits", type=int, choices=(4, 8, 16), default=16, help="of the matrices of a model that is made (4: NF4)"
+    )
+    parser.add_argument(
         "--nvme-path",
         type=Path,
         default=Path(__file__).resolve().parent.parent / ".nvme",
@@ -54,7 +57,7 @@ def made_model(asked: argparse.Namespace, tell: Callable[[str], None]) -> Iterat
     asked.nvme_path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="model-", dir=asked.nvme_path) as folder:
         tell(f"writing {format_count(asked.params)} random parameters to {folder}")
-        yield Path(folder), make_model(Path(folder), asked.params)
+        yield Path(folder), make_model(Path(folder), asked.params, asked.bits)
 
 
 def config_for(numel: int) -> LlamaConfig:
@@ -86,15 +89,15 @@ def _numel(layers: int, width: int) -> int:
     return layers * (2 * width**2 + 2 * width * width // 4 + 12 * width**2 + 2 * width) + width * 257
 
 
-def make_model(folder: Path, numel: int) -> float:
+def make_model(folder: Path, numel: int, bits: int) -> float:
     """As `write_model`, in a process of its own, whose memory isn't this one's. Seconds that it took."""
     began = time.time()
-    subprocess.run([sys.executable, __file__, str(folder), str(numel)], check=True)
+    subprocess.run([sys.executable, __file__, str(folder), str(numel), str(bits)], check=True)
     return time.time() - began
 
 
-def write_model(folder: Path, numel: int) -> None:
-    """Write config.json and safetensors in bf16 into `folder`, a file at a time."""
+def write_model(folder: Path, numel: int, bits: int = 16) -> None:
+    """Write config.json and safetensors into `folder`, a file at a time. `bits`: of the matrices of a layer; else bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_for(numel)
     config.save_pretrained(folder)
@@ -109,13 +112,26 @@ def write_model(folder: Path, numel: int) -> None:
 
     for name, shape in _shapes(config):
         weight = torch.empty(shape).normal_(0.0, STD, generator=generator) if len(shape) > 1 else torch.ones(shape)
-        waiting[name] = weight.bfloat16()
+        waiting |= _coded(name, weight.bfloat16(), bits) if "_proj" in name else {name: weight.bfloat16()}
         if sum(tensor.nbytes for tensor in waiting.values()) >= FILE_BYTES_MAX:
             write()
     if waiting:
         write()
     weight_map = {name: f"model-{i + 1:05d}.safetensors" for i, names in enumerate(files) for name in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _coded(name: str, weight: torch.Tensor, bits: int) -> dict[str, torch.Tensor]:
+    """A matrix as bitsandbytes has it in safetensors."""
+    if bits == 16:
+        return {name: weight}
+    from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
+
+    if bits == 8:
+        codes, scales, _ = int8_vectorwise_quant(weight.half())
+        return {name: codes, name.replace(".weight", ".SCB"): scales}
+    codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    return {name: codes} | {f"{name}.{part}": value for part, value in state.as_dict(packed=True).items()}
 
 
 def _shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -137,4 +153,4 @@ def _shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]), parse_count(sys.argv[2]))
+    write_model(Path(sys.argv[1]), parse_count(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else 16)

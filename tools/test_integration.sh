@@ -31,7 +31,7 @@ make_venv() {
     echo "torch==$torch" >".venv-$name/constraints.txt"
     local wanted
     local extras=$name
-    [[ $name != transformers ]] || extras="transformers|peft"
+    [[ $name != transformers ]] || extras="transformers|peft|quantised"
     mapfile -t wanted < <("$python" - "$extras" <<'PYTHON'
 import importlib.metadata, re, sys
 for line in importlib.metadata.requires("infinity-offload"):

@@ -22,7 +22,8 @@ from infinity.fsdp2.adapters import is_copy, names_in_files
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.store.foreign import FOREIGN_DTYPES, StoredTensor, read_header
+from infinity.store.coded import coded_matrix, coded_names
+from infinity.store.foreign import FOREIGN_DTYPES, StoredParameter, read_header
 
 
 @torch.no_grad()
@@ -35,24 +36,28 @@ def load_full(parameter: nn.Parameter, full: torch.Tensor) -> None:
 def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
     """The tensors in safetensors (a file or a folder). Raises CheckpointError as `load_weights` does."""
     with ExitStack() as stack:
-        return frozenset(open_tensors(Path(path), stack))
+        names = frozenset(open_tensors(Path(path), stack))
+    return names - coded_names(names)[1]
 
 
-def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
     """The frozen parameters that can rest in safetensors (as for `load_weights`), by their first name, and where they are
-    there. Raises CheckpointError where a file is damaged."""
+    there. Raises CheckpointError where a file is damaged, ConfigError where what decodes them is not installed."""
     try:
         where = {name: tensor for file in _files(Path(path)) for name, tensor in read_header(file).items()}
     except OSError as error:
         raise CheckpointError(f"{error.filename} can't be read ({error.strerror}): fetch or save it again") from None
-    resting = {}
+    resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model)
     for parameter, names in parameter_names(model).items():
-        stored = next((where[name] for name in found_as(names) if name in where), None)
-        if stored is None or parameter.requires_grad or is_copy(names[0]) or stored.dtype not in FOREIGN_DTYPES:
+        name = next((name for name in found_as(names) if name in where), None)
+        if name is None or parameter.requires_grad or is_copy(names[0]):
             continue
-        if stored.shape == tuple(parameter.shape) != ():
-            resting[names[0]] = stored
+        coded = coded_matrix(name, where)
+        if (coded or where[name]).shape == tuple(parameter.shape) != () and (
+            coded or where[name].dtype in FOREIGN_DTYPES
+        ):
+            resting[names[0]] = coded or where[name]
     return resting
 
 
@@ -75,7 +80,8 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         known = {name for names in in_files.values() for name in names}
         lacking = [names[0] for p, names in required.items() if not any(name in where for name in in_files[p])]
         missing = sorted({*lacking} - {*but})
-        unexpected = sorted(set(where) - known)
+        coded, parts = coded_names(where)
+        unexpected = sorted(set(where) - known - parts)
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} doesn't fit the model: "
@@ -88,6 +94,13 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         }
         scalars = scalar_names(model)
         for tensor, name in stored_as.items():
+            if name in coded:
+                if names_of[tensor][0] not in but:
+                    raise CheckpointError(
+                        f"{path}: {name} is in 4 or 8 bits, which only a frozen parameter of a model on NVMe can be: freeze it "
+                        '(requires_grad_(False)) with "offload_param": {"device": "nvme"}, or take weights in 16 bits'
+                    )
+                continue
             shape = tuple(where[name].get_slice(name).get_shape())
             expected = () if names_of[tensor][0] in scalars else tuple(tensor.shape)
             if shape != expected:

@@ -58,14 +58,14 @@ class UnshardedMemory:
         """The parameter whose memory is somebody else's, what it was before, and whom to tell when FSDP2 frees it."""
         self.tensor.untyped_storage().resize_(0)
 
-    def copy(self, elements: torch.Tensor) -> None:
-        """The parameter has memory of its own, with these elements (1-D, in any dtype)."""
+    def fill(self, write: Callable[[torch.Tensor], None]) -> None:
+        """The parameter has memory of its own, with the elements that `write` sets (1-D)."""
         self._nbytes = self.nbytes
         if self.tensor.untyped_storage().size() != self.nbytes:
             self.tensor.untyped_storage().resize_(self.nbytes)
         advise_huge_pages(self.tensor)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.tensor):
-            self.tensor.copy_(elements)
+            write(self.tensor)
 
     def lend(self, parameter: nn.Parameter, elements: torch.Tensor, freed: Callable[[], None]) -> None:
         """The parameter's memory is that of `elements` (1-D) until FSDP2 frees it, which is `freed`, or `take_back`."""

@@ -21,6 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -52,6 +53,21 @@ class StoredTensor:
         """Where `count` rows from row `first` on are."""
         row_bytes = self.nbytes // self.shape[0] if self.nbytes else 0
         return FileRange(self.path, self.offset + first * row_bytes, count * row_bytes)
+
+    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
+        """As `rows`, for who takes several: see `StoredParameter`."""
+        return (self.rows(first, count),)
+
+
+class StoredParameter(Protocol):
+    """A parameter as files hold it: a `StoredTensor`, or a coded one (coded.py)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter."""
+
+    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
+        """What rows [first, first + count) take of the files. What is coded is padded where it is decoded, and not here."""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -104,11 +120,17 @@ class FileRange:
 
 @dataclass(frozen=True)
 class ForeignRows:
-    """A shard's rows, or none, in a file. `padded_bytes`: what must be there in a lease from its first byte on."""
+    """A shard's rows [first, first + count), or none, of what files hold. `padded_bytes`: what must be there in a lease from
+    the first byte of its first range on."""
 
-    range: FileRange
-    dtype: str
-    padded_bytes: int
+    stored: StoredParameter
+    first: int
+    count: int
+    padded_bytes: int = 0
+
+    @property
+    def ranges(self) -> tuple[FileRange, ...]:
+        return self.stored.ranges(self.first, self.count)
 
 
 @dataclass(frozen=True)
@@ -123,11 +145,11 @@ class PagesInLease:
 class ForeignPart:
     """What one group reads of foreign files, as it lies in a lease of `nbytes` bytes (whole pages).
 
-    `rows`: by number of the shard. `places`: the first byte of each.
+    `rows`: by number of the shard. `places`: the first byte of each of its ranges.
     """
 
     rows: Mapping[int, ForeignRows] = field(default_factory=dict)
-    places: Mapping[int, int] = field(default_factory=dict)
+    places: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     pages: tuple[PagesInLease, ...] = ()
     nbytes: int = 0
 
@@ -135,11 +157,10 @@ class ForeignPart:
 def lay_out(rows: Mapping[int, ForeignRows]) -> ForeignPart:
     """Lay the pages around the shards of a group, by number, one behind the other: see [Note: Foreign files]."""
     pages: list[PagesInLease] = []
-    places = {}
+    ranges = [(shard, number, file) for shard, mine in rows.items() for number, file in enumerate(mine.ranges)]
+    places = {shard: [0] * len(mine.ranges) for shard, mine in rows.items()}
     end = needed = 0
-    for shard in sorted(rows, key=lambda shard: (str(rows[shard].range.path), rows[shard].range.offset)):
-        file_range = rows[shard].range
-        places[shard] = 0
+    for shard, number, file_range in sorted(ranges, key=lambda entry: (str(entry[2].path), entry[2].offset, entry[:2])):
         if file_range.nbytes:
             around = file_range.pages
             last = pages[-1] if pages else None
@@ -149,9 +170,11 @@ def lay_out(rows: Mapping[int, ForeignRows]) -> ForeignPart:
             else:
                 pages.append(PagesInLease(around, end))
             end = pages[-1].lease_offset + pages[-1].range.nbytes
-            places[shard] = pages[-1].lease_offset + file_range.offset - pages[-1].range.offset
-        needed = max(needed, places[shard] + rows[shard].padded_bytes)
-    return ForeignPart(rows, places, tuple(pages), align_up(max(end, needed)))
+            places[shard][number] = pages[-1].lease_offset + file_range.offset - pages[-1].range.offset
+        needed = max(needed, places[shard][number] + (rows[shard].padded_bytes if number == 0 else 0))
+    return ForeignPart(
+        rows, {shard: tuple(mine) for shard, mine in places.items()}, tuple(pages), align_up(max(end, needed))
+    )
 
 
 class ForeignFiles:

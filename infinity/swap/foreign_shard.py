@@ -3,12 +3,16 @@ infinity/store/foreign.py."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.errors import InfinityError
-from infinity.store.foreign import FileRange, ForeignFiles
+from infinity.store.coded import CodedMatrix
+from infinity.store.foreign import FileRange, ForeignFiles, ForeignRows, lay_out
 from infinity.store.layout import Field
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.shard import PagedShard
@@ -18,9 +22,9 @@ from infinity.swap.values import RANGE_NUMEL
 
 @dataclass(eq=False, kw_only=True)
 class ForeignShard(PagedShard):
-    """A frozen shard in `range` of a file, in `gathered_dtype`."""
+    """A frozen shard: `rows` of what files hold, in `gathered_dtype`."""
 
-    range: FileRange
+    rows: ForeignRows
     files: ForeignFiles = field(repr=False)
     stager: Stager = field(repr=False)
 
@@ -32,7 +36,7 @@ class ForeignShard(PagedShard):
         out = torch.empty(numel)
         for at in range(start, start + numel, RANGE_NUMEL):
             count = min(RANGE_NUMEL, start + numel - at)
-            out[at - start : at - start + count].copy_(self._read_range(at, count))
+            out[at - start : at - start + count].copy_(self._read_elements(at, count))
         return out
 
     def write(self, name: Field, start: int, values: torch.Tensor) -> None:
@@ -40,22 +44,77 @@ class ForeignShard(PagedShard):
         there = self.read(name, start, values.numel())
         if not torch.equal(there.view(torch.int32), values.to(torch.float32).contiguous().view(torch.int32)):
             raise InfinityError(
-                f"{self.name} is frozen and rests in {self.range.path}, which stays as it is: build the model with other "
-                "weights, or without weights= in which it lies"
+                f"{self.name} is frozen and rests in {self.rows.ranges[0].path}, which stays as it is: build the model with "
+                "other weights, or without weights= in which it lies"
             )
 
-    def _read_range(self, start: int, numel: int) -> torch.Tensor:
-        itemsize = self.gathered_dtype.itemsize
-        wanted = FileRange(self.range.path, self.range.offset + start * itemsize, numel * itemsize)
-        pages = wanted.pages
-        reads, fills = spans_of(self.files, pages, 0)
-        chunk = Chunk(self.name, pages.nbytes, reads, (), fills=fills)
+    def _read_elements(self, start: int, numel: int) -> torch.Tensor:
+        whole, itemsize = self.rows.ranges[0], self.gathered_dtype.itemsize
+        with self._staged(ForeignRows(_Bytes(whole), start * itemsize, numel * itemsize)) as (stored,):
+            return stored.clone().view(self.gathered_dtype).float()
+
+    @contextlib.contextmanager
+    def _staged(self, rows: ForeignRows) -> Iterator[Sequence[torch.Tensor]]:
+        """The bytes of each range of `rows` in a lease of their own."""
+        part = lay_out({0: rows})
+        parts = [spans_of(self.files, pages.range, pages.lease_offset) for pages in part.pages]
+        reads, fills = (tuple(one for some in kind for one in some) for kind in zip(*parts, strict=True))
+        chunk = Chunk(self.name, part.nbytes, reads, (), fills=fills)
         lease = self.stager.acquire(chunk)
         try:
-            stored = lease.view(torch.uint8, wanted.offset - pages.offset, wanted.nbytes)
-            return stored.clone().view(self.gathered_dtype).float()
+            yield [
+                lease.view(torch.uint8, place, file_range.nbytes)
+                for place, file_range in zip(part.places[0], rows.ranges, strict=True)
+            ]
         finally:
             self.stager.release(chunk, keep=False)
+
+
+@dataclass(eq=False, kw_only=True)
+class CodedShard(ForeignShard):
+    """A frozen shard in 8 or 4 bits: see [Note: Coded weights] in infinity/store/coded.py. `places`: the bytes of each of its
+    ranges in the delivery; `matrix`: what decodes them into `gathered_dtype`, which is the dtype of compute."""
+
+    places: Sequence[slice]
+    matrix: CodedMatrix
+
+    def elements(self, piece: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(self.padded_shape.numel(), dtype=self.gathered_dtype, device=piece.device)
+        self.copy_elements(piece, out)
+        return out
+
+    def copy_elements(self, piece: torch.Tensor, out: torch.Tensor) -> None:
+        self._decode([piece[place] for place in self.places], self.rows.first, out[: self.shape.numel()])
+        out[self.shape.numel() :].zero_()
+
+    def lies_in(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def _read_elements(self, start: int, numel: int) -> torch.Tensor:
+        row = math.prod(self.shape[1:])
+        first, last = start // row, -(-(start + numel) // row)
+        out = torch.empty((last - first) * row, dtype=self.gathered_dtype)
+        with self._staged(ForeignRows(self.matrix, self.rows.first + first, last - first)) as parts:
+            self._decode(parts, self.rows.first + first, out)
+        return out[start - first * row : start - first * row + numel].float()
+
+    def _decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+        if out.numel():
+            self.matrix.decode(parts, first, out.view(-1, *self.shape[1:]))
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """A range of a file, each byte a row."""
+
+    whole: FileRange
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.whole.nbytes,)
+
+    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
+        return (FileRange(self.whole.path, self.whole.offset + first, count),)
 
 
 def spans_of(

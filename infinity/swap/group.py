@@ -85,14 +85,11 @@ class Delivery:
             self.let_go()
             raise
 
-    def give(self, shard: int, place: slice, dtype: torch.dtype) -> torch.Tensor:
-        """What FSDP2 gets of a shard, which is in these bytes in this dtype. With the last one, the device's memory is
+    def give(self, shard: int) -> torch.Tensor:
+        """The bytes (1-D), on the device, among which is what FSDP2 gets of a shard. With the last one, their memory is
         FSDP2's."""
-        assert self._piece is not None
-        given = self._piece[place]
-        if given.storage_offset() % dtype.itemsize:
-            given = given.clone()
-        given = given.view(dtype)
+        piece = self._piece
+        assert piece is not None
         self.given.add(shard)
         if len(self.given) == self.count:
             self.in_flight = self._piece = None
@@ -101,7 +98,7 @@ class Delivery:
                 self.forget_delivery()
         elif self.state is not GroupState.DELIVERED:
             self.move_to(GroupState.GATHERING)
-        return given
+        return piece
 
     def report(self, shard: int) -> bool:
         """FSDP2 has gathered a shard. Whether it has gathered all that it was given."""

@@ -36,7 +36,7 @@ from infinity.schedule.timeline import TraceSummary
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout, describe, differences
 from infinity.store.durable import DurableRun
-from infinity.store.foreign import StoredTensor
+from infinity.store.foreign import StoredParameter
 from infinity.store.layout import Layout
 from infinity.swap import budget
 from infinity.swap.machinery import Drives, Machinery
@@ -235,7 +235,7 @@ class SwapManager:
             rank = mesh.get_local_rank(mesh.ndim - 1)
             outline = ModelOutline([group.outline for group in groups], mesh.size(-1), dtype, rank, stored)
             layout, pinned_bytes = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
-            files = sorted({tensor.path for tensor in stored.values()})
+            files = sorted({file.path for parameter in stored.values() for file in parameter.ranges(0, 0)})
             foreign = self._drives.open_foreign(files) if files else None
             place = _checked_place(self.run, layout, outline, options.moments)
             self._device = _device_of(groups)  # before the pool is made, which is to lie near it
@@ -426,7 +426,7 @@ class SwapManager:
 
     def _rest_in_files(
         self, model: nn.Module, weights: str | os.PathLike[str] | None, options: PagingOptions
-    ) -> dict[str, StoredTensor]:
+    ) -> dict[str, StoredParameter]:
         """The frozen parameters that stay in the user's files, by name."""
         if weights is None or self.run is not None or options.hold_parameters:
             return {}

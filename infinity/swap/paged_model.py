@@ -8,6 +8,7 @@ parameter_lap.py, gradients and updates in gradient_lap.py and pending_updates.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +17,12 @@ from infinity.aio import Lease
 from infinity.device import HostBuffer, HostBuffers
 from infinity.store.arena import Arena
 from infinity.store.arena_copy import Copying
+from infinity.store.coded import FourBitBlocks, Int8Rows
 from infinity.store.commit import SUM_BYTES
 from infinity.store.files import StoredFile
-from infinity.store.foreign import FOREIGN_DTYPES, ForeignFiles
+from infinity.store.foreign import FOREIGN_DTYPES, ForeignFiles, StoredTensor
 from infinity.store.layout import Field, Layout
-from infinity.swap.foreign_shard import ForeignShard
+from infinity.swap.foreign_shard import CodedShard, ForeignShard
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health, ModelHealth
 from infinity.swap.options import PagingOptions
@@ -271,10 +273,14 @@ class PagedModel:
 
     def _make_foreign_shard(self, index: int, group: PagedGroup, shape: torch.Size, padded: torch.Size) -> ForeignShard:
         assert self._foreign is not None
-        part = self.layout.foreign[group.index]
-        rows = part.rows[index]
-        start = self.layout.gathered_bytes(group.index) + part.places[index]
-        return ForeignShard(
+        part, first = self.layout.foreign[group.index], self.layout.gathered_bytes(group.index)
+        rows, stored = part.rows[index], part.rows[index].stored
+        nbytes = [file_range.nbytes for file_range in rows.ranges]
+        places = [slice(first + at, first + at + size) for at, size in zip(part.places[index], nbytes, strict=True)]
+        make: Callable[..., ForeignShard] = ForeignShard
+        if isinstance(stored, Int8Rows | FourBitBlocks):
+            make = partial(CodedShard, places=places, matrix=stored)
+        return make(
             self.layout.shards[index].name,
             index,
             shape,
@@ -282,12 +288,12 @@ class PagedModel:
             False,
             group,
             group.delivery,
-            slice(start, start + rows.padded_bytes),
-            FOREIGN_DTYPES[rows.dtype],
+            slice(places[0].start, places[0].start + rows.padded_bytes),
+            FOREIGN_DTYPES[stored.dtype] if isinstance(stored, StoredTensor) else self.compute_dtype,
             (),
             self._values,
             filled=True,
-            range=rows.range,
+            rows=rows,
             files=self._foreign,
             stager=self.stager,
         )

@@ -59,7 +59,7 @@ class Gatherer(Protocol):
     """Whether the model is sharded over one rank."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """The shard's compute parameter on the device (1-D, padded), its group in use."""
+        """The bytes (1-D) on the device among which the shard's compute parameter is, its group in use."""
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has gathered the shard; or, where that is lent, has no use for it any more."""
@@ -138,10 +138,11 @@ class PagedTensor(torch.Tensor):
         """The padded shard in the dtype of compute; over one rank, where nothing is gathered, on the side: see [Note:
         Gathering alone] in infinity/fsdp2/unsharded.py."""
         dtype = mp_policy.param_dtype or self.dtype
-        given = self._gatherer.gather(self._shard, training=module.training, dtype=dtype)
+        shard = self._shard
+        piece = self._gatherer.gather(shard, training=module.training, dtype=dtype)
         if self._gatherer.on_one_rank:
-            return (given[:0].to(dtype),), given
-        return (given.to(dtype).view(self._shard.padded_shape),), None
+            return (torch.empty(0, dtype=dtype, device=piece.device),), piece
+        return (shard.elements(piece).to(dtype).view(shard.padded_shape),), None
 
     def fsdp_post_all_gather(
         self,
@@ -152,18 +153,19 @@ class PagedTensor(torch.Tensor):
         out: nn.Parameter | None = None,
     ) -> tuple[torch.Tensor, tuple[Any, ...]] | None:
         """The gathered parameter is in FSDP2's own buffer, and ours is free now; over one rank, in the shard's `unsharded`."""
+        shard = self._shard
         if metadata is None:
-            self._gatherer.gathered(self._shard)
+            self._gatherer.gathered(shard)
             return None if out is not None else (all_gather_outputs[0], ())
         if out is None:
-            self._shard.unsharded = UnshardedMemory(metadata.numel(), param_dtype, metadata.device)
-        memory, gathered = self._shard.unsharded, functools.partial(self._gatherer.gathered, self._shard)
+            shard.unsharded = UnshardedMemory(shard.padded_shape.numel(), param_dtype, metadata.device)
+        memory = shard.unsharded
         assert memory is not None
-        if out is not None and metadata.dtype == param_dtype and self._shard.delivery.lent:
-            memory.lend(out, metadata, gathered)
+        if out is not None and shard.delivery.lent and shard.lies_in(param_dtype):
+            memory.lend(out, shard.elements(metadata), functools.partial(self._gatherer.gathered, shard))
             return None
-        memory.copy(metadata)
-        gathered()
+        memory.fill(functools.partial(shard.copy_elements, metadata))
+        self._gatherer.gathered(shard)
         return (memory.tensor, (memory,)) if out is None else None
 
     # What would look into the storage without passing the dispatcher.

@@ -150,7 +150,7 @@ class Paging:
     # The parameter lap, entered by the paged tensors.
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """The shard's compute parameter (1-D, padded) on the device: see `ParameterLap.gather`."""
+        """The bytes (1-D) on the device among which the shard's compute parameter is: see `ParameterLap.gather`."""
         timeline = self.timeline
         with self.entered(), timeline.gathering(shard.group.name) if timeline is not None else contextlib.nullcontext():
             if threading.get_ident() != self._thread and not in_backward():

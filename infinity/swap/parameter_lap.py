@@ -74,8 +74,8 @@ class ParameterLap:
         """The group whose lease is the memory of gathered parameters: see [Note: Lent, not copied]."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
-        """FSDP2 asks for a shard: its compute parameter (1-D, padded) on the device, in the dtype in which it rests, until its
-        group is gathered.
+        """FSDP2 asks for a shard: the bytes (1-D) on the device among which its compute parameter is, until its group is
+        gathered.
 
         `training`: whether a module in training mode asks. `dtype`: what the model is gathered in. Raises InfinityError when
         the values are torn, were never given, or are asked for in another dtype; IoError when a transfer failed.
@@ -83,7 +83,7 @@ class ParameterLap:
         delivery = shard.delivery
         if delivery.state is not GroupState.GATHERING or shard.index in delivery.given:
             self._begin(shard, training, dtype)
-        return delivery.give(shard.index, shard.place, shard.gathered_dtype)
+        return delivery.give(shard.index)
 
     def gathered(self, shard: PagedShard) -> None:
         """FSDP2 has copied a shard, or frees what was lent. The group's lease goes back with its last one, or earlier."""

@@ -25,7 +25,7 @@ from infinity.schedule.pinned import (
 )
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
-from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredTensor, lay_out
+from infinity.store.foreign import FOREIGN_DTYPES, ForeignPart, ForeignRows, StoredParameter, StoredTensor, lay_out
 from infinity.store.layout import SPACE_ALIGN, Layout, Shard, plan_layout
 from infinity.swap import budget
 from infinity.swap.host_cache import plan_cache
@@ -44,7 +44,7 @@ class ModelOutline:
     ranks: int
     dtype: torch.dtype
     rank: int = 0
-    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    stored: Mapping[str, StoredParameter] = field(default_factory=dict)
 
 
 FEW_SHARE = 1 / 4
@@ -146,14 +146,15 @@ def _foreign_parts(model: ModelOutline) -> list[ForeignPart]:
     for group in model.groups:
         rows = {}
         for parameter in group.parameters:
-            shard, tensor = next(numbers), model.stored.get(parameter.name)
-            if tensor is None:
+            shard, stored = next(numbers), model.stored.get(parameter.name)
+            if stored is None:
                 continue
             padded = padded_shape(parameter.shape, model.ranks)
             first = min(model.rank * padded[0], parameter.shape[0])
-            mine = tensor.rows(first, min(padded[0], parameter.shape[0] - first))
-            itemsize = FOREIGN_DTYPES[tensor.dtype].itemsize
-            rows[shard] = ForeignRows(mine, tensor.dtype, padded.numel() * itemsize)
+            itemsize = FOREIGN_DTYPES[stored.dtype].itemsize if isinstance(stored, StoredTensor) else 0
+            rows[shard] = ForeignRows(
+                stored, first, min(padded[0], parameter.shape[0] - first), padded.numel() * itemsize
+            )
         parts.append(lay_out(rows))
     return parts
 

@@ -79,6 +79,21 @@ class PagedShard:
         assert state is GradientState.NONE or state in _GRADIENT_ALLOWED[self.gradient], f"{self.gradient} -> {state}"
         self.gradient = state
 
+    def elements(self, piece: torch.Tensor) -> torch.Tensor:
+        """Its compute parameter (1-D, padded, in the dtype in which it rests) among the bytes of its delivery."""
+        given = piece[self.place]
+        if given.storage_offset() % self.gathered_dtype.itemsize:
+            given = given.clone()
+        return given.view(self.gathered_dtype)
+
+    def copy_elements(self, piece: torch.Tensor, out: torch.Tensor) -> None:
+        """Set `out` (1-D, padded, in the dtype of compute) from `elements`."""
+        out.copy_(self.elements(piece))
+
+    def lies_in(self, dtype: torch.dtype) -> bool:
+        """Whether `elements` is what is computed with in this dtype."""
+        return self.gathered_dtype == dtype
+
     def read(self, name: Field, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of the master or a moment (1-D, fp32, on the CPU) in ordinary memory.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import coded
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -77,6 +78,7 @@ class Case:
     live: int | str = "auto"
     evaluate: bool = False
     width: int = WIDTH
+    coded: str = ""
 
 
 CASES = {
@@ -92,16 +94,38 @@ CASES = {
     "adapters on NVMe, cached": Case(state_on="nvme", cached_bytes=1 << 20),
     "accumulated": Case(accumulation=3, clipping=1.0),
     "few live parameters": Case(live=60_000, files=2, evaluate=True),
+    "int8": Case(coded="int8", files=2, evaluate=True),
+    "int8, computed in fp32": Case(coded="int8", bf16=False, state_on="nvme"),
 }
+FOUR_BITS = {
+    "nf4": Case(coded="nf4", files=2, evaluate=True),
+    "nf4, scales in 8 bits": Case(coded="nf4 twice", width=200),
+    "fp4, computed in fp32": Case(coded="fp4", bf16=False),
+}
+"""With bitsandbytes only."""
 
 
-ON_SEVERAL_RANKS = ("several files", "fp32 in the files", "adapters on NVMe, clipped", "accumulated")
+ON_SEVERAL_RANKS = ("several files", "fp32 in the files", "adapters on NVMe, clipped", "accumulated", "int8")
 
 
 def save(folder: Path, case: Case) -> Path:
     """Weights of the model, the same for the same case; where they are."""
     torch.manual_seed(1)
     tensors = {name: p.detach().to(case.dtype) for name, p in Model(case.width).named_parameters()}
+    if case.coded:
+        tensors = coded.encode(tensors, case.coded)
+    return write(folder, tensors, case)
+
+
+def save_decoded(folder: Path, case: Case) -> Path:
+    """The same weights, where they are coded in 16 or 32 bits."""
+    torch.manual_seed(1)
+    tensors = {name: p.detach().to(case.dtype) for name, p in Model(case.width).named_parameters()}
+    decoded = coded.decode(coded.encode(tensors, case.coded), torch.bfloat16 if case.bf16 else torch.float32)
+    return write(folder, decoded, case)
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], case: Case) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if case.files == 1:
         save_file(tensors, folder / "model.safetensors")
@@ -176,10 +200,13 @@ def values(engine: infinity.Engine) -> dict[str, torch.Tensor]:
 
 def check(case: Case, folder: Path, nvme_path: Path) -> Mapping[str, int]:
     """It trains as in memory, bit for bit, and reads what it says. What it moved."""
+    plain = folder if not case.coded else folder / "decoded"
     if dist.get_rank() == 0:
         save(folder, case)
+        if case.coded:
+            save_decoded(plain, case)
     dist.barrier()
-    with make(case, folder, None) as engine:
+    with make(case, plain, None) as engine:
         expected = train(engine, case), values(engine)
     with make(case, folder, str(nvme_path)) as engine:
         assert engine.swap is not None

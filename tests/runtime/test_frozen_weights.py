@@ -14,6 +14,7 @@ import adapted
 import pytest
 import torch
 from adapted import CASES, Case
+from safetensors.torch import load_file
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError, InfinityError, IntegrityError, IoError, StoreError
@@ -29,6 +30,38 @@ def test_it_trains_as_in_memory(name: str, nvme_path: Path) -> None:
         assert moved["written"] == moved["arena"] == 0
     assert moved["read"] > 0
     assert not list((nvme_path / "swap").iterdir())
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", adapted.FOUR_BITS)
+def test_four_bits_train_as_in_memory(name: str, nvme_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: tools/test_integration.sh transformers")
+    moved = adapted.check(adapted.FOUR_BITS[name], nvme_path / "weights", nvme_path / "swap")
+    assert moved["written"] == moved["arena"] == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("damage", ["scales of other rows", "a scale format of its own", "trained"])
+def test_codes_that_cannot_be_decoded_are_refused(damage: str, nvme_path: Path) -> None:
+    case = Case(coded="int8")
+    tensors = load_file(adapted.save(nvme_path / "weights", case) / "model.safetensors")
+    name = "blocks.1.first.base"
+    if damage == "scales of other rows":
+        tensors[f"{name}.SCB"] = tensors[f"{name}.SCB"][:-1].clone()
+    elif damage == "a scale format of its own":
+        tensors[f"{name}.weight_format"] += 1
+    adapted.write(nvme_path / "weights", tensors, case)
+    with infinity.init_empty():
+        model = adapted.Model(case.width)
+    model.blocks[1].first.base.requires_grad_(damage == "trained")
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+    }
+    words = "is in 4 or 8 bits, which only a frozen" if damage == "trained" else f"{name}.weight, which is in 4 or 8"
+    with pytest.raises(CheckpointError, match=words):
+        infinity.initialize(model=model, weights=nvme_path / "weights", config=config)
 
 
 @pytest.mark.slow

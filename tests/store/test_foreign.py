@@ -23,8 +23,20 @@ ranges = st.builds(
     st.one_of(st.integers(0, 40_000), st.integers(0, 10).map(lambda page: page * PAGE)),
     st.integers(0, 12_000),
 )
-rows = st.tuples(ranges, st.integers(0, 5000)).map(
-    lambda drawn: ForeignRows(drawn[0], "F8_E4M3", drawn[0].nbytes + drawn[1])
+
+
+class Several:
+    """A stored parameter that takes these ranges."""
+
+    def __init__(self, ranges: list[FileRange]) -> None:
+        self.shape, self.of_all = (1,), tuple(ranges)
+
+    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
+        return self.of_all
+
+
+rows = st.tuples(st.lists(ranges, min_size=1, max_size=3), st.integers(0, 5000)).map(
+    lambda drawn: ForeignRows(Several(drawn[0]), 0, 1, drawn[0][0].nbytes + drawn[1])
 )
 
 
@@ -38,16 +50,17 @@ def test_every_range_is_where_it_is_said_to_be(shards: dict[int, ForeignRows]) -
             assert lease.setdefault(pages.lease_offset + at, (pages.range.path, pages.range.offset + at))
     assert len(lease) * PAGE == sum(pages.range.nbytes for pages in part.pages)  # nothing on top of something else
     for shard, row in shards.items():
-        place = part.places[shard]
-        assert place + row.padded_bytes <= part.nbytes
-        for byte in (0, row.range.nbytes // 2, row.range.nbytes - 1) if row.range.nbytes else ():
-            path, offset = lease[(place + byte) // PAGE * PAGE]
-            assert (path, offset + (place + byte) % PAGE) == (row.range.path, row.range.offset + byte)
+        assert part.places[shard][0] + row.padded_bytes <= part.nbytes
+        for place, one in zip(part.places[shard], row.ranges, strict=True):
+            for byte in (0, one.nbytes // 2, one.nbytes - 1) if one.nbytes else ():
+                path, offset = lease[(place + byte) // PAGE * PAGE]
+                assert (path, offset + (place + byte) % PAGE) == (one.path, one.offset + byte)
     wanted = {
-        (row.range.path, page)
+        (one.path, page)
         for row in shards.values()
-        if row.range.nbytes
-        for page in range(row.range.offset // PAGE, -(-row.range.end // PAGE))
+        for one in row.ranges
+        if one.nbytes
+        for page in range(one.offset // PAGE, -(-one.end // PAGE))
     }
     assert len(wanted) == len(lease)  # no page twice, and none in vain
 

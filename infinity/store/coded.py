@@ -1,0 +1,228 @@
+"""Floor 4. Frozen weights in 8 and 4 bits, as bitsandbytes stores them in safetensors: where their bytes are, and their values.
+
+[Note: Coded weights]
+A coded matrix is several tensors of a file: its codes, and scales for rows or blocks of it. Both are read as they are, so 1 or
+about 0.53 bytes per element come from the drive and go to the device. There they are decoded into the dtype of compute.
+
+  * int8 (LLM.int8): an int8 code for each element, an fp32 scale for each row (`SCB`). An element is code · (scale / 127), as
+    in bitsandbytes' own forward of a training.
+  * 4 bits (NF4, FP4): an index of 4 bits into a table of 16 values for each element, the first of two in the high bits; a scale
+    for each block of 64 (or so) elements of the flattened matrix, whatever its rows are. An element is value · scale. The
+    scales may be coded again ("double quantisation"): 8 bits into a table of 256, an fp32 scale for each 256 of them, and an
+    offset for all.
+
+The formats: `QuantState.as_dict` and `int8_vectorwise_quant` in bitsandbytes/functional.py,
+https://huggingface.co/docs/bitsandbytes. Blocks are decoded by bitsandbytes. It is told that they are one long row: for a
+matrix whose rows are not whole blocks, bitsandbytes 0.50 on a CPU gives wrong values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.errors import CheckpointError, ConfigError
+from infinity.store.foreign import FileRange, StoredTensor
+
+_STATE = ".quant_state.bitsandbytes__"
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_AT_ONCE_NUMEL = 1 << 20
+"""Elements that are decoded at once: what stays in the cache of a core."""
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Rows:
+    """A matrix in int8 with a scale for each row."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
+        """What rows [first, first + count) take of the file: codes and scales."""
+        return self.codes.rows(first, count), self.scales.rows(first, count)
+
+    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+        """Set `out` (2-D, rows from `first` on) from the bytes of `ranges`, on any device."""
+        codes = parts[0].view(torch.int8).view(out.shape)
+        scales = parts[1].clone().view(_FLOATS[self.scales.dtype]).float().mul(1 / 127)[:, None]
+        step = max(1, _AT_ONCE_NUMEL // max(1, out.shape[1]))
+        for row in range(0, len(out), step):
+            torch.mul(codes[row : row + step], scales[row : row + step], out=out[row : row + step])
+
+
+@dataclass(frozen=True, eq=False)
+class FourBitBlocks:
+    """A matrix of 4-bit indices with a scale for each block of `block_numel` elements. `scale_table`, `scale_scales` (fp32, for
+    each `scales_at_once`) and `scale_offset`: of scales that are coded again."""
+
+    codes: StoredTensor
+    scales: StoredTensor
+    shape: tuple[int, ...]
+    kind: str
+    block_numel: int
+    table: torch.Tensor
+    scale_table: torch.Tensor | None = None
+    scale_scales: torch.Tensor | None = None
+    scales_at_once: int = 256
+    scale_offset: float = 0.0
+
+    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
+        """What rows [first, first + count) take of the file: whole blocks of codes, and their scales."""
+        begin, end = self._blocks(first, count)
+        elements = min(end * self.block_numel, math.prod(self.shape)) - begin * self.block_numel
+        codes, scales = self.codes, self.scales
+        itemsize = 1 if self.scale_table is not None else 4
+        return (
+            FileRange(codes.path, codes.offset + begin * self.block_numel // 2, max(0, -(-elements // 2))),
+            FileRange(scales.path, scales.offset + begin * itemsize, (end - begin) * itemsize),
+        )
+
+    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+        """Set `out` (2-D, rows from `first` on) from the bytes of `ranges`, on any device."""
+        begin, _ = self._blocks(first, len(out))
+        scales = self._scales(parts[1], begin)
+        skip = first * out.shape[1] - begin * self.block_numel  # elements of the first block that are of the row before
+        flat = out.view(-1)
+        step = _AT_ONCE_NUMEL // self.block_numel * self.block_numel
+        for at in range(0, skip + flat.numel(), step):
+            numel = min(step, 2 * parts[0].numel() - at)
+            blocks = slice(at // self.block_numel, -(-(at + numel) // self.block_numel))
+            values = self._values(parts[0][at // 2 : (at + numel) // 2], scales[blocks], numel, out.dtype)
+            low, high = max(at, skip), min(at + numel, skip + flat.numel())
+            flat[low - skip : high - skip].copy_(values[low - at : high - at])
+
+    def _blocks(self, first: int, count: int) -> tuple[int, int]:
+        """The blocks in which rows [first, first + count) are."""
+        row = math.prod(self.shape[1:])
+        begin = first * row // self.block_numel
+        return begin, -(-(first + count) * row // self.block_numel) if count else begin
+
+    def _scales(self, stored: torch.Tensor, begin: int) -> torch.Tensor:
+        if self.scale_table is None or self.scale_scales is None:
+            return stored.clone().view(torch.float32)
+        number = torch.arange(begin, begin + stored.numel(), device=stored.device) // self.scales_at_once
+        table, scales = self.scale_table.to(stored.device), self.scale_scales.to(stored.device)
+        return table[stored.long()] * scales[number] + self.scale_offset
+
+    def _values(self, codes: torch.Tensor, scales: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        functional = _bitsandbytes()
+        state = functional.QuantState(
+            absmax=scales.contiguous(),
+            shape=torch.Size([numel]),
+            code=self.table.to(codes.device),
+            blocksize=self.block_numel,
+            quant_type=self.kind,
+            dtype=dtype,
+        )
+        values: torch.Tensor = functional.dequantize_4bit(codes.reshape(-1, 1), state)
+        return values.view(-1)
+
+
+CodedMatrix = Int8Rows | FourBitBlocks
+
+
+def coded_matrix(name: str, where: Mapping[str, StoredTensor]) -> CodedMatrix | None:
+    """The parameter `name` of safetensors, if it is coded there. Raises CheckpointError where its parts don't fit together,
+    ConfigError without bitsandbytes, OSError."""
+    scales = where.get(f"{name.removesuffix('.weight')}.SCB")
+    try:
+        if scales is not None and name in where and where[name].dtype == "I8":
+            return _int8_rows(where[name], scales, where.get(f"{name.removesuffix('.weight')}.weight_format"))
+        for kind in ("nf4", "fp4"):
+            if (state := where.get(f"{name}{_STATE}{kind}")) is not None:
+                return _four_bit_blocks(name, where, json.loads(_load(state).numpy().tobytes()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where[name].path if name in where else name}: the parts of {name}, which is in 4 or 8 bits, don't fit together "
+            f"({error}): fetch or save it again"
+        ) from None
+    return None
+
+
+def coded_names(names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The coded parameters among the tensors of safetensors, which are there under their own names, and what else belongs to
+    them."""
+    coded, parts = set(), set()
+    for name in names:
+        if _STATE in name:
+            whole = name[: name.index(_STATE)]
+            coded.add(whole)
+            parts |= {
+                name,
+                *(f"{whole}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
+            }
+        elif name.endswith(".SCB"):
+            module = name.removesuffix(".SCB")
+            coded.add(f"{module}.weight")
+            parts |= {name, f"{module}.weight_format"}
+    return frozenset(coded), frozenset(parts)
+
+
+def _int8_rows(codes: StoredTensor, scales: StoredTensor, layout: StoredTensor | None) -> Int8Rows:
+    if layout is not None and int(_load(layout).sum()) != 0:
+        raise ValueError("its weight_format is not 0, which is rows")
+    if len(codes.shape) != 2 or math.prod(scales.shape) != codes.shape[0] or scales.dtype not in _FLOATS:
+        raise ValueError(f"codes of shape {codes.shape} with scales of shape {scales.shape} in {scales.dtype}")
+    if codes.nbytes != math.prod(codes.shape) or scales.nbytes != codes.shape[0] * _FLOATS[scales.dtype].itemsize:
+        raise ValueError("a tensor has more or fewer bytes than its shape says")
+    flat = StoredTensor(scales.path, scales.dtype, (codes.shape[0],), scales.offset, scales.nbytes)
+    return Int8Rows(codes, flat)
+
+
+def _four_bit_blocks(name: str, where: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> FourBitBlocks:
+    _bitsandbytes()
+    codes, scales = where[name], where[f"{name}.absmax"]
+    shape, block_numel = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
+    numel = math.prod(shape)
+    blocks = -(-numel // block_numel)
+    nested = f"{name}.nested_absmax" in where
+    if len(shape) != 2 or numel % 2 or block_numel % 2 or codes.nbytes != numel // 2:
+        raise ValueError(f"{codes.nbytes} bytes of codes for the shape {shape}")
+    if scales.nbytes != blocks * (1 if nested else 4):
+        raise ValueError(f"{scales.nbytes} bytes of scales for {blocks} blocks")
+    table = _load(where[f"{name}.quant_map"])
+    if not nested:
+        return FourBitBlocks(codes, scales, shape, str(state["quant_type"]), block_numel, table)
+    at_once = int(state["nested_blocksize"])
+    scale_scales = _load(where[f"{name}.nested_absmax"])
+    if scale_scales.numel() != -(-blocks // at_once):
+        raise ValueError(f"{scale_scales.numel()} scales of {blocks} scales")
+    return FourBitBlocks(
+        codes,
+        scales,
+        shape,
+        str(state["quant_type"]),
+        block_numel,
+        table,
+        _load(where[f"{name}.nested_quant_map"]),
+        scale_scales,
+        at_once,
+        float(state["nested_offset"]),
+    )
+
+
+def _load(stored: StoredTensor) -> torch.Tensor:
+    """A small tensor of a file (1-D): fp32, or bytes."""
+    with stored.path.open("rb") as file:
+        file.seek(stored.offset)
+        data = torch.frombuffer(bytearray(file.read(stored.nbytes)), dtype=torch.uint8)
+    return data.view(torch.float32) if stored.dtype == "F32" else data
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes.functional
+    except ImportError:
+        raise ConfigError(
+            "these weights are in 4 bits, which bitsandbytes decodes: pip install bitsandbytes, or take weights in 8 or 16 bits"
+        ) from None
+    return bitsandbytes.functional
