@@ -42,6 +42,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+UNITS_READ_AHEAD = 2
+"""Units for which `choose_to_stay` leaves room: one is read while the one before it waits for its use."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -109,3 +112,11 @@ def choose_evenly(unit_bytes: Sequence[int], bytes_max: int) -> list[int]:
             stay.append(place)
             stay_bytes += nbytes
     return stay
+
+
+def choose_to_stay(unit_bytes: Sequence[int], room_bytes: int) -> list[int]:
+    """The places of units that stay in `room_bytes` of memory (`choose_evenly`) where the others are read ahead in it, too: all
+    where all fit, else those that leave room for two more, as large as the largest."""
+    if not unit_bytes or sum(unit_bytes) <= room_bytes:
+        return [*range(len(unit_bytes))]
+    return choose_evenly(unit_bytes, max(0, room_bytes - UNITS_READ_AHEAD * max(unit_bytes)))

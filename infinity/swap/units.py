@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from infinity.schedule.pinned import look_ahead_room
-from infinity.schedule.residency import choose_evenly
+from infinity.schedule.residency import choose_to_stay
 from infinity.swap.chunk import Chunk
 from infinity.swap.group import PagedGroup
 from infinity.swap.options import PagingOptions
@@ -58,14 +58,10 @@ class Units:
         return self._groups + self._sub_groups + group.index
 
     def stay_in(self, cycle: Sequence[int]) -> frozenset[int]:
-        """The groups that stay staged from one evaluation like this to the next: see `choose_evenly`. The others need room to
-        be read ahead, too."""
+        """The groups that stay staged from one evaluation like this to the next: see `choose_to_stay`."""
         groups = [*dict.fromkeys(index for index in cycle if self.nbytes[index])]
-        if not groups:
-            return frozenset()
-        nbytes = [self.nbytes[index] for index in groups]
-        room = self.room_bytes if sum(nbytes) <= self.room_bytes else self.room_bytes - 2 * max(nbytes)
-        return frozenset(groups[place] for place in choose_evenly(nbytes, max(0, room)))
+        stay = choose_to_stay([self.nbytes[index] for index in groups], self.room_bytes)
+        return frozenset(groups[place] for place in stay)
 
     def limits(self, stay: Collection[int] = ()) -> tuple[Limit, Limit]:
         """Of the look-ahead where the units `stay` are held anyway: the room in the pool, and how far gathers may run ahead.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.plan.lower_bound import Part, candidates_of
-from infinity.schedule.residency import Candidate, choose_resident, moved_bytes
+from infinity.schedule.residency import UNITS_READ_AHEAD, Candidate, choose_resident, choose_to_stay, moved_bytes
 from infinity.schedule.scheme import Scheme
 
 # A byte of memory holds one of these: nothing worth mentioning, what the arena holds, what the arena doesn't hold, or nothing
@@ -224,3 +224,12 @@ def test_the_planner_s_candidates_are_the_sums_of_the_design(numel: int, micro_b
     assert candidates_of(part, Scheme("full", "step")) == full
     split = Candidate(2 * numel, 1, 2 * micro_batches, 1), Candidate(10 * numel, 1, 1, 1)
     assert candidates_of(part, Scheme("split", "forward")) == split
+
+
+@given(sizes=st.lists(st.integers(1, 50), max_size=20), room=st.integers(0, 600))
+def test_what_stays_leaves_room_for_reading_ahead_unless_all_stays(sizes: list[int], room: int) -> None:
+    stay = choose_to_stay(sizes, room)
+    if sum(sizes) <= room:
+        assert stay == [*range(len(sizes))]
+    else:
+        assert sum(sizes[place] for place in stay) <= max(0, room - UNITS_READ_AHEAD * max(sizes))
