@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     import infinity
     from infinity.cli.plain_torch import PlainStep
     from infinity.drive.measure import DriveTest, Workload
-    from infinity.plan.estimate import Work
     from infinity.plan.machine import Machine
     from infinity.plan.transformer import Transformer as Shape
+    from infinity.plan.work import Work
     from infinity.schedule.timeline import TraceSummary
 
 POOL_BYTES_MIN = 2 * ACCESS_BYTES
@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     from infinity.cli.plain_torch import plain_torch
     from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import make_training, shape_for
-    from infinity.plan.estimate import Work
+    from infinity.plan.work import Work
     from infinity.store.run_folder import make_writable
 
     shape = shape_for(options.params, seq=options.seq)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from torch import nn
 
 from infinity.fsdp2.wrap import modules_to_wrap
-from infinity.plan.estimate import DEFAULT_SCHEME, GATHERED_GROUPS, Memory, states_of
+from infinity.plan.estimate import GATHERED_GROUPS, Memory, states_of
 from infinity.plan.strategy import STRATEGIES, Strategy
+from infinity.plan.work import DEFAULT_SCHEME
 from infinity.schedule.pinned import SUB_GROUP_NUMEL_DEFAULT, comfortable_bytes, gather_bytes
 from infinity.schedule.scheme import COMPUTE_BYTES
 from infinity.units import GIB, format_count

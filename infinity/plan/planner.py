@@ -13,7 +13,6 @@ from infinity.errors import BudgetError
 from infinity.plan.estimate import (
     Memory,
     Pipeline,
-    Work,
     bytes_of_step,
     host_cache_of,
     memory_of,
@@ -29,6 +28,7 @@ from infinity.plan.program import step_of
 from infinity.plan.resources import Resources, Simulated
 from infinity.plan.simulator import simulate
 from infinity.plan.strategy import STRATEGIES, Strategy
+from infinity.plan.work import Work
 from infinity.schedule.spilling import BUFFER_SHARES
 from infinity.schedule.timeline import Interval, total, united
 from infinity.units import format_bytes
@@ -213,11 +213,12 @@ def _place(
     return pipeline, cache, memory, _why_not(work, machine, strategy, pipeline, memory)
 
 
-def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, memory: Memory) -> list[str]:
+def why_memory_lacks(memory: Memory, machine: Machine, *, drive_room_bytes: float) -> list[str]:
+    """A sentence for each tier that has less than `memory` of every rank of a node; of the drives so much can be used."""
     ranks = machine.ranks_per_node
     tiers = [
         ("host memory", memory.host_bytes * ranks, USABLE * machine.host_bytes, "a node"),
-        ("NVMe", memory.nvme_bytes * ranks, machine.drive_room_bytes, "a node"),
+        ("NVMe", memory.nvme_bytes * ranks, drive_room_bytes, "a node"),
     ]
     if not machine.device_is_host:
         tiers.insert(0, ("GPU memory", memory.device_bytes, USABLE * machine.device_bytes, "a GPU"))
@@ -225,6 +226,11 @@ def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipelin
     for tier, need, have, where in tiers:
         if need > have:
             reasons.append(f"{tier}: {format_bytes(need)} needed of the {format_bytes(have)} that {where} can give")
+    return reasons
+
+
+def _why_not(work: Work, machine: Machine, strategy: Strategy, pipeline: Pipeline, memory: Memory) -> list[str]:
+    reasons = why_memory_lacks(memory, machine, drive_room_bytes=machine.drive_room_bytes)
     if work.durable and strategy.optimizer != "nvme":
         reasons.append("durability: masters and optimizer state must rest on NVMe, where they are committed")
     if strategy.uses_nvme and machine.drive is None:

@@ -7,11 +7,12 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from infinity.plan.estimate import Pipeline, Work, updated_in_backward
+from infinity.plan.estimate import Pipeline, updated_in_backward
 from infinity.plan.host_cache import HostCache
 from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.plan.strategy import Strategy
+from infinity.plan.work import Work
 from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
 from infinity.schedule.spilling import BUFFER_SHARES, GRADIENT_BYTES, IN_HAND_SHARES
 
@@ -81,6 +82,7 @@ class _ProgramOfRank:
     ) -> None:
         self._work, self._machine, self._strategy, self._discards = work, machine, strategy, discards
         self._numels, self._shards = work.group_numels, work.group_shards
+        self._active_numels = work.group_active_numels
         self._root = len(self._numels) - 1
         compute, other = strategy.stored_bytes(work.scheme)
         self._compute_bytes = [
@@ -209,7 +211,7 @@ class _ProgramOfRank:
                 read_bytes=0 if gathered or made else self._compute_bytes[group],
                 compute_bytes=itemsize * shard if from_host and not gathered and not machine.device_is_host else 0,
                 gather_seconds=0.0 if gathered else machine.gather_seconds(COMPUTE_BYTES * numel),
-                compute_seconds=flops_per_numel * numel / machine.flops_per_s
+                compute_seconds=flops_per_numel * self._active_numels[group] / machine.flops_per_s
                 + work.micro_batches_at_once * machine.group_seconds,
                 reduce_seconds=work.micro_batches_at_once * machine.gather_seconds(GRADIENT_BYTES * numel)
                 if backward

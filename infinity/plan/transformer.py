@@ -11,6 +11,43 @@ BLOCK_FACTOR = 12
 """Parameters of a block over hidden size squared: 4 of attention, 8 of the feed-forward (section 3)."""
 
 
+LINEAR_FACTOR = 18
+"""Inputs and outputs of the linear layers of such a block over hidden size: 4 times 2 of attention, 2 times 5 of the
+feed-forward."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a mixture: feed-forwards of which each token passes through a few. Shared ones, through which all
+    tokens pass, are a part of the block like attention.
+
+    Attributes:
+        count: of a block that has them.
+        per_token: how many a token passes through in such a block.
+        numel: parameters of one.
+        linear_width: inputs and outputs of its linear layers.
+        blocks: the numbers of the blocks that have them.
+        dense_block_numel, dense_linear_width: of a block that has none.
+    """
+
+    count: int
+    per_token: int
+    numel: int
+    linear_width: int
+    blocks: tuple[int, ...]
+    dense_block_numel: int = 0
+    dense_linear_width: int = 0
+
+    def distinct(self, tokens: int) -> float:
+        """How many of a block's E experts T tokens pass through, expected: E · (1 − (1 − k / E)^T), where each token takes k
+        different ones, all equally likely, whatever the others take."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+
+    def distinct_max(self, tokens: int) -> int:
+        """The same at most."""
+        return min(self.count, self.per_token * tokens)
+
+
 @dataclass(frozen=True)
 class Transformer:
     """The shape of a model.
@@ -21,8 +58,11 @@ class Transformer:
         heads: of attention.
         seq: tokens of a sample.
         vocab: tokens there are.
-        block_numel: parameters of a block.
+        block_numel: parameters of a block; of one that has experts, where there are such.
         root_numel: parameters outside of the blocks: embeddings, the head, the last norm.
+        linear_width: inputs and outputs of a block's linear layers, of one that has experts again; a GPT's where None.
+        cache_width: numbers that generation keeps of a token in a block, its keys and values; 2 · hidden where None.
+        experts: of a mixture of experts; None for a dense model.
     """
 
     layers: int
@@ -32,16 +72,68 @@ class Transformer:
     vocab: int
     block_numel: int
     root_numel: int
+    linear_width: int | None = None
+    cache_width: int | None = None
+    experts: Experts | None = None
+
+    @property
+    def block_numels(self) -> list[int]:
+        """Parameters of each block."""
+        if self.experts is None:
+            return [self.block_numel] * self.layers
+        numels = [self.experts.dense_block_numel] * self.layers
+        for number in self.experts.blocks:
+            numels[number] = self.block_numel
+        return numels
+
+    @property
+    def expert_numels(self) -> list[int]:
+        """Those of each block that are in routed experts."""
+        numels = [0] * self.layers
+        if self.experts is not None:
+            for number in self.experts.blocks:
+                numels[number] = self.experts.count * self.experts.numel
+        return numels
 
     @property
     def numel(self) -> int:
         """Parameters of the whole model."""
-        return self.layers * self.block_numel + self.root_numel
+        return sum(self.block_numels) + self.root_numel
+
+    @property
+    def active_numel(self) -> int:
+        """Those that a token passes through: all but the experts that it isn't routed to."""
+        if self.experts is None:
+            return self.numel
+        idle = self.experts.count - self.experts.per_token
+        return self.numel - len(self.experts.blocks) * idle * self.experts.numel
+
+    def adapter_numel(self, rank: int) -> int:
+        """Parameters of LoRA's adapters of this rank on all linear layers of the blocks, those of every expert and the router
+        among them: rank · (inputs + outputs) of each layer (Hu et al., arXiv:2106.09685, section 4.1)."""
+        width = LINEAR_FACTOR * self.hidden if self.linear_width is None else self.linear_width
+        if self.experts is None:
+            return rank * self.layers * width
+        sparse = len(self.experts.blocks)
+        return rank * (sparse * width + (self.layers - sparse) * self.experts.dense_linear_width)
+
+    def active_adapter_numel(self, rank: int) -> int:
+        """Those that a token passes through."""
+        numel = self.adapter_numel(rank)
+        if self.experts is None:
+            return numel
+        idle = self.experts.count - self.experts.per_token
+        return numel - rank * len(self.experts.blocks) * idle * self.experts.linear_width
+
+    def cache_bytes(self, samples: int) -> int:
+        """Keys and values of all tokens of so many samples, in 16 bits."""
+        width = 2 * self.hidden if self.cache_width is None else self.cache_width
+        return 2 * samples * self.seq * self.layers * width
 
     def flops(self, samples: int, *, checkpointing: bool) -> float:
-        """Floating-point operations of a forward and a backward: 2 and 4 per token and parameter, and 2 more where the
+        """Floating-point operations of a forward and a backward: 2 and 4 per token and active parameter, and 2 more where the
         forward is computed again, which makes 8 · bsz · seq · P (section 4.1)."""
-        return (8 if checkpointing else 6) * samples * self.seq * self.numel
+        return (8 if checkpointing else 6) * samples * self.seq * self.active_numel
 
     def checkpoint_bytes(self, samples: int) -> int:
         """Activations kept from forward to backward: 2 · bsz · seq · hd · nl bytes (section 3, a checkpoint per block)."""

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
 from infinity.plan.estimate import (
-    Work,
     bytes_of_step,
     host_cache_of,
     memory_of,
@@ -28,6 +27,7 @@ from infinity.plan.resources import Resources
 from infinity.plan.simulator import simulate
 from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.transformer import transformer_of
+from infinity.plan.work import Work
 from infinity.schedule import pinned
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.timeline import Interval

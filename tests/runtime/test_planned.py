@@ -11,12 +11,13 @@ from quiet import come_to_rest
 from torch import nn
 
 import infinity
-from infinity.plan.estimate import Work, memory_of, pipeline_of
+from infinity.plan.estimate import memory_of, pipeline_of
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
 from infinity.plan.planner import plan_step
 from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.transformer import Transformer
+from infinity.plan.work import Work
 from infinity.schedule.scheme import Scheme, Update
 from infinity.units import MIB
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from infinity.plan.estimate import Work
 from infinity.plan.machine import Machine
 from infinity.plan.planner import plans_for
 from infinity.plan.transformer import transformer_of
+from infinity.plan.work import Work
 
 _SIZES = tuple(step * 10**power for power in range(7, 13) for step in (1, 2, 5))
 _AROUND = 30

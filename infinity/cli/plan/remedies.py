@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import NamedTuple
 
-from infinity.plan.estimate import Work
 from infinity.plan.lower_bound import DriveSpeed
 from infinity.plan.machine import Machine
 from infinity.plan.planner import some_strategy_fits
+from infinity.plan.work import Work
 
 SEQ_MIN = 128
 """Shorter samples are no advice."""

@@ -1,0 +1,203 @@
+"""Floor 17. The shape of a Hugging Face decoder, from its config.json alone: a dense one, or a mixture of experts of a family
+that is known here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infinity.errors import ConfigError
+from infinity.plan.transformer import Experts, Transformer
+
+SEQ_DEFAULT = 2048
+
+_GATED = {"silu", "swish", "swiglu", "geglu", "gelu_pytorch_tanh_gated"}
+_GATED_TYPES = {"gemma", "gemma2", "gemma3_text"}
+_BIASED_TYPES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "bert", "roberta"}
+_QKV_BIASED_TYPES = {"qwen2", "qwen2_moe"}
+_HEAD_NORM_TYPES = {"qwen3", "qwen3_moe"}
+_LATENT_TYPES = {"deepseek_v2", "deepseek_v3"}
+"""Whose keys and values are projected from a narrow latent."""
+
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+
+def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
+    """The decoder that a config.json describes, for samples of `seq` tokens; of 2048, or as many as it takes, where None.
+
+    Raises ConfigError with the file and what is wrong or missing in it, and for a mixture of experts of an unknown family.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}: name the config.json of a model") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no JSON object: name the config.json of a model")
+    if isinstance(values.get("text_config"), dict):
+        values = {**values, **values["text_config"]}
+    return _Reader(path, values).transformer(seq)
+
+
+class _Part(NamedTuple):
+    """A part of a block: its parameters, and the inputs and outputs of its linear layers."""
+
+    numel: int
+    linear_width: int
+
+    def plus(self, other: _Part) -> _Part:
+        return _Part(self.numel + other.numel, self.linear_width + other.linear_width)
+
+    def times(self, count: int) -> _Part:
+        return _Part(count * self.numel, count * self.linear_width)
+
+
+_NOTHING = _Part(0, 0)
+
+
+def _linear(inputs: int, outputs: int) -> _Part:
+    return _Part(inputs * outputs, inputs + outputs)
+
+
+class _Reader:
+    """The values of one config.json under the names that different models give them."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self._path = path
+        self._values = values
+        self._type = str(values.get("model_type", ""))
+        self._biased = self._type in _BIASED_TYPES
+        """Whether it is of the older kind: biases everywhere, learned positions."""
+        self._layers = self._number("num_hidden_layers", "n_layer", "num_layers")
+        self._hidden = self._number("hidden_size", "n_embd", "d_model")
+        self._heads = self._number("num_attention_heads", "n_head", "num_heads")
+
+    def transformer(self, seq: int | None) -> Transformer:
+        vocab = self._number("vocab_size")
+        positions = self._number("max_position_embeddings", "n_positions", "n_ctx", default=0)
+        attention = self._latent_attention() if self._type in _LATENT_TYPES else self._attention()
+        dense = attention.plus(self._feed_forward(self._inner()))
+        sparse, experts = self._mixture(attention, dense)
+        return Transformer(
+            self._layers,
+            self._hidden,
+            self._heads,
+            seq or min(SEQ_DEFAULT, positions or SEQ_DEFAULT),
+            vocab,
+            sparse.numel,
+            self._root_numel(vocab, positions),
+            sparse.linear_width,
+            self._cache_width(),
+            experts,
+        )
+
+    def _mixture(self, attention: _Part, dense: _Part) -> tuple[_Part, Experts | None]:
+        """A block that has experts, and the experts; of a dense model its block alone."""
+        count = self._number(*_EXPERT_KEYS, default=0)
+        if count <= 1:
+            return dense, None
+        if self._type not in _EXPERT_TYPES:
+            raise ConfigError(
+                f"{self._path}: a mixture of experts is not planned for where model_type is {self._type!r}, but for "
+                f"{', '.join(_EXPERT_TYPES)}: give --params of its dense part"
+            )
+        blocks = tuple(number for number in range(self._layers) if self._is_sparse(number))
+        if not blocks:
+            return dense, None
+        per_token = self._number("num_experts_per_tok")
+        if per_token > count:
+            raise ConfigError(f"{self._path}: num_experts_per_tok: got {per_token}, and there are {count} experts")
+        expert = self._feed_forward(self._expert_inner())
+        router = _linear(self._hidden, count)
+        sparse = attention.plus(router).plus(self._shared_expert()).plus(expert.times(count))
+        return sparse, Experts(
+            count, per_token, expert.numel, expert.linear_width, blocks, dense.numel, dense.linear_width
+        )
+
+    def _is_sparse(self, number: int) -> bool:
+        """Whether this block has experts."""
+        if self._type in _LATENT_TYPES:
+            every = self._number("moe_layer_freq", default=1) or 1
+            return number >= self._number("first_k_dense_replace", default=0) and number % every == 0
+        dense = self._values.get("mlp_only_layers") or []
+        return number not in dense and (number + 1) % (self._number("decoder_sparse_step", default=1) or 1) == 0
+
+    def _expert_inner(self) -> int:
+        return self._number("intermediate_size" if self._type == "mixtral" else "moe_intermediate_size")
+
+    def _shared_expert(self) -> _Part:
+        """That of all tokens, and the gate before it."""
+        if self._type in _LATENT_TYPES:
+            inner = self._expert_inner() * self._number("n_shared_experts", default=0)
+            return self._feed_forward(inner) if inner else _NOTHING
+        inner = self._number("shared_expert_intermediate_size", default=0) if self._type == "qwen2_moe" else 0
+        return self._feed_forward(inner).plus(_linear(self._hidden, 1)) if inner else _NOTHING
+
+    def _inner(self) -> int:
+        return self._number("intermediate_size", "n_inner", "ffn_dim", default=4 * self._hidden)
+
+    def _feed_forward(self, inner: int) -> _Part:
+        gated = self._values.get("hidden_act") in _GATED or self._type in _GATED_TYPES
+        return _linear(self._hidden, inner).times(3 if gated else 2)
+
+    def _width(self) -> int:
+        """Of a head."""
+        return self._number("head_dim", default=0) or self._hidden // self._heads
+
+    def _keys(self) -> int:
+        """Heads of keys, and of values."""
+        return self._number("num_key_value_heads", default=self._heads)
+
+    def _attention(self) -> _Part:
+        """With the norms and biases of the block."""
+        hidden, queries, keys = self._hidden, self._heads * self._width(), self._keys() * self._width()
+        linear = _linear(hidden, queries).times(2).plus(_linear(hidden, keys).times(2))
+        others = 2 * hidden
+        if self._biased or self._type in _QKV_BIASED_TYPES:
+            others += queries + 2 * keys
+        if self._biased:
+            others += 4 * hidden + self._inner()
+        if self._type in _HEAD_NORM_TYPES:
+            others += 2 * self._width()
+        return linear.plus(_Part(others, 0))
+
+    def _latent_attention(self) -> _Part:
+        """Of DeepSeek: queries, if `q_lora_rank` says so, and keys and values pass through something narrow that is normed."""
+        hidden, heads, rotary = self._hidden, self._heads, self._number("qk_rope_head_dim")
+        plain, values = self._number("qk_nope_head_dim"), self._number("v_head_dim")
+        narrow, latent = self._number("q_lora_rank", default=0), self._number("kv_lora_rank")
+        queries = _linear(narrow or hidden, heads * (plain + rotary))
+        if narrow:
+            queries = queries.plus(_linear(hidden, narrow)).plus(_Part(narrow, 0))
+        keys = _linear(hidden, latent + rotary).plus(_linear(latent, heads * (plain + values)))
+        return queries.plus(keys).plus(_linear(heads * values, hidden)).plus(_Part(2 * hidden + latent, 0))
+
+    def _cache_width(self) -> int:
+        """Keys and values of a token in a block, as transformers keeps them."""
+        if self._type in _LATENT_TYPES:
+            of_head = self._number("qk_rope_head_dim") + self._number("qk_nope_head_dim") + self._number("v_head_dim")
+            return self._heads * of_head
+        return 2 * self._keys() * self._width()
+
+    def _root_numel(self, vocab: int, positions: int) -> int:
+        hidden = self._hidden
+        tied = self._values.get("tie_word_embeddings", self._biased or self._type.startswith("gemma"))
+        numel = vocab * hidden * (1 if tied else 2) + hidden
+        return numel + (positions * hidden + hidden if self._biased else 0)
+
+    def _number(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self._values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{self._path}: {name}: got {value!r}, expected a count")
+            if value or default is not None:
+                return value
+            raise ConfigError(f"{self._path}: {name}: got 0, expected at least 1")
+        if default is None:
+            raise ConfigError(f"{self._path}: {' or '.join(names)} is missing: is it the config.json of a transformer?")
+        return default

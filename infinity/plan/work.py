@@ -1,0 +1,191 @@
+"""Floor 7. What one rank does in a step: the model, its samples, and how they pass through its groups. Nothing of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.plan.strategy import Strategy
+from infinity.plan.transformer import Transformer
+from infinity.schedule.scheme import Schedule, Scheme, passes_of
+from infinity.schedule.spilling import (
+    BUFFER_BYTES_DEFAULT,
+    BUFFER_SHARES,
+    bytes_on_drive,
+    gradient_itemsize,
+    groups_that_spill,
+)
+from infinity.schedule.update_timing import is_left_to_forward
+from infinity.units import align_up
+
+DEFAULT_SCHEME = Scheme()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in a step.
+
+    Attributes:
+        model: the whole model.
+        ranks: over which it is sharded.
+        samples: of one micro-batch of one rank.
+        micro_batches: per step.
+        schedule: in which order they pass through the groups.
+        checkpointing: whether activations are kept at the blocks' borders only, and computed again.
+        groups_per_block: into how many groups of its own the parts of a block are wrapped.
+        clipping: whether the norm of all gradients is taken, and they are scaled by it.
+        scheme: of state on NVMe.
+        gradient_bytes_max: host memory in which gradients wait for their update; the others wait on NVMe. None: all fit.
+        activations: where saved activations wait for their backward: "none" (the device), "cpu" or "nvme", as in
+            infinity.offload_activations.
+        activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
+        durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
+        unasked: whether nobody wished for speculative updates. They are planned where they have an effect, make no step longer,
+            and leave as much space free as their second slots take; else updates are in the forward.
+    """
+
+    model: Transformer
+    ranks: int = 1
+    samples: int = 1
+    micro_batches: int = 1
+    schedule: Schedule = "horizontal"
+    checkpointing: bool = True
+    groups_per_block: int = 1
+    clipping: bool = True
+    scheme: Scheme = DEFAULT_SCHEME
+    gradient_bytes_max: int | None = None
+    activations: str = "none"
+    activation_buffer_bytes_max: int | None = None
+    durable: bool = False
+    unasked: bool = False
+
+    @property
+    def shard_numel(self) -> int:
+        """Parameters of one rank."""
+        return -(-self.model.numel // self.ranks)
+
+    @property
+    def passes(self) -> int:
+        """Forwards of a step, each with as many micro-batches at once as there are left."""
+        return passes_of(self.schedule, self.micro_batches)
+
+    @property
+    def micro_batches_at_once(self) -> int:
+        return self.micro_batches // self.passes
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples of one rank that pass through a group before it is released."""
+        return self.samples * self.micro_batches_at_once
+
+    @property
+    def group_numels(self) -> list[int]:
+        """Parameters of each group in the order of the forward, the root last."""
+        return [*self._by_group(self.model.block_numels), self.model.root_numel]
+
+    @property
+    def group_expert_numels(self) -> list[int]:
+        """Those of each group that are in routed experts, spread evenly over the groups of a block."""
+        return [*self._by_group(self.model.expert_numels), 0]
+
+    @property
+    def group_active_numels(self) -> list[int]:
+        """Those of each group that a token passes through."""
+        experts = self.model.experts
+        if experts is None:
+            return self.group_numels
+        idle = experts.count - experts.per_token
+        both = zip(self.group_numels, self.group_expert_numels, strict=True)
+        return [numel - of_experts * idle // experts.count for numel, of_experts in both]
+
+    def _by_group(self, of_blocks: Sequence[int]) -> list[int]:
+        parts = self.groups_per_block
+        evens = [of_block // parts for of_block in of_blocks]
+        return [
+            part
+            for even, of_block in zip(evens, of_blocks, strict=True)
+            for part in (*[even] * (parts - 1), of_block - even * (parts - 1))
+        ]
+
+    @property
+    def group_shards(self) -> list[int]:
+        """This rank's part of each."""
+        return [-(-numel // self.ranks) for numel in self.group_numels]
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of a gradient that waits for the update of a group on NVMe."""
+        return gradient_itemsize(
+            ranks=self.ranks, micro_batches=self.micro_batches, reduced_in_16_bits=False, computed_in_16_bits=True
+        )
+
+    def left_to_forward(self, strategy: Strategy) -> list[bool]:
+        """By group: whether it is updated before its next forward where others are updated in the backward."""
+        balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
+        blocks = range(1, len(self.group_numels))  # as the engine numbers them: the root is 0
+        return [balanced and is_left_to_forward(number) for number in (*blocks, 0)]
+
+    def gradients_that_wait(self, strategy: Strategy) -> int:
+        """Elements of gradients that are kept until the step."""
+        if strategy.all_gradients_wait(self.scheme):
+            return self.shard_numel
+        return sum(shard for shard, left in zip(self.group_shards, self.left_to_forward(strategy), strict=True) if left)
+
+    def gradients_that_spill(self, strategy: Strategy) -> list[int]:
+        """By group: bytes of gradients that wait on NVMe."""
+        shards = self.group_shards
+        if strategy.parameters != "nvme" or not strategy.all_gradients_wait(self.scheme):
+            return [0] * len(shards)
+        nbytes = [self.gradient_itemsize * shard for shard in shards]
+        order = [len(shards) - 1, *range(len(shards) - 1)]  # the root is gathered first
+        spilled = {order[i] for i in groups_that_spill([nbytes[group] for group in order], self.gradient_bytes_max)}
+        return [waiting if group in spilled else 0 for group, waiting in enumerate(nbytes)]
+
+    @property
+    def saved_bytes(self) -> list[int]:
+        """By group: what a pass saves for the backward, the logits aside."""
+        of_block = self.model.saved_bytes(self.samples_at_once, checkpointing=self.checkpointing)
+        return [of_block // self.groups_per_block] * (len(self.group_numels) - 1) + [0]
+
+    @property
+    def saved_tensor_bytes(self) -> int:
+        """The largest tensor of it."""
+        return self.model.saved_tensor_bytes(self.samples, checkpointing=self.checkpointing)
+
+    @property
+    def activation_buffer_bytes(self) -> int:
+        """Pinned memory through which saved activations pass to NVMe."""
+        if self.activations != "nvme":
+            return 0
+        least = max(BUFFER_BYTES_DEFAULT, align_up(BUFFER_SHARES * self.saved_tensor_bytes))
+        return least if self.activation_buffer_bytes_max is None else self.activation_buffer_bytes_max
+
+    @property
+    def saved_on_drive(self) -> list[int]:
+        """By group: what a pass writes to the drive of it and reads again; the rest stays in the buffer."""
+        tensor = self.saved_tensor_bytes
+        cut = [
+            (group, min(tensor, nbytes - at))
+            for group, nbytes in enumerate(self.saved_bytes)
+            for at in range(0, nbytes, tensor)
+        ]
+        on_drive = [0] * len(self.saved_bytes)
+        if self.activations == "nvme":
+            moved = bytes_on_drive([nbytes for _, nbytes in cut], self.activation_buffer_bytes)
+            for (group, _), nbytes in zip(cut, moved, strict=True):
+                on_drive[group] += nbytes
+        return on_drive
+
+    def moves_activations(self, *, device_is_host: bool) -> bool:
+        """Whether saved activations leave the device: host memory is no other place where the CPU is the device."""
+        return self.activations == "nvme" or (self.activations == "cpu" and not device_is_host)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        return self.ranks * self.samples * self.micro_batches * self.model.seq
+
+    @property
+    def flops(self) -> float:
+        """Of a step on one rank."""
+        return self.passes * self.model.flops(self.samples_at_once, checkpointing=self.checkpointing)
