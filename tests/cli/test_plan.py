@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from infinity.cli import bench
+from infinity.cli.plan.hf_config import read_hf_config
 from infinity.cli.plan.machines import PRESETS
-from infinity.cli.plan.model import read_hf_config
 from infinity.config import AdamConfig, load_config
 from infinity.drive.profile import DriveProfile, save_profile
 from infinity.errors import ConfigError
@@ -461,6 +461,14 @@ def test_models_of_hugging_face_have_the_parameters_they_have(
         (json.dumps(LLAMA_2_7B | {"hidden_size": "wide"}), "hidden_size: got 'wide', expected a count"),
         (json.dumps(LLAMA_2_7B | {"hidden_size": 0}), "hidden_size: got 0, expected at least 1"),
         (json.dumps(LLAMA_2_7B | {"num_local_experts": 8}), "a mixture of experts is not planned for"),
+        (
+            json.dumps(LLAMA_2_7B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}),
+            "num_experts_per_tok: got 9, and there are 8 experts",
+        ),
+        (
+            json.dumps(LLAMA_2_7B | {"model_type": "mixtral", "num_local_experts": 8}),
+            "num_experts_per_tok is missing",
+        ),
     ],
 )
 def test_a_config_that_describes_no_such_model_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -470,6 +478,186 @@ def test_a_config_that_describes_no_such_model_is_refused(tmp_path: Path, text: 
         read_hf_config(file, seq=None)
     assert said in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+# Mixtures of experts, by what their publishers and transformers say of them
+
+MIXTRAL_8X7B = LLAMA_2_7B | {
+    "model_type": "mixtral",
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+}
+QWEN_3_30B_A3B = LLAMA_2_7B | {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+}
+QWEN_1_5_A2_7B = QWEN_3_30B_A3B | {
+    "model_type": "qwen2_moe",
+    "head_dim": None,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+}
+DEEPSEEK_V3 = LLAMA_2_7B | {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def written(folder: Path, values: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder / "config.json"
+
+
+@pytest.mark.parametrize(
+    ("values", "numel", "active", "blocks"),
+    [
+        (MIXTRAL_8X7B, 46_702_792_704, 12.9e9, 32),
+        (QWEN_3_30B_A3B, 30_532_122_624, 3.3e9, 48),
+        (QWEN_1_5_A2_7B, 14_315_784_192, 2.7e9, 24),
+        (DEEPSEEK_V3, 671_026_404_352, 37e9, 58),
+    ],
+)
+def test_mixtures_of_experts_have_the_parameters_they_have(
+    tmp_path: Path, values: dict[str, Any], numel: int, active: float, blocks: int
+) -> None:
+    model = read_hf_config(written(tmp_path, values), seq=None)
+    assert model.numel == numel
+    assert model.active_numel == pytest.approx(active, rel=0.02)
+    assert model.experts is not None and len(model.experts.blocks) == blocks
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks"),
+    [
+        ({"decoder_sparse_step": 2}, tuple(range(1, 48, 2))),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 5]}, (3, *range(7, 48, 2))),
+        ({"mlp_only_layers": [*range(1, 48)]}, (0,)),
+        ({"mlp_only_layers": [*range(48)]}, None),
+    ],
+)
+def test_blocks_without_experts_are_dense(
+    tmp_path: Path, changes: dict[str, Any], blocks: tuple[int, ...] | None
+) -> None:
+    model = read_hf_config(written(tmp_path, QWEN_3_30B_A3B | changes), seq=None)
+    assert (model.experts and model.experts.blocks) == blocks
+    dense = read_hf_config(written(tmp_path, QWEN_3_30B_A3B | {"num_experts": 0, "model_type": "qwen3"}), seq=None)
+    sparse = read_hf_config(written(tmp_path, QWEN_3_30B_A3B), seq=None)
+    count = len(blocks or ())
+    assert model.numel == dense.numel + count * (sparse.numel - dense.numel) // 48
+
+
+def test_a_mixture_moves_all_parameters_and_computes_with_active_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--hf-config", str(written(tmp_path, MIXTRAL_8X7B)), "--preset", "dgx-h100", "--cache", "0"]
+    found = planned(capsys, *asked)
+    assert (found["model"]["params"], found["model"]["active_params"]) == (46_702_792_704, 12_879_925_248)
+    assert found["model"]["experts"] == {"count": 8, "per_token": 2, "blocks": 32}
+    last = found["strategies"][-1]
+    assert 8 * last["plain_read_bytes_per_rank"] == pytest.approx(14 * 46_702_792_704, rel=1e-6)
+    in_memory = found["strategies"][2]
+    assert in_memory["lower_bound_seconds"] == pytest.approx(8 * 2048 * 12_879_925_248 / (0.4 * 989e12))
+    plan(*asked)
+    out = capsys.readouterr().out
+    assert "46.7B parameters, 12.9B of them active (2 of 8 experts in 32 blocks)" in out
+    assert "experts read" in out and "routed" in out
+
+
+# Work on frozen weights
+
+
+def test_frozen_weights_in_files_have_rows_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "8B", "--preset", "rtx4090-gen4"]
+    found = planned(capsys, *asked, "--lora", "8")
+    lora, generation = found["frozen"]
+    assert (lora["name"], lora["per"], generation["name"], generation["per"]) == (
+        "LoRA on files",
+        "step",
+        "generation from files",
+        "round",
+    )
+    assert lora["fits"] and generation["fits"] and lora["experts_read"] is None
+    assert lora["written_bytes_per_rank"] == generation["written_bytes_per_rank"] == 0
+    assert lora["read_bytes_per_rank"] == generation["read_bytes_per_rank"] == 0  # all of it stays in 64 GB
+    assert lora["start_seconds"] == pytest.approx(5 + 16e9 / 7e9)
+    assert generation["seconds"] == pytest.approx(16e9 / 25e9)
+    assert planned(capsys, *asked)["frozen"][0]["trained_params"] == 2 * lora["trained_params"]
+    assert found["lora_rank"] == 8
+    plan(*asked)
+    out = capsys.readouterr().out
+    section = out[out.index("On frozen weights in their files") : out.index("choose:")]
+    for said in ("LoRA on files", "generation from files", "writes", "none", "adapters: rank 16", "wear: none"):
+        assert said in section
+
+
+def test_less_pinned_memory_is_more_to_read(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "8B", "--preset", "rtx4090-gen4"]
+    rooms = [["--cache", "0"], ["--pinned", "8GiB"], ["--pinned", "12GiB"], []]
+    found = [planned(capsys, *asked, *room)["frozen"] for room in rooms]
+    for number in (0, 1):
+        reads = [of_room[number]["read_bytes_per_rank"] for of_room in found]
+        assert reads == sorted(reads, reverse=True) and len({*reads}) == 4
+    assert [of_room[0]["pinned_bytes"] for of_room in found[1:3]] == [8 << 30, 12 << 30]
+
+
+def test_work_on_files_changes_neither_the_choice_nor_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--params", "30B", "--preset", "rtx4090-gen4"]
+    found = planned(capsys, *arguments)
+    assert found["chosen"] is None
+    assert plan(*arguments) == 1
+    assert all(each["fits"] for each in found["frozen"])
+
+
+def test_work_on_files_needs_a_drive(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, "--params", "1B", *FIGURES)
+    for each in found["frozen"]:
+        assert each["reasons"] == ["NVMe: the machine has no drive"]
+        assert each["seconds"] is each["start_seconds"] is None
+    assert plan("--params", "1B", *FIGURES) == 0
+    assert "LoRA on files: does not fit, NVMe: the machine has no drive" in capsys.readouterr().out
+
+
+def test_a_mixture_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    asked = ["--hf-config", str(written(tmp_path, MIXTRAL_8X7B)), "--preset", "laptop"]
+    assert plan(*asked, "--plot", str(tmp_path / "plan.png")) == 2
+    assert "--plot draws dense models" in capsys.readouterr().err
 
 
 # This machine
@@ -519,8 +707,8 @@ def test_processes_on_a_cpu_share_its_cores(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_plans_do_not_depend_on_what_was_planned_before() -> None:
-    from infinity.plan.estimate import Work
     from infinity.plan.transformer import transformer_of
+    from infinity.plan.work import Work
 
     work = Work(transformer_of(10**9, seq=512, vocab=1000), ranks=8)
     assert plans_for(work, PRESETS["dgx-h100"]) == plans_for(work, PRESETS["dgx-h100"])

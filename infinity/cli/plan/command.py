@@ -10,39 +10,25 @@ import dataclasses
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.cli.arguments import (
-    add_json,
-    add_schedule,
-    add_scheme,
-    check_file,
-    check_plot,
-    checked_value,
-    count,
-    scheme_from,
-    size,
-    size_or_none,
-    write_json,
-)
+from infinity.cli.arguments import check_file, check_plot, scheme_from, write_json
+from infinity.cli.plan.arguments import OPTIMIZERS, add_arguments
 from infinity.errors import ConfigError, InfinityError
-from infinity.units import parse_count
 
 if TYPE_CHECKING:
-    from infinity.plan.estimate import Work
+    from infinity.plan.frozen import FrozenPlan
     from infinity.plan.lower_bound import DriveSpeed
     from infinity.plan.machine import Machine
     from infinity.plan.planner import Plan
     from infinity.plan.transformer import Transformer
-
-OPTIMIZERS = {"AdamW": 2, "SGD": 1, "plain-SGD": 0}
-"""How many numbers each keeps of a parameter beside its master."""
+    from infinity.plan.work import Work
 
 _DESCRIPTION = """\
 Plan a training: memory per tier, bytes, time and what limits it, for every way to place a model's states, and the
-fastest that fits. Describe the model by --params, by --layers and --hidden, or by --hf-config; the machine by --preset, by
---here, or by its figures, which also change those of a preset. Rates are in GB/s and TFLOP/s, sizes like "80GB"."""
+fastest that fits; and the same for work on frozen weights that stay in their files: LoRA, and generation. Describe the
+model by --params, by --layers and --hidden, or by --hf-config; the machine by --preset, by --here, or by its figures,
+which also change those of a preset. Rates are in GB/s and TFLOP/s, sizes like "80GB"."""
 
 _EPILOG = """\
 exit code: 0 if something that infinity can run fits; 1 if nothing does, with the reasons; 2 for wrong usage.
@@ -58,136 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_model(parser)
-    _add_machine(parser)
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--batch",
-        type=count,
-        default=1,
-        metavar="N",
-        help="samples per GPU and pass (default: 1)",
-    )
-    training.add_argument(
-        "--accumulation",
-        type=count,
-        default=1,
-        metavar="N",
-        help="passes per step (default: 1)",
-    )
-    add_schedule(training, default="horizontal")
-    training.add_argument("--no-checkpointing", action="store_true", help="keep all activations, recompute none")
-    training.add_argument(
-        "--pinned",
-        type=size,
-        metavar="BYTES",
-        help="pinned pool of a rank, beside its cache (default: auto)",
-    )
-    training.add_argument(
-        "--cache",
-        type=size_or_none,
-        metavar="BYTES",
-        help="host memory of a rank that keeps copies and optimizer state from step to step (default: all that is left)",
-    )
-    training.add_argument(
-        "--gradient-memory",
-        type=size_or_none,
-        metavar="BYTES",
-        help="host memory of a rank in which gradients wait for their update; what doesn't fit waits on NVMe (default: all)",
-    )
-    training.add_argument(
-        "--offload-activations",
-        choices=("none", "cpu", "nvme"),
-        default="none",
-        help="where saved activations wait for their backward, as infinity.offload_activations (default: none, the GPU)",
-    )
-    training.add_argument(
-        "--activation-buffer",
-        type=size,
-        metavar="BYTES",
-        help="pinned memory of a rank through which those on NVMe pass (default: 256 MiB, and more where they need it)",
-    )
-    training.add_argument(
-        "--durability",
-        choices=("none", "step"),
-        default="none",
-        help="step: every step is committed, which takes twice the space on the drives and no cache (default: none)",
-    )
-    add_scheme(training)
-    training.add_argument(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default="AdamW",
-        help="what is kept of each parameter beside its master: two numbers (AdamW), one (SGD, with momentum), or none "
-        "(plain-SGD) (default: AdamW)",
-    )
-    training.add_argument(
-        "--groups-per-block",
-        type=count,
-        default=1,
-        metavar="N",
-        help="wrap the parts of a block as so many groups: less memory, more collectives (default: 1)",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--write-config", type=Path, metavar="FILE", help="write a training config for the chosen strategy"
-    )
-    output.add_argument(
-        "--nvme-path", metavar="PATH", help="nvme_path of that config (default: that of --here, else /local_nvme)"
-    )
-    add_json(output)
-    output.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw step time over parameters (needs matplotlib)"
-    )
-    output.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write what the chosen strategy does when, for chrome://tracing"
-    )
+    add_arguments(parser)
     parser.set_defaults(func=run)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--params",
-        type=checked_value(parse_count, at_least=1),
-        metavar="COUNT",
-        help='number of parameters, such as "70B"',
-    )
-    for name, meaning in (("layers", "blocks"), ("hidden", "hidden size"), ("heads", "attention heads")):
-        model.add_argument(f"--{name}", type=count, metavar="N", help=meaning)
-    model.add_argument("--vocab", type=count, metavar="N", help="vocabulary (default: 32000)")
-    model.add_argument("--seq", type=count, metavar="N", help="tokens of a sample (default: 2048)")
-    model.add_argument("--hf-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    """The figures have the names of attributes of Machine, and their units."""
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--preset", metavar="NAME", help='a machine that is known here; "list" names them')
-    machine.add_argument("--here", type=Path, metavar="PATH", help="this machine, and the drive under PATH: measured")
-    machine.add_argument("--nodes", type=count, metavar="N", help="nodes (default: 1)")
-    machine.add_argument("--gpus", type=count, dest="ranks_per_node", metavar="N", help="GPUs of a node, or processes")
-    for name, attribute, meaning in (
-        ("gpu-memory", "device_bytes", "memory of a GPU"),
-        ("host-memory", "host_bytes", "memory of a node"),
-        ("drive-size", "drive_bytes", "capacity of a node's drives together"),
-    ):
-        machine.add_argument(f"--{name}", type=size, dest=attribute, metavar="BYTES", help=meaning)
-    mixed = "GB/s that they read and write together while doing as much of each; without it they take turns"
-    for name, attribute, meaning in (
-        ("tflops", "flops_per_s", "TFLOP/s that a GPU reaches while training"),
-        ("gpu-bandwidth", "device_bytes_per_s", "GB/s of a GPU's memory"),
-        ("link", "link_bytes_per_s", "GB/s between host and GPU, each way"),
-        ("host-bandwidth", "host_bytes_per_s", "GB/s of a node's memory"),
-        ("read", "read", "GB/s that a node's drives read"),
-        ("write", "write", "GB/s that they write"),
-        ("mixed", "mixed", mixed),
-        ("node-link", "node_link_bytes_per_s", "GB/s between the GPUs of a node"),
-        ("network", "network_bytes_per_s", "GB/s from a node to the others"),
-    ):
-        rate = partial(_rate, meaning.split()[0])
-        machine.add_argument(f"--{name}", type=rate, dest=attribute, metavar="RATE", help=meaning)
-    machine.add_argument("--cpu", action="store_true", help="compute on the CPU: there is no GPU")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -201,12 +59,14 @@ def run(asked: argparse.Namespace) -> int:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
     from infinity.cli.plan.remedies import Case, remedies
+    from infinity.plan.frozen import frozen_plans
     from infinity.plan.planner import fastest_that_fits, plans_for
 
     work = _work(model, machine, asked)
     plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     chosen = fastest_that_fits(plans)
-    _tell(asked, plans, chosen, [] if chosen else remedies(Case(work, machine, asked.pinned, asked.cache)))
+    frozen = frozen_plans(work, machine, lora_rank=asked.lora, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
+    _tell(asked, plans, chosen, [] if chosen else remedies(Case(work, machine, asked.pinned, asked.cache)), frozen)
     if chosen is not None:
         _write(asked, chosen)
     if asked.plot is not None:
@@ -216,18 +76,20 @@ def run(asked: argparse.Namespace) -> int:
     return 0 if chosen is not None else 1
 
 
-def _tell(asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None, remedies: list[str]) -> None:
+def _tell(
+    asked: argparse.Namespace, plans: list[Plan], chosen: Plan | None, remedies: list[str], frozen: list[FrozenPlan]
+) -> None:
     from infinity.cli.plan.report import as_json, print_report
 
     if asked.json != "-":
-        print_report(plans, chosen, remedies)
+        print_report(plans, chosen, remedies, frozen, asked.lora)
     if asked.json is not None:
-        write_json(as_json(plans, chosen, remedies, _nvme_path(asked)), asked.json)
+        write_json(as_json(plans, chosen, remedies, _nvme_path(asked), frozen, asked.lora), asked.json)
 
 
 def _write(asked: argparse.Namespace, chosen: Plan) -> None:
     """The files about the chosen strategy."""
-    from infinity.cli.plan.report import config_for
+    from infinity.cli.plan.training_config import config_for
     from infinity.schedule.timeline import trace_events
 
     if asked.write_config is not None:
@@ -243,7 +105,7 @@ def _nvme_path(asked: argparse.Namespace) -> str:
 
 
 def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
-    from infinity.plan.estimate import Work
+    from infinity.plan.work import Work
 
     return Work(
         model,
@@ -271,6 +133,8 @@ def _what_and_where(asked: argparse.Namespace) -> tuple[Transformer, Machine]:
     from infinity.cli.plan.model import model_from
 
     model = model_from(asked)
+    if asked.plot is not None and model.experts is not None:
+        raise ConfigError("--plot draws dense models of other sizes: leave it out for a mixture of experts")
     if asked.here is not None:
         from infinity.cli.plan.here import measure_machine
 
@@ -371,16 +235,3 @@ def _list_presets() -> int:
     for name, machine in PRESETS.items():
         print(f"{name:14} {machine.name}")
     return 0
-
-
-def _rate(unit: str, text: str) -> float:
-    """The number in `text`, which is of GB or TFLOP per second, without the prefix."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(
-            f"expected a number of {unit} above 0, without the unit, such as 12.5, got {text}"
-        )
-    return value * {"G": 1e9, "T": 1e12}[unit[0]]

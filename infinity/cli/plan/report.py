@@ -1,4 +1,4 @@
-"""Floor 17. A plan, for people and for programs: tables, words, JSON, and a complete training config."""
+"""Floor 17. A plan, for people and for programs: tables, words, JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.plan.estimate import Work
+from infinity.cli.plan.frozen_report import frozen_as_json, print_frozen
+from infinity.cli.plan.training_config import config_for
+from infinity.plan.frozen import FrozenPlan
 from infinity.plan.machine import Machine
 from infinity.plan.planner import Plan
+from infinity.plan.transformer import Transformer
+from infinity.plan.work import Work
 from infinity.units import format_bytes, format_count
 
 JSON_FORMAT = 1
@@ -27,8 +31,11 @@ _WIDTH = 132
 # --- For people ---
 
 
-def print_report(plans: list[Plan], chosen: Plan | None, remedies: list[str]) -> None:
-    """Everything, on standard output. `remedies`: what would make one fit, where none does."""
+def print_report(
+    plans: list[Plan], chosen: Plan | None, remedies: list[str], frozen: list[FrozenPlan], lora_rank: int
+) -> None:
+    """Everything, on standard output. `remedies`: what would make one fit, where none does. `frozen`: of work on files, with
+    adapters of `lora_rank`."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
     first = plans[0]
@@ -39,6 +46,7 @@ def print_report(plans: list[Plan], chosen: Plan | None, remedies: list[str]) ->
             console.print(f"{plan.strategy.name}: [yellow]does not fit[/], {escape(reason)}")
     if not all(plan.strategy.runs for plan in plans):
         console.print("not yet: infinity can't update in host memory what rests on a GPU; planned for comparison")
+    print_frozen(console, frozen, first.machine, lora_rank)
     shown = chosen or plans[-1]
     console.print()
     console.print(_memory_table(shown))
@@ -67,9 +75,20 @@ def _about(plan: Plan) -> str:
     recomputed = "recomputed in the backward" if work.checkpointing else "kept"
     recomputed += {"none": "", "cpu": ", saved in host memory", "nvme": ", saved on NVMe"}[work.activations]
     return (
-        f"[bold]{format_count(model.numel)} parameters[/]: {model.layers} blocks, hidden size {model.hidden}, vocabulary "
-        f"{model.vocab}; {work.samples} x {model.seq} tokens a pass and rank, {_micro_batches_in_words(work)}, activations "
-        f"{recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, {machine.flops_per_s / 1e12:.3g} TFLOP/s each"
+        f"[bold]{format_count(model.numel)} parameters[/]{_experts_in_words(model)}: {model.layers} blocks, hidden size "
+        f"{model.hidden}, vocabulary {model.vocab}; {work.samples} x {model.seq} tokens a pass and rank, "
+        f"{_micro_batches_in_words(work)}, activations {recomputed}\n[bold]{escape(machine.name)}[/]: {ranks}, "
+        f"{machine.flops_per_s / 1e12:.3g} TFLOP/s each"
+    )
+
+
+def _experts_in_words(model: Transformer) -> str:
+    if model.experts is None:
+        return ""
+    experts = model.experts
+    return (
+        f", {format_count(model.active_numel)} of them active ({experts.per_token} of {experts.count} experts in "
+        f"{len(experts.blocks)} blocks)"
     )
 
 
@@ -169,7 +188,14 @@ _LIMITS = {
 # --- For programs ---
 
 
-def as_json(plans: list[Plan], chosen: Plan | None, remedies: list[str], nvme_path: str) -> dict[str, Any]:
+def as_json(
+    plans: list[Plan],
+    chosen: Plan | None,
+    remedies: list[str],
+    nvme_path: str,
+    frozen: list[FrozenPlan],
+    lora_rank: int,
+) -> dict[str, Any]:
     """The whole result; docs/plan.md lists the keys."""
     work, machine = plans[0].work, plans[0].machine
     model = work.model
@@ -182,6 +208,8 @@ def as_json(plans: list[Plan], chosen: Plan | None, remedies: list[str], nvme_pa
             "heads": model.heads,
             "vocab": model.vocab,
             "seq": model.seq,
+            "active_params": model.active_numel,
+            "experts": _experts_as_json(model),
         },
         "machine": {"name": machine.name, "nodes": machine.nodes, "ranks_per_node": machine.ranks_per_node}
         | {name: _finite(getattr(machine, name)) for name in _RATES}
@@ -204,7 +232,16 @@ def as_json(plans: list[Plan], chosen: Plan | None, remedies: list[str], nvme_pa
         "config": config_for(chosen, nvme_path) if chosen else None,
         "remedies": remedies,
         "strategies": [_plan_as_json(plan) for plan in plans],
+        "lora_rank": lora_rank,
+        "frozen": [frozen_as_json(plan) for plan in frozen],
     }
+
+
+def _experts_as_json(model: Transformer) -> dict[str, int] | None:
+    if model.experts is None:
+        return None
+    experts = model.experts
+    return {"count": experts.count, "per_token": experts.per_token, "blocks": len(experts.blocks)}
 
 
 _RATES = (
@@ -273,54 +310,3 @@ def _plan_as_json(plan: Plan) -> dict[str, Any]:
             "limits": [{"part": part, "resource": resource, "share": share} for part, resource, share in plan.limits()],
         }
     return result
-
-
-def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
-    """A training config for the plan, complete, and accepted as it stands."""
-    work, strategy = plan.work, plan.strategy
-    zero: dict[str, Any] = {
-        "stage": strategy.stage,
-        "offload_param": _offload(strategy.parameters, nvme_path),
-        "offload_optimizer": _offload(strategy.optimizer, nvme_path),
-    }
-    config: dict[str, Any] = {
-        "train_batch_size": work.ranks * work.samples * work.micro_batches,
-        "train_micro_batch_size_per_gpu": work.samples,
-        "gradient_accumulation_steps": work.micro_batches,
-        "gradient_clipping": 1.0 if work.clipping else 0.0,
-        "bf16": {"enabled": True},
-        "optimizer": _OPTIMIZERS[work.scheme.moments],
-        "zero_optimization": zero,
-    }
-    options: dict[str, Any] = {}
-    if strategy.uses_nvme:
-        zero["sub_group_size"] = plan.pipeline.sub_group_numel
-        options = {
-            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.cache.nbytes + work.activation_buffer_bytes,
-            "host_cache_bytes": plan.cache.nbytes,
-        }
-        if work.scheme.update != "backward":  # else "auto" is what was planned
-            options["update"] = strategy.update_of(work.scheme)
-        if work.gradient_bytes_max is not None:
-            options["gradient_bytes_max"] = work.gradient_bytes_max
-    if work.schedule == "vertical":
-        options["schedule"] = work.schedule
-    if work.activations != "none":
-        options["offload_activations"] = {"device": work.activations}
-    if work.activations == "nvme":
-        options["offload_activations"]["buffer_bytes"] = work.activation_buffer_bytes
-    if work.durable:
-        options["durability"] = "step"
-    return config | ({"infinity": options} if options else {})
-
-
-_OPTIMIZERS: dict[int, dict[str, Any]] = {
-    2: {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
-    1: {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
-    0: {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 1e-4}},
-}
-"""By how many numbers they keep of each parameter."""
-
-
-def _offload(device: str, nvme_path: str) -> dict[str, Any]:
-    return {"device": device, "nvme_path": nvme_path} if device == "nvme" else {"device": device}

@@ -1,0 +1,143 @@
+"""Floor 17. The part of a plan about frozen weights that stay in their files, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from infinity.plan.frozen import START_SECONDS, FrozenPlan
+from infinity.plan.machine import Machine
+from infinity.units import format_bytes, format_count
+
+TITLE = "On frozen weights in their files"
+
+_TIERS = (("device", "GPU"), ("host", "host"), ("nvme", "NVMe"))
+
+_LIMITS = {"to device": "link", "drive and compute": "turns"}
+
+
+def print_frozen(console: Console, plans: Sequence[FrozenPlan], machine: Machine, lora_rank: int) -> None:
+    """Rows, reasons, assumptions and memory, on `console`."""
+    console.print()
+    console.print(_table(plans, machine))
+    for plan in plans:
+        for reason in plan.reasons:
+            console.print(f"{_name(plan)}: [yellow]does not fit[/], {escape(reason)}")
+    for line in _words(plans, lora_rank):
+        console.print(line)
+    console.print()
+    console.print(_memory_table(plans))
+
+
+def _name(plan: FrozenPlan) -> str:
+    return f"{plan.name}, {plan.experts_read} experts" if plan.experts_read else plan.name
+
+
+def _table(plans: Sequence[FrozenPlan], machine: Machine) -> Table:
+    table = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    mixture = any(plan.experts_read for plan in plans)
+    for name in ("work", "fits", *(["experts read"] if mixture else []), "per"):
+        table.add_column(name, no_wrap=True)
+    tiers = [(tier, title) for tier, title in _TIERS[:2] if tier == "host" or not machine.device_is_host]
+    titles = [f"{title} / rank" for _, title in tiers]
+    for name in (*titles, "start", "read", "writes", "time", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("limit", no_wrap=True)
+    for plan in plans:
+        table.add_row(
+            plan.name,
+            "[green]yes[/]" if plan.fits else "[yellow]no[/]",
+            *([plan.experts_read] if mixture else []),
+            "token" if plan.per == "round" and plan.tokens == 1 else plan.per,
+            *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier, _ in tiers),
+            _seconds(plan.start_seconds),
+            format_bytes(plan.read_bytes * machine.ranks),
+            "none",
+            _seconds(plan.seconds),
+            _tokens_per_s(plan),
+            "" if math.isinf(plan.seconds) else _LIMITS.get(plan.limit, plan.limit),
+        )
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return "" if math.isinf(seconds) else f"{seconds:.3g} s"
+
+
+def _tokens_per_s(plan: FrozenPlan) -> str:
+    if math.isinf(plan.seconds):
+        return ""
+    return f"{plan.tokens_per_s:.3g}" if plan.tokens_per_s < 1e4 else format_count(plan.tokens_per_s)
+
+
+def _words(plans: Sequence[FrozenPlan], lora_rank: int) -> list[str]:
+    """The meaning of the rows, a sentence each."""
+    trained = max(plan.trained_numel for plan in plans)
+    lines = [
+        f"adapters: rank {lora_rank} on all linear layers of the blocks, {format_count(trained)} parameters, in memory with "
+        "their optimizer",
+        f"start: until the first step or token, {START_SECONDS:g} s for the process and its imports (assumed) and the files "
+        "read once",
+        "what stays staged is not read again: set pinned_bytes_max to the pool that is planned; wear: none",
+    ]
+    if any(plan.per == "round" and plan.tokens > 1 for plan in plans):
+        lines.append("a round makes one token of each sequence")
+    if any(plan.experts_read == "routed" for plan in plans):
+        lines.append(
+            "experts read: routed where each expert is a group of its own (infinity.wrap), expected if all are equally likely, "
+            "and in generation drive and compute take turns; else all"
+        )
+    return lines
+
+
+def _memory_table(plans: Sequence[FrozenPlan]) -> Table:
+    """A column for each work, as most users of memory are in all of them."""
+    title = f"{TITLE}: memory of one rank"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("tier", no_wrap=True)
+    table.add_column("user", no_wrap=True)
+    for plan in plans:
+        name = plan.name.removesuffix(" from files").removesuffix(" on files")
+        table.add_column(f"{name}, {plan.experts_read}" if plan.experts_read else name, justify="right", no_wrap=True)
+    for tier, title in _TIERS:
+        of_plans = [getattr(plan.memory, tier) for plan in plans]
+        users = dict.fromkeys(user for lines in of_plans for user in lines)
+        for number, user in enumerate(users):
+            cells = (format_bytes(lines[user]) if user in lines else "" for lines in of_plans)
+            table.add_row("" if number else title, user, *cells)
+        if users:
+            sums = (f"[bold]{format_bytes(sum(lines.values()))}[/]" for lines in of_plans)
+            table.add_row("", "[bold]sum[/]", *sums, end_section=True)
+    return table
+
+
+def frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
+    """One work; docs/plan.md lists the keys."""
+    return {
+        "name": plan.name,
+        "per": plan.per,
+        "experts_read": plan.experts_read or None,
+        "fits": plan.fits,
+        "reasons": list(plan.reasons),
+        "memory_bytes_per_rank": {tier: getattr(plan.memory, tier) for tier, _ in _TIERS},
+        "pinned_bytes": plan.pinned_bytes,
+        "trained_params": plan.trained_numel,
+        "tokens": plan.tokens,
+        "start_seconds": _finite(plan.start_seconds),
+        "seconds": _finite(plan.seconds),
+        "tokens_per_s": plan.tokens_per_s,
+        "read_bytes_per_rank": round(plan.read_bytes),
+        "written_bytes_per_rank": 0,
+        "busy_seconds": {resource: _finite(seconds) for resource, seconds in plan.busy.items()},
+        "limit": plan.limit,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value

@@ -1,0 +1,58 @@
+"""Floor 17. The training config that `--write-config` writes for a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infinity.plan.planner import Plan
+
+
+def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
+    """A training config for the plan, complete, and accepted as it stands."""
+    work, strategy = plan.work, plan.strategy
+    zero: dict[str, Any] = {
+        "stage": strategy.stage,
+        "offload_param": _offload(strategy.parameters, nvme_path),
+        "offload_optimizer": _offload(strategy.optimizer, nvme_path),
+    }
+    config: dict[str, Any] = {
+        "train_batch_size": work.ranks * work.samples * work.micro_batches,
+        "train_micro_batch_size_per_gpu": work.samples,
+        "gradient_accumulation_steps": work.micro_batches,
+        "gradient_clipping": 1.0 if work.clipping else 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": _OPTIMIZERS[work.scheme.moments],
+        "zero_optimization": zero,
+    }
+    options: dict[str, Any] = {}
+    if strategy.uses_nvme:
+        zero["sub_group_size"] = plan.pipeline.sub_group_numel
+        options = {
+            "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.cache.nbytes + work.activation_buffer_bytes,
+            "host_cache_bytes": plan.cache.nbytes,
+        }
+        if work.scheme.update != "backward":  # else "auto" is what was planned
+            options["update"] = strategy.update_of(work.scheme)
+        if work.gradient_bytes_max is not None:
+            options["gradient_bytes_max"] = work.gradient_bytes_max
+    if work.schedule == "vertical":
+        options["schedule"] = work.schedule
+    if work.activations != "none":
+        options["offload_activations"] = {"device": work.activations}
+    if work.activations == "nvme":
+        options["offload_activations"]["buffer_bytes"] = work.activation_buffer_bytes
+    if work.durable:
+        options["durability"] = "step"
+    return config | ({"infinity": options} if options else {})
+
+
+_OPTIMIZERS: dict[int, dict[str, Any]] = {
+    2: {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    1: {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
+    0: {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 1e-4}},
+}
+"""By how many numbers they keep of each parameter."""
+
+
+def _offload(device: str, nvme_path: str) -> dict[str, Any]:
+    return {"device": device, "nvme_path": nvme_path} if device == "nvme" else {"device": device}
