@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.fsdp2.experts import with_parts
 from infinity.fsdp2.names import parameter_names
 
 _LEAVES_WEIGHTS = (True, False, "gaussian", "orthogonal")
@@ -83,7 +84,7 @@ def left_to_model(model: nn.Module, stored: Collection[str], blank: Collection[s
         if names[0] in blank:
             if names[0] in adapters:
                 drawn.add(names[0])
-        elif is_copy(names[0]) or not any(name in stored for name in found_as(names)):
+        elif is_copy(names[0]) or not any(name in stored for name in with_parts(found_as(names))):
             have_values.add(names[0])
     return LeftToModel(frozenset(drawn), frozenset(have_values))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from infinity.errors import CheckpointError
 from infinity.fsdp2.adapters import is_copy, names_in_files
+from infinity.fsdp2.experts import parts_in_files, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.store.coded import coded_matrix, coded_names
-from infinity.store.foreign import FOREIGN_DTYPES, StoredParameter, read_header
+from infinity.store.coded import parts_of_codes, read_rows, stored_parameter
+from infinity.store.foreign import FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
 
 
 @torch.no_grad()
@@ -37,28 +38,37 @@ def stored_names(path: str | os.PathLike[str]) -> frozenset[str]:
     """The tensors in safetensors (a file or a folder). Raises CheckpointError as `load_weights` does."""
     with ExitStack() as stack:
         names = frozenset(open_tensors(Path(path), stack))
-    return names - coded_names(names)[1]
+    return names - parts_of_codes(names)
 
 
 def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, StoredParameter]:
     """The frozen parameters that can rest in safetensors (as for `load_weights`), by their first name, and where they are
     there. Raises CheckpointError where a file is damaged, ConfigError where what decodes them is not installed."""
-    try:
-        where = {name: tensor for file in _files(Path(path)) for name, tensor in read_header(file).items()}
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} can't be read ({error.strerror}): fetch or save it again") from None
+    where = _headers(Path(path))
     resting: dict[str, StoredParameter] = {}
     found_as = names_in_files(model)
     for parameter, names in parameter_names(model).items():
-        name = next((name for name in found_as(names) if name in where), None)
-        if name is None or parameter.requires_grad or is_copy(names[0]):
+        if parameter.requires_grad or is_copy(names[0]):
             continue
-        coded = coded_matrix(name, where)
-        if (coded or where[name]).shape == tuple(parameter.shape) != () and (
-            coded or where[name].dtype in FOREIGN_DTYPES
-        ):
-            resting[names[0]] = coded or where[name]
+        stored = _stored(found_as(names), where)
+        if stored is None or (isinstance(stored, StoredTensor) and stored.dtype not in FOREIGN_DTYPES):
+            continue
+        if stored.shape == tuple(parameter.shape) != ():
+            resting[names[0]] = stored
     return resting
+
+
+def _headers(path: Path) -> dict[str, StoredTensor]:
+    """Where each tensor is. Raises CheckpointError where a file is damaged or can't be read."""
+    try:
+        return {name: tensor for file in _files(path) for name, tensor in read_header(file).items()}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} can't be read ({error.strerror}): fetch or save it again") from None
+
+
+def _stored(names: Sequence[str], where: Mapping[str, StoredTensor]) -> StoredParameter | None:
+    """What holds a parameter of these names in files."""
+    return stored_parameter(names, [parts for name in names for parts in parts_in_files(name)], where)
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collection[str] = ()) -> None:
@@ -76,35 +86,37 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         required |= buffer_names(model, persistent=True)
         names_of = {**required, **buffer_names(model, persistent=False)}
         found_as = names_in_files(model)
-        in_files = {tensor: found_as(names) for tensor, names in names_of.items()}
+        in_files = {tensor: with_parts(found_as(names)) for tensor, names in names_of.items()}
         known = {name for names in in_files.values() for name in names}
         lacking = [names[0] for p, names in required.items() if not any(name in where for name in in_files[p])]
         missing = sorted({*lacking} - {*but})
-        coded, parts = coded_names(where)
-        unexpected = sorted(set(where) - known - parts)
+        unexpected = sorted(set(where) - known - parts_of_codes(where))
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} doesn't fit the model: "
                 + "; ".join(filter(None, [_list("missing", missing), _list("unknown", unexpected)]))
             )
+        headers = _headers(Path(path))
+        in_other_form = {
+            parameter: stored
+            for parameter, names in parameter_names(model).items()
+            if not isinstance(stored := _stored(found_as(names), headers), StoredTensor | None)
+        }
         stored_as = {
             tensor: next(name for name in names if name in where)
             for tensor, names in in_files.items()
-            if any(name in where for name in names)
+            if tensor not in in_other_form and any(name in where for name in names)
         }
         scalars = scalar_names(model)
-        for tensor, name in stored_as.items():
-            if name in coded:
-                if names_of[tensor][0] not in but:
-                    raise CheckpointError(
-                        f"{path}: {name} is in 4 or 8 bits, which only a frozen parameter of a model on NVMe can be: freeze it "
-                        '(requires_grad_(False)) with "offload_param": {"device": "nvme"}, or take weights in 16 bits'
-                    )
-                continue
-            shape = tuple(where[name].get_slice(name).get_shape())
-            expected = () if names_of[tensor][0] in scalars else tuple(tensor.shape)
+        shapes = {tensor: tuple(where[name].get_slice(name).get_shape()) for tensor, name in stored_as.items()}
+        shapes |= {parameter: stored.shape for parameter, stored in in_other_form.items()}
+        for tensor, shape in shapes.items():
+            name = names_of[tensor][0]
+            expected = () if name in scalars else tuple(tensor.shape)
             if shape != expected:
-                raise CheckpointError(f"{path}: {name} has shape {shape}, the model wants {expected}")
+                raise CheckpointError(
+                    f"{path}: {stored_as.get(tensor, name)} has shape {shape}, the model wants {expected}"
+                )
         for tensor, name in stored_as.items():
             if names_of[tensor][0] in but:
                 continue
@@ -117,6 +129,12 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
             local, start = _local_rows(tensor)
             if local.numel():
                 local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
+        for parameter, stored in in_other_form.items():
+            local, start = _local_rows(parameter)
+            if names_of[parameter][0] not in but and local.numel():
+                rows = torch.empty(local.shape)
+                read_rows(stored, start, rows)
+                local.copy_(rows)
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:

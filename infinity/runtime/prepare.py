@@ -22,6 +22,7 @@ from infinity.config import Config
 from infinity.drive.choice import StorageChoice, choose_storage
 from infinity.errors import ConfigError, StoreError
 from infinity.fsdp2.adapters import check_adapters, left_to_model
+from infinity.fsdp2.experts import expert_modules, routed_experts, split_experts
 from infinity.fsdp2.first_values import InitFn, check_initializable, initialize_values, meta_parameters
 from infinity.fsdp2.live import LiveParameters, choose_wrap
 from infinity.fsdp2.materialize import load_weights, stored_names
@@ -65,8 +66,14 @@ def shard_and_page(
     """
     mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
+    blocks = split_experts(model) if weights is not None else 0
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, resolved.wrap, resolved.live)
+    wrap = [*(expert for expert in expert_modules(model) if expert not in wrap), *wrap]
+    if blocks:
+        notes.append(
+            f"the experts of {blocks} blocks are groups of their own, which are read when tokens are routed to them"
+        )
     swap = None
     if resolved.paging is not None:
         with raise_on_all_ranks():
@@ -150,6 +157,8 @@ def _shard_model(model: nn.Module, resolved: Resolved, mesh: DeviceMesh, wrap: S
     shard = partial(fully_shard, mesh=mesh, mp_policy=resolved.mixed_precision, offload_policy=resolved.offload_policy)
     for module in wrap:
         shard(module, reshard_after_forward=resolved.reshard_after_forward)
+    for experts in routed_experts(model):
+        experts.ranks = mesh.get_group(mesh.ndim - 1) if mesh.size(-1) > 1 else None
     # None: FSDP2 keeps the root group from forward to backward.
     shard(model, reshard_after_forward=None if resolved.config.zero_optimization.stage >= 3 else False)
 

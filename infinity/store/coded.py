@@ -1,4 +1,5 @@
-"""Floor 4. Frozen weights in 8 and 4 bits, as bitsandbytes stores them in safetensors: where their bytes are, and their values.
+"""Floor 4. Weights that files hold in another form than the model: where their bytes are, and their values. In 8 and 4 bits, as
+bitsandbytes stores them in safetensors; in several tensors.
 
 [Note: Coded weights]
 A coded matrix is several tensors of a file: its codes, and scales for rows or blocks of it. Both are read as they are, so 1 or
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from infinity.errors import CheckpointError, ConfigError
-from infinity.store.foreign import FileRange, StoredTensor
+from infinity.store.foreign import FOREIGN_DTYPES, FileRange, StoredParameter, StoredTensor
 
 _STATE = ".quant_state.bitsandbytes__"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -130,6 +131,77 @@ class FourBitBlocks:
 CodedMatrix = Int8Rows | FourBitBlocks
 
 
+@dataclass(frozen=True, eq=False)
+class JoinedRows:
+    """The rows of several parameters, one behind the other."""
+
+    members: tuple[StoredTensor | CodedMatrix, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(member.shape[0] for member in self.members), *self.members[0].shape[1:]
+
+    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
+        """What rows [first, first + count) take of the files, member by member."""
+        mine = self._members(first, count)
+        return tuple(file_range for member, low, rows in mine for file_range in member.ranges(low, rows))
+
+    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+        """Set `out` (rows from `first` on) from the bytes of `ranges`, on any device."""
+        at = taken = 0
+        for member, low, rows in self._members(first, len(out)):
+            count = len(member.ranges(low, rows))
+            decode(member, parts[taken : taken + count], low, out[at : at + rows])
+            at, taken = at + rows, taken + count
+
+    def _members(self, first: int, count: int) -> list[tuple[StoredTensor | CodedMatrix, int, int]]:
+        """(member, its first row, rows) of those that are in rows [first, first + count)."""
+        mine, begin = [], 0
+        for member in self.members:
+            low, high = max(first, begin), min(first + count, begin + member.shape[0])
+            mine.append((member, min(low - begin, member.shape[0]), max(0, high - low)))
+            begin += member.shape[0]
+        return mine
+
+
+def decode(stored: StoredParameter, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+    """Set `out` (rows from `first` on, in any dtype) from the bytes of the stored parameter's `ranges`."""
+    if not out.numel():
+        return
+    if not isinstance(stored, StoredTensor):
+        stored.decode(parts, first, out)
+        return
+    dtype = FOREIGN_DTYPES[stored.dtype]
+    (part,) = parts
+    aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
+    out.copy_(aligned.view(dtype).view(out.shape))
+
+
+def read_rows(stored: StoredParameter, first: int, out: torch.Tensor) -> None:
+    """Set `out` (rows from `first` on, in ordinary memory) from the files, through the page cache. Raises OSError."""
+    parts = []
+    for file_range in stored.ranges(first, len(out)):
+        with file_range.path.open("rb") as file:
+            file.seek(file_range.offset)
+            parts.append(torch.frombuffer(bytearray(file.read(file_range.nbytes) or b"\0"), dtype=torch.uint8))
+    decode(stored, parts, first, out)
+
+
+def stored_parameter(
+    names: Iterable[str], others: Iterable[Sequence[str]], where: Mapping[str, StoredTensor]
+) -> StoredParameter | None:
+    """The parameter that safetensors hold under the first of `names` that is there; else as the first of `others` of which all
+    tensors are there, one behind the other. Raises as `coded_matrix`."""
+    for name in names:
+        if name in where:
+            return coded_matrix(name, where) or where[name]
+    for parts in others:
+        if all(name in where for name in parts):
+            members = tuple(coded_matrix(name, where) or where[name] for name in parts)
+            return members[0] if len(members) == 1 else JoinedRows(members)
+    return None
+
+
 def coded_matrix(name: str, where: Mapping[str, StoredTensor]) -> CodedMatrix | None:
     """The parameter `name` of safetensors, if it is coded there. Raises CheckpointError where its parts don't fit together,
     ConfigError without bitsandbytes, OSError."""
@@ -148,23 +220,19 @@ def coded_matrix(name: str, where: Mapping[str, StoredTensor]) -> CodedMatrix | 
     return None
 
 
-def coded_names(names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """The coded parameters among the tensors of safetensors, which are there under their own names, and what else belongs to
-    them."""
-    coded, parts = set(), set()
+def parts_of_codes(names: Iterable[str]) -> frozenset[str]:
+    """Those that belong to a coded parameter, but for its codes, which have the parameter's name."""
+    parts: set[str] = set()
     for name in names:
         if _STATE in name:
             whole = name[: name.index(_STATE)]
-            coded.add(whole)
             parts |= {
                 name,
                 *(f"{whole}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
             }
         elif name.endswith(".SCB"):
-            module = name.removesuffix(".SCB")
-            coded.add(f"{module}.weight")
-            parts |= {name, f"{module}.weight_format"}
-    return frozenset(coded), frozenset(parts)
+            parts |= {name, f"{name.removesuffix('.SCB')}.weight_format"}
+    return frozenset(parts)
 
 
 def _int8_rows(codes: StoredTensor, scales: StoredTensor, layout: StoredTensor | None) -> Int8Rows:

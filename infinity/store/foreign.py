@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -55,19 +55,26 @@ class StoredTensor:
         return FileRange(self.path, self.offset + first * row_bytes, count * row_bytes)
 
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        """As `rows`, for who takes several: see `StoredParameter`."""
+        """As `rows`, for who takes several."""
         return (self.rows(first, count),)
 
 
-class StoredParameter(Protocol):
-    """A parameter as files hold it: a `StoredTensor`, or a coded one (coded.py)."""
+class CodedParameter(Protocol):
+    """A parameter that files hold in another form: see coded.py."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the parameter."""
 
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        """What rows [first, first + count) take of the files. What is coded is padded where it is decoded, and not here."""
+        """What rows [first, first + count) take of the files."""
+
+    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+        """Set `out` (rows from `first` on) from the bytes of `ranges`, on any device."""
+
+
+StoredParameter = StoredTensor | CodedParameter
+"""What a frozen parameter is read from."""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.errors import InfinityError
-from infinity.store.coded import CodedMatrix
-from infinity.store.foreign import FileRange, ForeignFiles, ForeignRows, lay_out
+from infinity.store.foreign import CodedParameter, FileRange, ForeignFiles, ForeignRows, StoredTensor, lay_out
 from infinity.store.layout import Field
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.shard import PagedShard
@@ -50,7 +49,8 @@ class ForeignShard(PagedShard):
 
     def _read_elements(self, start: int, numel: int) -> torch.Tensor:
         whole, itemsize = self.rows.ranges[0], self.gathered_dtype.itemsize
-        with self._staged(ForeignRows(_Bytes(whole), start * itemsize, numel * itemsize)) as (stored,):
+        as_bytes = StoredTensor(whole.path, "U8", (whole.nbytes,), whole.offset, whole.nbytes)
+        with self._staged(ForeignRows(as_bytes, start * itemsize, numel * itemsize)) as (stored,):
             return stored.clone().view(self.gathered_dtype).float()
 
     @contextlib.contextmanager
@@ -72,11 +72,11 @@ class ForeignShard(PagedShard):
 
 @dataclass(eq=False, kw_only=True)
 class CodedShard(ForeignShard):
-    """A frozen shard in 8 or 4 bits: see [Note: Coded weights] in infinity/store/coded.py. `places`: the bytes of each of its
-    ranges in the delivery; `matrix`: what decodes them into `gathered_dtype`, which is the dtype of compute."""
+    """A frozen shard that files hold in another form: see infinity/store/coded.py. `places`: the bytes of each of its ranges in
+    the delivery; `coded`: what decodes them into `gathered_dtype`, which is the dtype of compute."""
 
     places: Sequence[slice]
-    matrix: CodedMatrix
+    coded: CodedParameter
 
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
         out = torch.empty(self.padded_shape.numel(), dtype=self.gathered_dtype, device=piece.device)
@@ -94,27 +94,13 @@ class CodedShard(ForeignShard):
         row = math.prod(self.shape[1:])
         first, last = start // row, -(-(start + numel) // row)
         out = torch.empty((last - first) * row, dtype=self.gathered_dtype)
-        with self._staged(ForeignRows(self.matrix, self.rows.first + first, last - first)) as parts:
+        with self._staged(ForeignRows(self.coded, self.rows.first + first, last - first)) as parts:
             self._decode(parts, self.rows.first + first, out)
         return out[start - first * row : start - first * row + numel].float()
 
     def _decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
         if out.numel():
-            self.matrix.decode(parts, first, out.view(-1, *self.shape[1:]))
-
-
-@dataclass(frozen=True)
-class _Bytes:
-    """A range of a file, each byte a row."""
-
-    whole: FileRange
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.whole.nbytes,)
-
-    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        return (FileRange(self.whole.path, self.whole.offset + first, count),)
+            self.coded.decode(parts, first, out.view(-1, *self.shape[1:]))
 
 
 def spans_of(

@@ -158,6 +158,8 @@ class PagedGroup:
     """Whether its gradients are kept from the backward until the step."""
     stays_gathered: bool = False
     """Whether FSDP2 keeps it gathered when its forward ends."""
+    is_routed: bool = False
+    """Whether it is a frozen expert, of which nobody knows when it comes: see [Note: Routed experts] in fsdp2/experts.py."""
     shards: range = range(0)
     """Numbers of its shards."""
     members: list[PagedSubGroup] = field(default_factory=list, repr=False)

@@ -17,7 +17,6 @@ from infinity.aio import Lease
 from infinity.device import HostBuffer, HostBuffers
 from infinity.store.arena import Arena
 from infinity.store.arena_copy import Copying
-from infinity.store.coded import FourBitBlocks, Int8Rows
 from infinity.store.commit import SUM_BYTES
 from infinity.store.files import StoredFile
 from infinity.store.foreign import FOREIGN_DTYPES, ForeignFiles, StoredTensor
@@ -278,8 +277,8 @@ class PagedModel:
         nbytes = [file_range.nbytes for file_range in rows.ranges]
         places = [slice(first + at, first + at + size) for at, size in zip(part.places[index], nbytes, strict=True)]
         make: Callable[..., ForeignShard] = ForeignShard
-        if isinstance(stored, Int8Rows | FourBitBlocks):
-            make = partial(CodedShard, places=places, matrix=stored)
+        if not isinstance(stored, StoredTensor):
+            make = partial(CodedShard, places=places, coded=stored)
         return make(
             self.layout.shards[index].name,
             index,

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.aio import PoolPart
 from infinity.errors import InfinityError
+from infinity.fsdp2.experts import routed_experts
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
@@ -141,6 +142,9 @@ class Paging:
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
         for paged, group in zip(self.paged.groups, groups, strict=True):
             paged.stays_gathered = group.gathers == 1
+        index_of = {cast(nn.Module, group.module): index for index, group in enumerate(groups)}
+        for experts in routed_experts(model):
+            experts.coming = partial(_read_experts, weakref.ref(self), [index_of[expert] for expert in experts])
         if self.options.update == "backward":
             for number, group in enumerate(groups):
                 cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
@@ -369,6 +373,14 @@ class Paging:
                 'read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
             )
         return DeviceAhead(self.policy, bytes_max=largest)
+
+
+def _read_experts(paging: weakref.ref[Paging], groups: Sequence[int], numbers: Sequence[int]) -> None:
+    """Tokens are routed to the experts of these numbers, among those of a block."""
+    alive = paging()
+    if alive is not None and not in_backward():
+        with alive.entered():
+            alive.parameters.read_experts([alive.paged.groups[groups[number]] for number in numbers])
 
 
 def _entered(paging: weakref.ref[Paging]) -> contextlib.AbstractContextManager[None]:

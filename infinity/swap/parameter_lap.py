@@ -13,8 +13,8 @@ uses, one group at a time, and reports at once.
 [Note: Lent, not copied]
 Where a host computes, on a single rank and without autograd, frozen parameters are computed with where they are staged: the
 lease is the gathered parameter's memory until FSDP2 frees it ([Note: Gathering alone] in infinity/fsdp2/unsharded.py). That is
-one lease in use for longer, so one group at a time is lent: the budget of two in use holds. What stays gathered (the root, as a
-rule) would keep others from being lent, and is copied.
+one lease in use for longer, so one group at a time is lent, and an expert in it: the budget of two in use holds. What stays
+gathered (the root, as a rule) would keep others from being lent, and is copied.
 
 [Note: Ahead on the device]
 A device with memory of its own gets a group's compute parameters in one piece, before the group is gathered where they are
@@ -33,6 +33,8 @@ group, and what was read of it with it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -70,8 +72,9 @@ class ParameterLap:
         self.ahead = ahead
         self._asked: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
-        self._lent: PagedGroup | None = None
-        """The group whose lease is the memory of gathered parameters: see [Note: Lent, not copied]."""
+        self._lent: dict[bool, PagedGroup] = {}
+        """The groups whose leases are the memory of gathered parameters, by whether they are experts: see [Note: Lent, not
+        copied]."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """FSDP2 asks for a shard: the bytes (1-D) on the device among which its compute parameter is, until its group is
@@ -95,13 +98,23 @@ class ParameterLap:
             last = group.delivery.report(shard.index)
             if last:
                 self._give_back(group)
-                self._lent = self._lent if self._lent is not group else None
+                self._forget_lent(group)
         if last:
             self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
     def look_ahead(self, using: PagedGroup | None = None) -> None:
         """Start the reads for what comes next; `using`: the group whose members are being updated now."""
         self._stager.want(self._policy.wanted(using))
+
+    def read_experts(self, groups: Sequence[PagedGroup]) -> None:
+        """These experts are gathered next, in this order: start to read those that are not staged, while there is room."""
+        stager = self._stager
+        for group in groups:
+            if group.chunk is not None:
+                stager.refresh(group.chunk)  # so that none of them leaves for another
+        for group in groups:
+            if group.chunk is not None and group.chunk.state is ChunkState.ON_NVME and not stager.prefetch(group.chunk):
+                break
 
     def start_ahead(self, *, update: bool = True) -> None:
         """Start what comes next on its way to the device, as far as it is staged and fits, and let go of what doesn't come next
@@ -116,7 +129,7 @@ class ParameterLap:
     def give_back_copied(self) -> None:
         """The lease of the group that was asked for last goes back, if FSDP2 has copied all of it."""
         group = self._asked
-        if group is not None and group is not self._lent and group.delivery.state is GroupState.DELIVERED:
+        if group is not None and not self._is_lent(group) and group.delivery.state is GroupState.DELIVERED:
             self._give_back(group)
             group.delivery.report_all()
 
@@ -161,10 +174,9 @@ class ParameterLap:
         """Whether the lease of a group may be the memory of gathered parameters now: see [Note: Lent, not copied]."""
         if torch.is_grad_enabled() or in_backward() or self._stager.device.is_discrete or not self._alone:
             return False
-        if not group.in_use or group.stays_gathered or not group.is_frozen or self._lent not in (None, group):
+        if not group.in_use or group.stays_gathered or not group.is_frozen:
             return False
-        self._lent = group
-        return True
+        return self._lent.setdefault(group.is_routed, group) is group
 
     def _check(self, asked: PagedShard, dtype: torch.dtype) -> None:
         if in_backward():
@@ -224,15 +236,22 @@ class ParameterLap:
     def _give_back(self, group: PagedGroup) -> None:
         if group.in_use:
             assert group.chunk is not None
-            keep = group.chunk in self._stager.wanted
+            keep = group.is_routed or group.chunk in self._stager.wanted
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
             group.delivery.copy_event = None
 
+    def _is_lent(self, group: PagedGroup) -> bool:
+        return self._lent.get(group.is_routed) is group
+
+    def _forget_lent(self, group: PagedGroup) -> None:
+        if self._is_lent(group):
+            del self._lent[group.is_routed]
+
     def _take_back_lent(self) -> None:
         """Nothing that is gathered is in a lease after this."""
-        group, self._lent = self._lent, None
-        for index in group.shards if group is not None else ():
+        lent, self._lent = self._lent, {}
+        for index in (index for group in lent.values() for index in group.shards):
             if (memory := self._paged.shards[index].unsharded) is not None:
                 memory.take_back()
 

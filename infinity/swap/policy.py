@@ -6,7 +6,8 @@ Moves nothing: is told what happens, and says which chunks should be staged. Use
 Training and evaluation have a trace each. A gather belongs to training if it happens in a backward, or in a forward of the
 whole model in training mode with gradients. Any other gather, generation included, belongs to evaluation, whatever mode one
 submodule is in. The optimizer step ends a cycle of training; the end of a forward ends one of evaluation. Where parts of the
-model are called without the whole, an evaluation begins anew when a group comes again. No collective depends on a trace: where
+model are called without the whole, an evaluation begins anew when a group comes again. Experts are in no trace: their router
+says when they come. No collective depends on a trace: where
 the traces of two ranks differ, only their demand reads do.
 
 [Note: State before its gradients]
@@ -123,6 +124,8 @@ class StagingPolicy:
     def use(self, group: PagedGroup, *, module_trains: bool) -> None:
         """A group is gathered now; `module_trains`: by a module in training mode."""
         self._phase = training = self._is_training(module_trains)
+        if group.is_routed:
+            return
         trace = self._traces[training]
         # The other phase doesn't ask for what this one leaves gathered: that is no other path.
         self._traces[not training].interrupt()
@@ -200,6 +203,8 @@ class StagingPolicy:
         if cycle:
             return read + self._gathers_of(cycle, spared), written
         for group in self._paged.groups:
+            if group.is_routed:
+                continue
             times = 2 * micro_batches if gathers is None else gathers[group.name]
             if group.completes is not None and not in_backward.isdisjoint(group.members):
                 times = max(times, 2)  # its update in the backward takes the compute parameters that were read for it

@@ -111,6 +111,12 @@ class Stager:
         self._start_read(chunk, lease, Priority.PREFETCH)
         return True
 
+    def refresh(self, chunk: Chunk) -> None:
+        """It leaves after all that is staged now and nothing comes for."""
+        if chunk in self._staged:
+            del self._staged[chunk]
+            self._staged.add(chunk, self.wanted.key(chunk))
+
     def acquire(self, chunk: Chunk) -> Lease:
         """The chunk's bytes in a lease, for the caller alone until `release` or `write_back`. Waits as long as it takes.
 

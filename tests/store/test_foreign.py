@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ class Several:
 
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
         return self.of_all
+
+    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
+        raise NotImplementedError
 
 
 rows = st.tuples(st.lists(ranges, min_size=1, max_size=3), st.integers(0, 5000)).map(
