@@ -23,6 +23,7 @@ from infinity.checkpoint.consolidate import Progress, write_model
 from infinity.checkpoint.draft import failing_as
 from infinity.errors import CheckpointError
 from infinity.fsdp2.materialize import open_tensors
+from infinity.store.coded import parts_of_codes
 
 _PATTERNS = {"lora_A.weight": "down", "lora_B.weight": "up"}
 
@@ -50,6 +51,10 @@ def merge(
     lora = _Adapter(Path(adapter))
     with ExitStack() as stack:
         where = open_tensors(source, stack)
+        if parts_of_codes(where):
+            raise CheckpointError(
+                f"{source} is in 4 or 8 bits, which adapters can't be merged into: name the one in 16 bits that it was made of"
+            )
         lora.check_fits(where, source)
         tensors = {name: (_dtype(where, name), _shape(where, name)) for name in sorted(where)}
         written = write_model(
