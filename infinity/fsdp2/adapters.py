@@ -1,20 +1,27 @@
-"""Floor 7. Models that PEFT has put adapters into: what their tensors are called in files of the model below, and which of them
-those files don't hold.
+"""Floor 7. What the tensors of a model are called in files of a part of it, and which of them those files don't hold: files of
+the model that PEFT has put adapters into, or of the one that a LightningModule holds.
 
 PEFT itself is never imported: its modules are known by their attributes.
+
+[Note: Weights of a part]
+A file knows nothing of what its model was put into. The parts that it may be of are the model itself, the modules in it that
+hold all of its parameters, one in the other, and the models of PEFT, which may have other modules beside them. It is of the
+part in which the most names fit, the outermost where several do alike. One choice holds for all tensors: "model.norm" may be
+one tensor's name in the whole and another one's in the part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.fsdp2.experts import with_parts
-from infinity.fsdp2.names import parameter_names
+from infinity.fsdp2.names import clean_name, parameter_names
 
 _LEAVES_WEIGHTS = (True, False, "gaussian", "orthogonal")
 """Of `init_lora_weights`: what changes nothing of the model below."""
@@ -24,36 +31,47 @@ _DRAWN_EMPTY = (True, "gaussian")
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether it is a model of PEFT."""
-    return hasattr(model, "peft_config")
+    return bool(adapter_configs(model))
 
 
-def base_names(name: str) -> tuple[str, ...]:
-    """What a tensor of a model of PEFT may be called in files of the model below, its own name among it."""
-    names = [name]
-    for prefix in ("base_model.model.", "base_model."):
-        if name.startswith(prefix):
-            names.append(name.removeprefix(prefix))
-    return tuple(
-        dict.fromkeys(
-            [*names, *(".".join(p for p in n.split(".") if p not in ("base_layer", "original_module")) for n in names)]
-        )
-    )
+def adapter_configs(module: nn.Module) -> Mapping[str, Any]:
+    """The configs of a model of PEFT, by the name of the adapter; none of another module, whatever it keeps under that name."""
+    configs = getattr(module, "peft_config", None)
+    if not isinstance(configs, Mapping) or not all(hasattr(config, "peft_type") for config in configs.values()):
+        return {}
+    return configs
 
 
-def names_in_files(model: nn.Module) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
-    """A function of a tensor's own names: all that it may have in files of the model.
+def models_with_adapters(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost models of PEFT, by what the names of their tensors begin with: "" where it is the model itself."""
+    outermost: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        prefix = _prefix(name)
+        if has_adapters(module) and not any(prefix.startswith(outer) for outer in outermost):
+            outermost[prefix] = module
+    return outermost
+
+
+def names_in_files(model: nn.Module, stored: Collection[str]) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
+    """A function of a tensor's own names: all that it may have in files that hold the names `stored`. None of a tensor that is
+    not in the part whose files they are: [Note: Weights of a part].
 
     Of a copy that is trained as a whole (`modules_to_save`), those of its original, and of what that is tied to.
     """
-    if not has_adapters(model):
-        return lambda names: names
-    alike = {name: names for names in parameter_names(model).values() for name in names}
+    adapted = models_with_adapters(model)
+    names_of = parameter_names(model)
+    alike = {name: names for names in names_of.values() for name in names} if adapted else {}
 
-    def found_as(names: tuple[str, ...]) -> tuple[str, ...]:
-        originals = [other for name in names for other in alike.get(_original(name) or "", ())]
-        return tuple(dict.fromkeys(base for name in (*names, *originals) for base in base_names(name)))
+    def found_as(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        originals = [other for name in names for other in alike.get(_original(name) or "", ())] if adapted else []
+        within = [name.removeprefix(prefix) for name in (*names, *originals) if name.startswith(prefix)]
+        return tuple(dict.fromkeys(base for name in within for base in (_base_names(name) if adapted else (name,))))
 
-    return found_as
+    def fitting(prefix: str) -> int:
+        return sum(any(name in stored for name in with_parts(found_as(prefix, names))) for names in names_of.values())
+
+    prefixes = dict.fromkeys([*_holding_all(model), *adapted])
+    return partial(found_as, max(prefixes, key=fitting) if len(prefixes) > 1 else "")
 
 
 def is_copy(name: str) -> bool:
@@ -71,13 +89,14 @@ class LeftToModel:
 
 
 def left_to_model(model: nn.Module, stored: Collection[str], blank: Collection[str]) -> LeftToModel:
-    """Of a model of PEFT: the adapters, and copies that have values already.
+    """Of a model of PEFT, or one that holds such a model: the adapters, and what has values already of copies and of what is
+    beside the model of PEFT.
 
     stored: the names in the files. blank: the first names of parameters without values.
     """
-    if not has_adapters(model):
+    if not models_with_adapters(model):
         return LeftToModel()
-    found_as = names_in_files(model)
+    found_as = names_in_files(model, stored)
     drawn, have_values = set(), set()
     adapters = _lora_parameters(model)
     for names in parameter_names(model).values():
@@ -91,7 +110,10 @@ def left_to_model(model: nn.Module, stored: Collection[str], blank: Collection[s
 
 def check_adapters(model: nn.Module) -> None:
     """Raise ConfigError where adapters have begun with a change of the model below, which its files would undo."""
-    for config in getattr(model, "peft_config", {}).values():
+    configs = [
+        config for adapted in models_with_adapters(model).values() for config in adapter_configs(adapted).values()
+    ]
+    for config in configs:
         how = getattr(config, "init_lora_weights", True)
         if how not in _LEAVES_WEIGHTS:
             raise ConfigError(
@@ -110,6 +132,37 @@ def reset_adapters(configs: Mapping[str, Any], module: Any) -> None:
                 f"({getattr(configs[adapter], 'peft_type', 'LORA')}): build the model in memory"
             )
         module.reset_lora_parameters(adapter, how)
+
+
+def _base_names(name: str) -> tuple[str, ...]:
+    """What a tensor of a model of PEFT may be called in files of the model below, its own name among it."""
+    names = [name]
+    for prefix in ("base_model.model.", "base_model."):
+        if name.startswith(prefix):
+            names.append(name.removeprefix(prefix))
+    return tuple(
+        dict.fromkeys(
+            [*names, *(".".join(p for p in n.split(".") if p not in ("base_layer", "original_module")) for n in names)]
+        )
+    )
+
+
+def _holding_all(model: nn.Module) -> list[str]:
+    """What names of parameters begin with: "", and then longer by the name of each module that holds all there are."""
+    parameters = set(model.parameters())
+    prefixes, module = [""], model
+    while True:
+        holding = [(name, child) for name, child in module.named_children() if parameters <= set(child.parameters())]
+        if not holding:
+            return prefixes
+        name, module = holding[0]
+        prefixes.append(prefixes[-1] + _prefix(name))
+
+
+def _prefix(module_name: str) -> str:
+    """What the names of the tensors of a module begin with."""
+    clean = clean_name(module_name)
+    return f"{clean}." if clean else ""
 
 
 def _lora_parameters(model: nn.Module) -> set[str]:

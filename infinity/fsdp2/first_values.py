@@ -11,7 +11,7 @@ What nothing gave a value to by the end is an error: memory as it comes is no fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._device import DeviceContext
 
 from infinity.errors import ConfigError
-from infinity.fsdp2.adapters import base_names, reset_adapters
+from infinity.fsdp2.adapters import adapter_configs, names_in_files, reset_adapters
 from infinity.fsdp2.materialize import full_tensor, load_full
 from infinity.fsdp2.names import clean_name, parameter_names, parameters_by_name
 
@@ -72,12 +72,13 @@ def check_initializable(model: nn.Module, init_fn: InitFn | None, stored: frozen
     `stored`: what a file gives values to, all parameters among it; None where there is no file.
     """
     ways = {way.module: way for way in _ways(model, init_fn)}
+    is_stored = _is_in(stored or frozenset(), model)
     lost = [
         name or "the root module"
         for name, module in model.named_modules()
         if (
             (stored is None and any(p.is_meta for p in module.parameters(recurse=False)))
-            or any(b.is_meta and not _is_in(stored or (), _named(name, key)) for key, b in _own_buffers(module))
+            or any(b.is_meta and not is_stored(_named(name, key)) for key, b in _own_buffers(module))
         )
         and module not in ways
     ]
@@ -140,16 +141,17 @@ def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
     """One for each module that has one, parts before the whole. A Hugging Face model within another one goes its own way."""
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, of_model: InitFn | None) -> Iterator[_Way]:
+    def visit(module: nn.Module, of_model: InitFn | None, configs: Mapping[str, Any]) -> Iterator[_Way]:
         if hasattr(module, "_initialize_weights"):
             of_model = getattr(module, "_init_weights", of_model)
+        configs = configs or adapter_configs(module)
         for child in module.children():
-            yield from visit(child, of_model)
+            yield from visit(child, of_model, configs)
         if module in seen:
             return
         seen.add(module)
         if hasattr(module, "reset_lora_parameters"):
-            yield _Way(module, partial(reset_adapters, getattr(model, "peft_config", {})), reaches_below=True)
+            yield _Way(module, partial(reset_adapters, configs), reaches_below=True)
         elif init_fn is not None:
             yield _Way(module, init_fn, reaches_below=False)
         elif of_model is not None:
@@ -157,7 +159,7 @@ def _ways(model: nn.Module, init_fn: InitFn | None) -> Iterator[_Way]:
         elif hasattr(module, "reset_parameters"):
             yield _Way(module, _reset, reaches_below=False)
 
-    yield from visit(model, getattr(model, "_init_weights", None))
+    yield from visit(model, getattr(model, "_init_weights", None), {})
 
 
 def _reset(module: nn.Module) -> None:
@@ -260,11 +262,12 @@ def _allocate_buffers(
 ) -> dict[nn.Module, dict[str, str]]:
     """Memory for all meta buffers; the full names of those that need values, by module and own name."""
     blank: dict[nn.Module, dict[str, str]] = {}
+    is_stored = _is_in(stored, model)
     for prefix, module in model.named_modules():
         for name, buffer in _own_buffers(module):
             if buffer.is_meta:
                 module._buffers[name] = _unset(buffer, device)
-                if not _is_in(stored, _named(prefix, name)):
+                if not is_stored(_named(prefix, name)):
                     blank.setdefault(module, {})[name] = _named(prefix, name)
     return blank
 
@@ -289,9 +292,10 @@ def _is_unset(tensor: torch.Tensor | None) -> bool:
     return bool((tensor == torch.iinfo(tensor.dtype).min).all())
 
 
-def _is_in(stored: Collection[str], name: str) -> bool:
-    """Whether files with these names hold a buffer."""
-    return any(base in stored for base in base_names(name))
+def _is_in(stored: frozenset[str], model: nn.Module) -> Callable[[str], bool]:
+    """Whether files with these names hold a buffer of this name."""
+    found_as = names_in_files(model, stored)
+    return lambda name: not stored.isdisjoint(found_as((name,)))
 
 
 def _named(prefix: str, name: str) -> str:

@@ -46,7 +46,7 @@ def frozen_in_files(model: nn.Module, path: str | os.PathLike[str]) -> dict[str,
     there. Raises CheckpointError where a file is damaged, ConfigError where what decodes them is not installed."""
     where = _headers(Path(path))
     resting: dict[str, StoredParameter] = {}
-    found_as = names_in_files(model)
+    found_as = names_in_files(model, where)
     for parameter, names in parameter_names(model).items():
         if parameter.requires_grad or is_copy(names[0]):
             continue
@@ -85,7 +85,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         required |= dict(parameter_names(model).items())
         required |= buffer_names(model, persistent=True)
         names_of = {**required, **buffer_names(model, persistent=False)}
-        found_as = names_in_files(model)
+        found_as = names_in_files(model, where)
         in_files = {tensor: with_parts(found_as(names)) for tensor, names in names_of.items()}
         known = {name for names in in_files.values() for name in names}
         lacking = [names[0] for p, names in required.items() if not any(name in where for name in in_files[p])]

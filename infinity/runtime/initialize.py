@@ -81,7 +81,8 @@ def initialize(
         collate_fn: for that DataLoader.
         config: a dict, a path to JSON, or base64 of JSON (`config_params` is its older name).
         weights: safetensors (a file, an index.json of several, or a folder with either) from which the parameters are set,
-            each rank reading only its rows. Frozen ones stay there, where parameters rest on NVMe: each step reads them
+            each rank reading only its rows; those of the model, or of one inside it that holds all parameters, or that PEFT
+            has put adapters into. Frozen ones stay there, where parameters rest on NVMe: each step reads them
             from these files, which must not change meanwhile (docs/frozen_weights.md).
         init_fn: called with each module that was built on the meta device, to give values to its parameters.
         auto: values for what the config leaves "auto", by the names that `Config.resolve` takes, such as `lr=3e-4`.

@@ -14,7 +14,8 @@ import adapted
 import pytest
 import torch
 from adapted import CASES, Case
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError, InfinityError, IntegrityError, IoError, StoreError
@@ -142,6 +143,39 @@ def test_no_place_has_to_be_named_where_nothing_is_written(nvme_path: Path) -> N
         adapted.make(case, None, "")
     with pytest.raises(ConfigError, match=r"offload_optimizer\.nvme_path: missing"):
         adapted.make(dataclasses.replace(case, state_on="nvme"), weights, "")
+
+
+class Holding(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(tokens)
+        return loss
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_files_may_be_those_of_the_model_inside(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a LightningModule holds a model. What is missing or unknown is named as ever."""
+    case, model = Case(files=2), adapted.Model
+    weights = adapted.save(nvme_path / "weights", case)
+    with adapted.make(case, weights, None) as engine:
+        expected = adapted.train(engine, case), adapted.values(engine)
+    monkeypatch.setattr(adapted, "Model", lambda width: Holding(Holding(model(width))))
+    with adapted.make(case, weights, "") as engine:
+        assert adapted.train(engine, case) == expected[0]
+        values = adapted.values(engine)
+        assert engine.swap is not None
+        assert engine.swap.stats().written_bytes == 0
+    assert [name for name in expected[1] if not torch.equal(values[f"model.model.{name}"], expected[1][name])] == []
+    tensors = load_file(weights / "part-0.safetensors")
+    tensors["blocks.7.norm.bias"] = tensors.pop("blocks.1.norm.bias")
+    save_file(tensors, weights / "part-0.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"missing model\.model\.blocks\.1\.norm\.bias; unknown blocks\.7\.norm\.bias$"
+    ):
+        adapted.make(case, weights, "")
 
 
 @pytest.mark.usefixtures("one_rank")
