@@ -1,4 +1,5 @@
-"""Floor 11. `save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included.
+"""Floor 11. `save_pretrained` of a Hugging Face model whose parameters are sharded or paged, PEFT's adapters included, also of
+a model of PEFT that is in another module.
 
 Hugging Face's function looks at a whole state dict at once, by the memory of its tensors, and paged tensors have none. So the
 values are written first: a model's to safetensors in a folder inside the one that is saved to, in the dtype of compute, in
@@ -24,6 +25,7 @@ from torch import nn
 
 from infinity.checkpoint.model_files import SAFETENSORS_BYTES_MAX
 from infinity.errors import CheckpointError, InfinityError
+from infinity.fsdp2.adapters import models_with_adapters
 from infinity.fsdp2.materialize import full_tensor
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.sharding import reshard
@@ -32,20 +34,29 @@ from infinity.runtime.engine import Engine
 
 
 def save_as_pretrained(engine: Engine) -> None:
-    """Let `engine.module.save_pretrained`, where the module has one, save what the engine trains. A collective from then on.
+    """Let `engine.module.save_pretrained`, where the module has one, save what the engine trains, and so that of models of PEFT
+    in it. A collective from then on.
 
     Its arguments stay what they are; files have at most 2 GiB unless `max_shard_size` says otherwise, and `state_dict=` is
     written as it is.
     """
-    if callable(getattr(engine.module, "save_pretrained", None)):
-        engine.module.save_pretrained = partial(_save, weakref.ref(engine))  # type: ignore[assignment]
+    of_peft = [model for model in models_with_adapters(engine.module).values() if _is_of_peft(model)]
+    for module in dict.fromkeys([engine.module, *of_peft]):
+        if callable(getattr(module, "save_pretrained", None)):
+            saving = partial(_save, weakref.ref(engine), weakref.ref(module))
+            module.save_pretrained = saving  # type: ignore[assignment]
 
 
-def _save(reference: weakref.ref[Engine], save_directory: Any, *positional: Any, **arguments: Any) -> None:
-    engine = reference()
-    if engine is None or engine._closed:
+def _save(
+    engine_reference: weakref.ref[Engine],
+    module_reference: weakref.ref[nn.Module],
+    save_directory: Any,
+    *positional: Any,
+    **arguments: Any,
+) -> None:
+    engine, module = engine_reference(), module_reference()
+    if engine is None or engine._closed or module is None:
         raise InfinityError("the engine is closed, and the values of its model are gone: save before close()")
-    module = engine.module
     save: Any = type(module).save_pretrained  # type: ignore[attr-defined]
     names = list(inspect.signature(save).parameters)[2:]  # less self and the folder
     arguments |= dict(zip(names, positional, strict=False))
@@ -56,7 +67,7 @@ def _save(reference: weakref.ref[Engine], save_directory: Any, *positional: Any,
         arguments.setdefault("max_shard_size", SAFETENSORS_BYTES_MAX)
     folder, writes = Path(save_directory), dist.get_rank() == 0
     if _is_of_peft(module):
-        state = _adapters(engine, arguments)
+        state = _adapters(engine, module, arguments)
         with raise_on_all_ranks():
             if writes:
                 save(module, save_directory, **{**arguments, "state_dict": state})
@@ -106,12 +117,11 @@ def _is_of_peft(module: nn.Module) -> bool:
     return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
 
 
-def _adapters(engine: Engine, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What PEFT takes from the state dict, whole; everything else of it on the meta device."""
-    module: Any = engine.module
+def _adapters(engine: Engine, module: nn.Module, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What PEFT takes from the state dict of a model of its own, whole; everything else of it on the meta device."""
     with raise_on_all_ranks():
         engine._guard.check_whole()
-    reshard(module)
+    reshard(engine.module)
     parameters = {name: p for p, names in parameter_names(module).items() for name in names}
     state: dict[str, torch.Tensor] = {name: torch.empty(p.shape, device="meta") for name, p in parameters.items()}
     state |= {name: b for b, names in buffer_names(module, persistent=True).items() for name in names}

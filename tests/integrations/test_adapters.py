@@ -17,6 +17,7 @@ pytest.importorskip("peft", reason="peft is not installed: tools/test_integratio
 import hugging_face
 import peft
 from hugging_face import SHIPPED, differences, make_engine, train, weights
+from torch import nn
 
 import infinity
 from infinity.cli import ckpt
@@ -72,6 +73,47 @@ def test_trains_as_in_memory(
     loaded = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter")
     for name, value in loaded.named_parameters():
         assert torch.equal(value, outcomes[0][1][name]), name
+
+
+class WithHead(nn.Module):
+    """A model of PEFT inside another module, as a LightningModule holds it, with a trained part beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language = adapted(empty=True)
+        torch.manual_seed(11)
+        self.scale = nn.Linear(64, 1)
+        self.peft_config = peft.LoraConfig()  # what the user keeps says nothing
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        output = self.language(**batch)
+        output.loss = output.loss + self.scale(output.logits).square().mean()
+        return output
+
+
+def test_a_model_inside_another_trains_as_in_memory(
+    base: Path, one_rank: None, nvme_path: Path, tmp_path: Path
+) -> None:
+    outcomes, saved = [], []
+    for device in ("nvme", "none"):
+        model = WithHead()
+        head = model.scale.weight.detach().clone()
+        config = {"zero_optimization": {"stage": 3, "offload_param": {"device": device}}}
+        with make_engine("llama", None, model=model, weights=base, config=config) as engine:
+            assert torch.equal(weights(engine)["scale.weight"], head)
+            outcomes.append((train(engine, "llama"), weights(engine)))
+            if engine.swap is not None:
+                frozen = {name for name, p in engine.module.named_parameters() if not p.requires_grad}
+                assert engine.swap.paged.foreign_names == frozen
+                assert engine.swap.stats().written_bytes == engine.swap.stats().arena_bytes == 0
+            engine.module.language.save_pretrained(tmp_path / device)  # type: ignore[operator, union-attr]
+        saved.append((tmp_path / device / "adapter_model.safetensors").read_bytes())
+    assert not differences(*outcomes)
+    assert saved[0] == saved[1]
+    kind: Any = getattr(hugging_face.hf, SHIPPED["llama"].kind)
+    loaded = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype=torch.float32), tmp_path / "nvme")
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, outcomes[0][1][f"language.{name}"]), name
 
 
 def test_adapters_that_need_the_values_of_the_model_are_refused(base: Path, one_rank: None, nvme_path: Path) -> None:
