@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 try:
@@ -56,12 +57,14 @@ class InfinityStrategy(ModelParallelStrategy):
         remote_device: "nvme" or "cpu": where parameters rest, as `offload_params_device`; "meta" changes nothing.
         offload_optimizer, offload_parameters: whether optimizer state, parameters rest away from the device.
         offload_optimizer_device, offload_params_device: "cpu" or "nvme".
-        nvme_path: a folder on the drive, or several.
+        nvme_path: a folder on the drive, or several; "auto" where nothing has to be written, as with `weights` and adapters.
         params_buffer_count, params_buffer_size, optimizer_buffer_count, max_in_cpu, pin_memory, sub_group_size: of the blocks
             `offload_param`, `offload_optimizer` and `zero_optimization` of the config; None leaves the choice to infinity.
         block_size, queue_depth, single_submit, overlap_events, thread_count: of the block `aio`; likewise.
         config: the whole config, as a dict or a path to JSON; all arguments above are ignored then.
-        weights: safetensors (file or folder) that fill the model, each rank reading only its rows.
+        weights: safetensors (file or folder) that fill the model, each rank reading only its rows. They have the names of the
+            module, or of the model that it holds. Frozen parameters stay in these files where parameters rest on NVMe, and
+            what has values already beside a model of PEFT keeps them.
         trust_checkpoints: also load checkpoints with more than plain values and tensors, which runs code that they contain.
 
     The Trainer's `accumulate_grad_batches`, `gradient_clip_val` and `precision` ("32", "bf16-mixed", "16-mixed" and their
@@ -165,6 +168,11 @@ class InfinityStrategy(ModelParallelStrategy):
         if not hasattr(module, _ENGINE):
             setattr(module, _ENGINE, self._make_engine(module, trainer))
         sharded: _Sharded = getattr(module, _ENGINE)
+        if sharded.owners != _owners(module):
+            raise ConfigError(
+                "the module holds other parts than when it was sharded: let configure_model return where it has made them "
+                "(if self.model is not None: return), as Lightning calls it before each fit and each evaluation"
+            )
         self.engine = sharded.engine
         if trainer.state.fn == TrainerFn.FITTING:
             if not sharded.trains:
@@ -197,7 +205,7 @@ class InfinityStrategy(ModelParallelStrategy):
             rebind(schedule.scheduler, optimizer)
         for method in _METHODS:
             register_fsdp_forward_method(module, method)
-        return _Sharded(engine, schedules, trains)
+        return _Sharded(engine, schedules, trains, _owners(module))
 
     def _configured(self, module: LightningModule, trainer: Trainer) -> tuple[list[Any], list[Any], bool]:
         """(optimizers, schedules, whether it may train). In an evaluation configure_optimizers may fail."""
@@ -384,6 +392,12 @@ class _Sharded:
     engine: Engine
     schedules: list[Any]
     trains: bool  # whether it has an optimizer
+    owners: frozenset[nn.Module]  # as they were then
+
+
+def _owners(module: nn.Module) -> frozenset[nn.Module]:
+    """The modules in it that have parameters of their own."""
+    return frozenset(part for part in module.modules() if any(p is not None for p in part._parameters.values()))
 
 
 def _without_none(block: Mapping[str, Any]) -> dict[str, Any]:

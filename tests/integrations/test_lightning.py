@@ -19,14 +19,19 @@ import torch
 pytest.importorskip("lightning", reason="Lightning is not installed: tools/test_integration.sh lightning")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "integrations"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 
+import adapted
 import lightning_mlp
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mlp import Net, loader
+from safetensors.torch import load_file
+from torch import nn
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError
+from infinity.fsdp2.sharding import reshard
 from infinity.integrations.lightning import InfinityStrategy
 
 launch.import_also("lightning.pytorch")
@@ -272,3 +277,142 @@ def test_activations_are_kept_where_the_config_says(nvme_path: Path, tmp_path: P
     assert losses[0] == losses[1]
     for strategy in strategies:
         strategy.close()
+
+
+EVERY_STEP = {"accumulate_grad_batches": 2, "gradient_clip_val": 1e-2, "enable_checkpointing": False}
+
+
+class Adapted(LightningModule):
+    """A model with adapters on frozen weights, made where Lightning wants it made. `weights`: in memory, of these."""
+
+    def __init__(self, weights: Path | None = None, *, makes_anew: bool = False) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+        self.weights, self.makes_anew = weights, makes_anew
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is not None and not self.makes_anew:
+            return
+        if self.weights is None:
+            with infinity.init_empty():
+                self.model = adapted.Model(adapted.WIDTH)
+            return
+        self.model = adapted.Model(adapted.WIDTH)
+        tensors = load_file(self.weights / "model.safetensors")
+        self.model.load_state_dict({**tensors, "head.weight": tensors["embedding.weight"]})
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        assert self.model is not None
+        loss: torch.Tensor = self.model(batch)
+        return loss
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+
+def adapters(module: LightningModule) -> dict[str, torch.Tensor]:
+    """The values of what is trained, whole."""
+    if hasattr(module, "reshard"):
+        reshard(module)
+    trained = {name: p.data for name, p in module.named_parameters() if p.requires_grad}
+    assert trained
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p) + 0 for name, p in trained.items()}
+
+
+def sentences() -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(list(torch.arange(16 * 9).view(16, 9) * 7 % adapted.VOCABULARY), batch_size=2)
+
+
+def in_files(weights: Path) -> InfinityStrategy:
+    """Frozen weights stay there, and nothing is written: no place is named."""
+    return InfinityStrategy(
+        stage=3, offload_parameters=True, offload_params_device="nvme", nvme_path="auto", weights=weights
+    )
+
+
+def check_is_in_files(strategy: InfinityStrategy, module: LightningModule) -> None:
+    assert strategy.engine is not None
+    swap = strategy.engine.swap
+    assert swap is not None
+    assert swap.paged.foreign_names == {name for name, p in module.named_parameters() if not p.requires_grad} != set()
+    assert swap.stats().written_bytes == swap.stats().arena_bytes == 0
+    assert swap.stats().read_bytes > 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_adapters_train_on_frozen_weights_in_their_files(precision: Any, nvme_path: Path, tmp_path: Path) -> None:
+    """The numbers of DDP in fp32, and of the engine in memory in bf16; nothing is written."""
+    weights = adapted.save(nvme_path / "weights", adapted.Case())
+    untouched = (weights / "model.safetensors").read_bytes()
+    plain = precision == "32-true"
+    memory: Any = "ddp" if plain else InfinityStrategy(stage=3, weights=weights)
+    outcomes = []
+    for strategy, module in ((memory, Adapted(weights if plain else None)), (in_files(weights), Adapted())):
+        seed_everything(0)
+        make_trainer(strategy, tmp_path, precision=precision, **EVERY_STEP).fit(module, sentences())
+        outcomes.append((module.losses, adapters(module)))
+        if isinstance(strategy, InfinityStrategy):
+            if strategy is not memory:
+                check_is_in_files(strategy, module)
+            strategy.close()
+    assert outcomes[0][0] == outcomes[1][0]
+    assert len(set(outcomes[0][0])) == 8
+    assert outcomes[0][1].keys() == outcomes[1][1].keys()
+    assert [name for name, value in outcomes[0][1].items() if not torch.equal(value, outcomes[1][1][name])] == []
+    assert (weights / "model.safetensors").read_bytes() == untouched
+    assert [path.name for path in nvme_path.iterdir()] == ["weights"]
+
+
+def test_adapters_come_back_from_a_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
+    """A run that goes on from one has the numbers of one that was not stopped, and writes nothing in its own files."""
+    weights = adapted.save(nvme_path / "weights", adapted.Case())
+    seed_everything(0)
+    whole, strategy = Adapted(), in_files(weights)
+    make_trainer(strategy, tmp_path, max_epochs=2, **EVERY_STEP).fit(whole, sentences())
+    expected = whole.losses, adapters(whole)
+    strategy.close()
+    seed_everything(0)
+    first, strategy = Adapted(), in_files(weights)
+    trainer = make_trainer(strategy, tmp_path, **EVERY_STEP)
+    trainer.fit(first, sentences())
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    saved = adapters(first)
+    validated = trainer.validate(first, sentences(), verbose=False)
+    check_is_in_files(strategy, first)
+    strategy.close()
+    seed_everything(0)  # in which Lightning draws the order of the data
+    again, strategy = Adapted(), in_files(weights)
+    trainer = make_trainer(strategy, tmp_path, max_epochs=2, **EVERY_STEP)
+    assert trainer.validate(again, sentences(), ckpt_path=tmp_path / "checkpoint", verbose=False) == validated
+    loaded = adapters(again)
+    assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == []
+    trainer.fit(again, sentences(), ckpt_path=tmp_path / "checkpoint")
+    assert first.losses + again.losses == expected[0]
+    trained = adapters(again)
+    assert [name for name in trained if not torch.equal(trained[name], expected[1][name])] == []
+    check_is_in_files(strategy, again)
+    strategy.close()
+
+
+def test_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weights='.*nowhere': no such file or folder"):
+        make_trainer(in_files(tmp_path / "nowhere"), tmp_path, **EVERY_STEP).fit(Adapted(), sentences())
+
+
+def test_a_model_that_is_made_anew_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    weights = adapted.save(nvme_path / "weights", adapted.Case())
+    strategy, module = in_files(weights), Adapted(makes_anew=True)
+    trainer = make_trainer(strategy, tmp_path, **EVERY_STEP)
+    trainer.fit(module, sentences())
+    with pytest.raises(ConfigError, match="let configure_model return where it has made them"):
+        trainer.validate(module, sentences(), verbose=False)
+    strategy.close()
