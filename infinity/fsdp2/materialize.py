@@ -24,7 +24,7 @@ from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.coded import parts_of_codes, read_rows, stored_parameter
-from infinity.store.foreign import FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
+from infinity.store.foreign import CODES, FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
 
 
 @torch.no_grad()
@@ -118,6 +118,10 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
                     f"{path}: {stored_as.get(tensor, name)} has shape {shape}, the model wants {expected}"
                 )
         for tensor, name in stored_as.items():
+            if headers[name].dtype in CODES and tensor.is_floating_point():
+                raise CheckpointError(
+                    f"{path}: {name} is in {headers[name].dtype}, and nothing there says what its codes mean"
+                )
             if names_of[tensor][0] in but:
                 continue
             if not isinstance(tensor, nn.Parameter):

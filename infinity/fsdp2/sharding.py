@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError, InfinityError
@@ -257,6 +258,20 @@ def install(model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]) ->
             module.load_state_dict(replaced, strict=False, assign=True)
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_apply_unless_it_converts, module)
+
+
+def gathers_nothing_alone() -> bool:
+    """Whether this torch gathers nothing over one rank, so that a parameter's elements may come afterwards: see [Note:
+    Gathering alone] in unsharded.py."""
+    return "_all_gather_output" in FSDPParamGroup.__init__.__code__.co_names
+
+
+def is_gathered_for_its_forward(module: nn.Module) -> bool:
+    """Whether a group is being gathered for a forward of its own module, and freed when that ends."""
+    assert isinstance(module, FSDPModule)
+    groups = param_groups_of(module._get_fsdp_state())
+    in_forward = all(group._training_state.name == "FORWARD" for group in groups)
+    return in_forward and all(group._reshard_after_forward for group in groups)
 
 
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:

@@ -6,8 +6,10 @@ copy, and the parameter gets its elements afterwards, in `fsdp_post_all_gather`.
 
   * copied into a storage that FSDP2 allocates and frees. Autograd saves views of the parameter in the forward, and finds the
     elements of the next gather in them, because the storage is the same one. So it is wherever autograd may be recording.
-  * lent: the parameter's memory is that of the caller, until FSDP2 frees it. No byte is moved. Views of the parameter don't
-    outlive the gather, so this is for passes without autograd.
+  * lent: the parameter's memory is that of the caller, until FSDP2 frees it. No byte is moved. Views of the parameter must not
+    outlive the gather, so this is for passes without autograd. Whether one does is seen when FSDP2 frees it, as something
+    has the lent storage then: that is an error, and never a wrong number. What a forward writes into the parameter is in the
+    caller's memory, which is told (not of what it writes through `.data`, which leaves no trace).
 
 FSDP2 frees and allocates what it takes for the inner tensors of the parameter (`resize_` of their storage). It gets this
 object as the only one of them, and so tells when it is done with what was lent.
@@ -22,10 +24,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from infinity.errors import InfinityError
 from infinity.units import align_up
 
 _MAPPED_BYTES = 32 << 20
@@ -54,11 +58,10 @@ class UnshardedMemory:
         """What is copied into (1-D)."""
         self._nbytes = 0
         """What FSDP2 takes for allocated."""
-        self._lent: tuple[nn.Parameter, torch.Tensor, Callable[[], None]] | None = None
-        """The parameter whose memory is somebody else's, what it was before, and whom to tell when FSDP2 frees it."""
+        self._lent: _Lent | None = None
         self.tensor.untyped_storage().resize_(0)
 
-    def fill(self, write: Callable[[torch.Tensor], None]) -> None:
+    def fill(self, write: Callable[[torch.Tensor], object]) -> None:
         """The parameter has memory of its own, with the elements that `write` sets (1-D)."""
         self._nbytes = self.nbytes
         if self.tensor.untyped_storage().size() != self.nbytes:
@@ -67,17 +70,24 @@ class UnshardedMemory:
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.tensor):
             write(self.tensor)
 
-    def lend(self, parameter: nn.Parameter, elements: torch.Tensor, freed: Callable[[], None]) -> None:
-        """The parameter's memory is that of `elements` (1-D) until FSDP2 frees it, which is `freed`, or `take_back`."""
+    def lend(self, parameter: nn.Parameter, elements: torch.Tensor, freed: Callable[[bool], None]) -> None:
+        """The parameter's memory is that of `elements` (1-D, on the CPU) until FSDP2 frees it, or `take_back`.
+
+        freed: called when FSDP2 does, with whether the elements were written to.
+        """
         self._nbytes = self.nbytes
-        self._lent = parameter, parameter.data, freed
+        elements = torch.from_numpy(elements.view(torch.uint8).numpy()).view(elements.dtype)  # a storage of its own
+        before = parameter.data
         parameter.data = elements.view(parameter.shape)
+        self._lent = _Lent(parameter, before, elements, freed, _holders(elements), parameter._version)
 
     def take_back(self) -> None:
-        """What was lent is not the parameter's any more. FSDP2 may not know: who computes with it then finds it empty."""
-        if self._lent is not None:
-            (parameter, before, _), self._lent = self._lent, None
-            parameter.data = before
+        """What was lent may change: if FSDP2 hasn't freed the parameter, it has a copy of its own."""
+        lent = self._lent
+        if lent is not None:
+            self.fill(lambda own: own.copy_(lent.elements))
+            lent.parameter.data = lent.before
+            self._lent = None
 
     # What FSDP2 asks of a tensor and its storage: `alloc_storage` and `free_storage` in _fsdp_param.py.
 
@@ -102,8 +112,34 @@ class UnshardedMemory:
         self._nbytes = nbytes
         if nbytes:
             return
-        self.tensor.untyped_storage().resize_(0)
-        if self._lent is not None:
-            freed = self._lent[2]
-            self.take_back()
-            freed()
+        lent = self._lent
+        if lent is None:
+            self.tensor.untyped_storage().resize_(0)
+            return
+        self._lent = None
+        lent.parameter.data = lent.before
+        outlives = _holders(lent.elements) > lent.holders - 1  # the parameter was one of them
+        lent.freed(lent.parameter._version != lent.version)
+        if outlives:
+            raise InfinityError(
+                f"a view of a frozen weight of shape {tuple(lent.parameter.shape)} is held after its group's forward, which "
+                "ran without gradients: autograd saved it under torch.enable_grad() inside the forward, or the model keeps it. "
+                "Enable gradients around the call of the model, or make the view anew where it is used"
+            )
+
+
+@dataclass(eq=False)
+class _Lent:
+    parameter: nn.Parameter
+    before: torch.Tensor
+    """What its memory was."""
+    elements: torch.Tensor
+    freed: Callable[[bool], None]
+    holders: int
+    """Who had the storage of the elements when they were lent."""
+    version: int
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from infinity.store.foreign import FOREIGN_DTYPES, FileRange, StoredParameter, S
 
 _STATE = ".quant_state.bitsandbytes__"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCK_NUMELS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""What bitsandbytes decodes."""
 _AT_ONCE_NUMEL = 1 << 20
 """Elements that are decoded at once: what stays in the cache of a core."""
 
@@ -75,31 +77,38 @@ class FourBitBlocks:
     scale_scales: torch.Tensor | None = None
     scales_at_once: int = 256
     scale_offset: float = 0.0
+    _tables: dict[tuple[torch.device, str], torch.Tensor] = field(default_factory=dict, repr=False)
 
     def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
         """What rows [first, first + count) take of the file: whole blocks of codes, and their scales."""
         begin, end = self._blocks(first, count)
         elements = min(end * self.block_numel, math.prod(self.shape)) - begin * self.block_numel
         codes, scales = self.codes, self.scales
-        itemsize = 1 if self.scale_table is not None else 4
         return (
             FileRange(codes.path, codes.offset + begin * self.block_numel // 2, max(0, -(-elements // 2))),
-            FileRange(scales.path, scales.offset + begin * itemsize, (end - begin) * itemsize),
+            FileRange(scales.path, scales.offset + begin * self._scale_bytes, (end - begin) * self._scale_bytes),
         )
 
     def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
         """Set `out` (2-D, rows from `first` on) from the bytes of `ranges`, on any device."""
+        codes, scales = parts
         begin, _ = self._blocks(first, len(out))
-        scales = self._scales(parts[1], begin)
         skip = first * out.shape[1] - begin * self.block_numel  # elements of the first block that are of the row before
         flat = out.view(-1)
-        step = _AT_ONCE_NUMEL // self.block_numel * self.block_numel
+        step = _AT_ONCE_NUMEL if codes.device.type == "cpu" else skip + flat.numel()
+        step = -(-step // self.block_numel) * self.block_numel
         for at in range(0, skip + flat.numel(), step):
-            numel = min(step, 2 * parts[0].numel() - at)
-            blocks = slice(at // self.block_numel, -(-(at + numel) // self.block_numel))
-            values = self._values(parts[0][at // 2 : (at + numel) // 2], scales[blocks], numel, out.dtype)
+            numel = min(step, 2 * codes.numel() - at)
+            block, blocks = at // self.block_numel, -(-numel // self.block_numel)
+            stored = scales[block * self._scale_bytes : (block + blocks) * self._scale_bytes]
+            of_blocks = self._scales(stored, begin + block)
+            values = self._values(codes[at // 2 : (at + numel) // 2], of_blocks, numel, out.dtype)
             low, high = max(at, skip), min(at + numel, skip + flat.numel())
             flat[low - skip : high - skip].copy_(values[low - at : high - at])
+
+    @property
+    def _scale_bytes(self) -> int:
+        return 4 if self.scale_table is None else 1
 
     def _blocks(self, first: int, count: int) -> tuple[int, int]:
         """The blocks in which rows [first, first + count) are."""
@@ -108,10 +117,11 @@ class FourBitBlocks:
         return begin, -(-(first + count) * row // self.block_numel) if count else begin
 
     def _scales(self, stored: torch.Tensor, begin: int) -> torch.Tensor:
+        """Those of the blocks from `begin` on."""
         if self.scale_table is None or self.scale_scales is None:
             return stored.clone().view(torch.float32)
         number = torch.arange(begin, begin + stored.numel(), device=stored.device) // self.scales_at_once
-        table, scales = self.scale_table.to(stored.device), self.scale_scales.to(stored.device)
+        table, scales = self._on(stored.device, "scale_table"), self._on(stored.device, "scale_scales")
         return table[stored.long()] * scales[number] + self.scale_offset
 
     def _values(self, codes: torch.Tensor, scales: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -119,13 +129,19 @@ class FourBitBlocks:
         state = functional.QuantState(
             absmax=scales.contiguous(),
             shape=torch.Size([numel]),
-            code=self.table.to(codes.device),
+            code=self._on(codes.device, "table"),
             blocksize=self.block_numel,
             quant_type=self.kind,
             dtype=dtype,
         )
         values: torch.Tensor = functional.dequantize_4bit(codes.reshape(-1, 1), state)
         return values.view(-1)
+
+    def _on(self, device: torch.device, name: str) -> torch.Tensor:
+        """A table on a device, copied there once."""
+        if (device, name) not in self._tables:
+            self._tables[device, name] = getattr(self, name).to(device)
+        return self._tables[device, name]
 
 
 CodedMatrix = Int8Rows | FourBitBlocks
@@ -205,14 +221,14 @@ def stored_parameter(
 def coded_matrix(name: str, where: Mapping[str, StoredTensor]) -> CodedMatrix | None:
     """The parameter `name` of safetensors, if it is coded there. Raises CheckpointError where its parts don't fit together,
     ConfigError without bitsandbytes, OSError."""
-    scales = where.get(f"{name.removesuffix('.weight')}.SCB")
+    module = name.removesuffix(".weight")
     try:
-        if scales is not None and name in where and where[name].dtype == "I8":
-            return _int8_rows(where[name], scales, where.get(f"{name.removesuffix('.weight')}.weight_format"))
+        if f"{module}.SCB" in where and name in where:
+            return _int8_rows(where[name], where[f"{module}.SCB"], where.get(f"{module}.weight_format"))
         for kind in ("nf4", "fp4"):
             if (state := where.get(f"{name}{_STATE}{kind}")) is not None:
-                return _four_bit_blocks(name, where, json.loads(_load(state).numpy().tobytes()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                return _four_bit_blocks(name, where, kind, json.loads(_load(state).numpy().tobytes()))
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{where[name].path if name in where else name}: the parts of {name}, which is in 4 or 8 bits, don't fit together "
             f"({error}): fetch or save it again"
@@ -238,44 +254,56 @@ def parts_of_codes(names: Iterable[str]) -> frozenset[str]:
 def _int8_rows(codes: StoredTensor, scales: StoredTensor, layout: StoredTensor | None) -> Int8Rows:
     if layout is not None and int(_load(layout).sum()) != 0:
         raise ValueError("its weight_format is not 0, which is rows")
-    if len(codes.shape) != 2 or math.prod(scales.shape) != codes.shape[0] or scales.dtype not in _FLOATS:
-        raise ValueError(f"codes of shape {codes.shape} with scales of shape {scales.shape} in {scales.dtype}")
+    if (
+        codes.dtype != "I8"
+        or len(codes.shape) != 2
+        or math.prod(scales.shape) != codes.shape[0]
+        or scales.dtype not in _FLOATS
+    ):
+        raise ValueError(
+            f"codes of shape {codes.shape} in {codes.dtype} with scales of shape {scales.shape} in {scales.dtype}"
+        )
     if codes.nbytes != math.prod(codes.shape) or scales.nbytes != codes.shape[0] * _FLOATS[scales.dtype].itemsize:
         raise ValueError("a tensor has more or fewer bytes than its shape says")
     flat = StoredTensor(scales.path, scales.dtype, (codes.shape[0],), scales.offset, scales.nbytes)
     return Int8Rows(codes, flat)
 
 
-def _four_bit_blocks(name: str, where: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> FourBitBlocks:
-    _bitsandbytes()
+def _four_bit_blocks(
+    name: str, where: Mapping[str, StoredTensor], kind: str, state: Mapping[str, Any]
+) -> FourBitBlocks:
     codes, scales = where[name], where[f"{name}.absmax"]
     shape, block_numel = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
+    nested = f"{name}.nested_absmax" in where
+    if state["quant_type"] != kind or block_numel not in _BLOCK_NUMELS:
+        raise ValueError(f"{state['quant_type']} in blocks of {block_numel} under the name of {kind}")
     numel = math.prod(shape)
     blocks = -(-numel // block_numel)
-    nested = f"{name}.nested_absmax" in where
-    if len(shape) != 2 or numel % 2 or block_numel % 2 or codes.nbytes != numel // 2:
+    if len(shape) != 2 or min(shape) < 1 or numel % 2 or codes.nbytes != numel // 2:
         raise ValueError(f"{codes.nbytes} bytes of codes for the shape {shape}")
-    if scales.nbytes != blocks * (1 if nested else 4):
-        raise ValueError(f"{scales.nbytes} bytes of scales for {blocks} blocks")
-    table = _load(where[f"{name}.quant_map"])
+    if scales.nbytes != blocks * (1 if nested else 4) or scales.dtype != ("U8" if nested else "F32"):
+        raise ValueError(f"{scales.nbytes} bytes of scales in {scales.dtype} for {blocks} blocks")
+    table = _floats(where[f"{name}.quant_map"], 16)
+    if not torch.equal(table, _bitsandbytes().get_4bit_type(kind, device="cpu")):
+        raise ValueError("its quant_map is not that of bitsandbytes, which decodes by its own")
     if not nested:
-        return FourBitBlocks(codes, scales, shape, str(state["quant_type"]), block_numel, table)
-    at_once = int(state["nested_blocksize"])
-    scale_scales = _load(where[f"{name}.nested_absmax"])
-    if scale_scales.numel() != -(-blocks // at_once):
-        raise ValueError(f"{scale_scales.numel()} scales of {blocks} scales")
-    return FourBitBlocks(
-        codes,
-        scales,
-        shape,
-        str(state["quant_type"]),
-        block_numel,
-        table,
-        _load(where[f"{name}.nested_quant_map"]),
-        scale_scales,
-        at_once,
-        float(state["nested_offset"]),
-    )
+        return FourBitBlocks(codes, scales, shape, kind, block_numel, table)
+    at_once, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
+    if at_once < 1 or not math.isfinite(offset):
+        raise ValueError(f"scales in blocks of {at_once} from {offset} on")
+    scale_scales = _floats(where[f"{name}.nested_absmax"], -(-blocks // at_once))
+    scale_table = _floats(where[f"{name}.nested_quant_map"], 256)
+    return FourBitBlocks(codes, scales, shape, kind, block_numel, table, scale_table, scale_scales, at_once, offset)
+
+
+def _floats(stored: StoredTensor, count: int) -> torch.Tensor:
+    """A small tensor of so many finite numbers (fp32)."""
+    if stored.dtype != "F32" or stored.nbytes != 4 * count:
+        raise ValueError(f"{stored.nbytes} bytes in {stored.dtype} instead of {count} numbers in F32")
+    numbers = _load(stored)
+    if not numbers.isfinite().all():
+        raise ValueError("numbers that are not finite")
+    return numbers
 
 
 def _load(stored: StoredTensor) -> torch.Tensor:

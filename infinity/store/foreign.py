@@ -39,6 +39,10 @@ FOREIGN_DTYPES = {
 """What frozen parameters may be in where they rest in files, by the names of the format. Each is exact in fp32."""
 
 
+CODES = ("I8", "U8", "I32", "U32")
+"""What weights are coded in, by the names of the format."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a safetensors file: bytes [offset, offset + nbytes) of it. `dtype` as the format calls it, such as "BF16"."""

@@ -9,10 +9,12 @@ own, because the small ones need no lease, and change where they rest.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from infinity.device import CopyEvent, Device, InFlightCopy
 from infinity.swap.chunk import Chunk, ChunkState, Span
@@ -58,6 +60,8 @@ class Delivery:
     copy_event: CopyEvent | None = None
     lent: bool = False
     """Whether what is given may be the memory of gathered parameters: see [Note: Lent, not copied] in parameter_lap.py."""
+    changed: bool = False
+    """Whether some of what was lent was written to, so that it is not what the drive holds."""
     given: set[int] = field(default_factory=set)
     """Numbers of the shards that FSDP2 was given and has not reported gathered."""
     _piece: torch.Tensor | None = field(default=None, repr=False)
@@ -156,8 +160,8 @@ class PagedGroup:
     """Whether its members are updated as soon as its gradients are there, to stay or speculatively."""
     gradients_wait: bool = True
     """Whether its gradients are kept from the backward until the step."""
-    stays_gathered: bool = False
-    """Whether FSDP2 keeps it gathered when its forward ends."""
+    module: weakref.ref[nn.Module] | None = field(default=None, repr=False)
+    """The module that FSDP2 gathers it for, once the model is paged."""
     is_routed: bool = False
     """Whether it is a frozen expert, of which nobody knows when it comes: see [Note: Routed experts] in fsdp2/experts.py."""
     shards: range = range(0)

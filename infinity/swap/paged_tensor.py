@@ -56,13 +56,16 @@ class Gatherer(Protocol):
         """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
 
     on_one_rank: bool
-    """Whether the model is sharded over one rank."""
+    """Whether the model is sharded over one rank, where FSDP2 gathers nothing."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """The bytes (1-D) on the device among which the shard's compute parameter is, its group in use."""
 
     def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has gathered the shard; or, where that is lent, has no use for it any more."""
+        """FSDP2 has gathered the shard."""
+
+    def freed(self, shard: PagedShard, changed: bool) -> None:
+        """FSDP2 has no use any more for a shard that was lent; `changed`: somebody wrote to it."""
 
 
 class _Blank:
@@ -161,8 +164,8 @@ class PagedTensor(torch.Tensor):
             shard.unsharded = UnshardedMemory(shard.padded_shape.numel(), param_dtype, metadata.device)
         memory = shard.unsharded
         assert memory is not None
-        if out is not None and shard.delivery.lent and shard.lies_in(param_dtype):
-            memory.lend(out, shard.elements(metadata), functools.partial(self._gatherer.gathered, shard))
+        if out is not None and shard.delivery.lent and shard.lies_in(param_dtype) and out.numel():
+            memory.lend(out, shard.elements(metadata), functools.partial(self._gatherer.freed, shard))
             return None
         memory.fill(functools.partial(shard.copy_elements, metadata))
         self._gatherer.gathered(shard)

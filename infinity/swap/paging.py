@@ -29,6 +29,7 @@ from infinity.fsdp2.experts import routed_experts
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
+    gathers_nothing_alone,
     guard_state_dict,
     in_backward,
     install,
@@ -83,7 +84,7 @@ class Paging:
             paged, machinery.host_gradients, options.gradient_dtype, takes_all=takes_all
         )
         """Where its gradients wait for their update."""
-        self.on_one_rank = alone
+        self.on_one_rank = alone and gathers_nothing_alone()
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
         self._room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes
@@ -100,7 +101,7 @@ class Paging:
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead(machinery, look_ahead_bytes)
-        self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, alone=alone)
+        self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, alone=alone, lends=self.on_one_rank)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
@@ -141,7 +142,7 @@ class Paging:
         self._model = weakref.ref(model)
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
         for paged, group in zip(self.paged.groups, groups, strict=True):
-            paged.stays_gathered = group.gathers == 1
+            paged.module = weakref.ref(cast(nn.Module, group.module))
         index_of = {cast(nn.Module, group.module): index for index, group in enumerate(groups)}
         for experts in routed_experts(model):
             experts.coming = partial(_read_experts, weakref.ref(self), [index_of[expert] for expert in experts])
@@ -165,6 +166,11 @@ class Paging:
         """FSDP2 has gathered the shard: see `ParameterLap.gathered`."""
         with self.entered():
             self.parameters.gathered(shard)
+
+    def freed(self, shard: PagedShard, changed: bool) -> None:
+        """FSDP2 frees a shard that was lent: see `ParameterLap.freed`."""
+        with self.entered():
+            self.parameters.freed(shard, changed=changed)
 
     # The gradient lap, entered by the optimizer.
 
@@ -249,6 +255,7 @@ class Paging:
         """
         with self._lock:
             if self.paged.health.state is not Health.CLOSED:
+                self.parameters.take_back_lent()
                 leases = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
                 if self._activation_part is not None:
                     leases.append(self._activation_part.lease)

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.errors import InfinityError
-from infinity.fsdp2.sharding import in_backward
+from infinity.fsdp2.sharding import in_backward, is_gathered_for_its_forward
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
 from infinity.swap.direct import DirectReads
@@ -55,7 +55,7 @@ class ParameterLap:
 
     policy: what to stage when. direct: reads past host memory, where they can be done. ahead: which groups go to the device
     before they are gathered, where that has memory of its own. alone: whether the model is sharded over one rank, on which
-    FSDP2 gathers a group as soon as it has it.
+    FSDP2 gathers a group as soon as it has it. lends: whether a gathered parameter may be what was given.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class ParameterLap:
         ahead: DeviceAhead | None,
         *,
         alone: bool,
+        lends: bool,
     ) -> None:
         self._paged, self._policy, self._direct, self._alone = paged, policy, direct, alone
+        self._lends = lends and not paged.stager.device.is_discrete
         self._stager = paged.stager
         self.ahead = ahead
         self._asked: PagedGroup | None = None
@@ -89,10 +91,20 @@ class ParameterLap:
         return delivery.give(shard.index)
 
     def gathered(self, shard: PagedShard) -> None:
-        """FSDP2 has copied a shard, or frees what was lent. The group's lease goes back with its last one, or earlier."""
-        group, timeline = shard.group, self._stager.timeline
+        """FSDP2 has copied a shard. The group's lease goes back with its last one, or earlier."""
+        timeline = self._stager.timeline
         if timeline is not None:
-            timeline.gathered(group.name, at_once=self._alone and not shard.delivery.lent)
+            timeline.gathered(shard.group.name, at_once=self._alone)
+        self._end(shard)
+
+    def freed(self, shard: PagedShard, *, changed: bool) -> None:
+        """FSDP2 has no use any more for a shard that was lent; `changed`: somebody wrote to it."""
+        shard.delivery.changed |= changed
+        self._end(shard)
+
+    def _end(self, shard: PagedShard) -> None:
+        """Nobody needs the bytes any more among which a shard was given."""
+        group = shard.group
         last = not group.delivery.given and shard.index == group.shards[-1]
         if shard.resident is None:
             last = group.delivery.report(shard.index)
@@ -136,14 +148,13 @@ class ParameterLap:
     def recover(self) -> None:
         """An exception ended a pass; the groups rest."""
         self._asked = None
-        self._take_back_lent()
         if self.ahead is not None:
             self.ahead.recover()
 
     def close(self) -> None:
         """Let go of what reads past host memory, and of what is lent."""
         self._direct = None
-        self._take_back_lent()
+        self.take_back_lent()
 
     # The stages of a gather.
 
@@ -172,9 +183,10 @@ class ParameterLap:
 
     def _lend(self, group: PagedGroup) -> bool:
         """Whether the lease of a group may be the memory of gathered parameters now: see [Note: Lent, not copied]."""
-        if torch.is_grad_enabled() or in_backward() or self._stager.device.is_discrete or not self._alone:
+        if not self._lends or torch.is_grad_enabled() or in_backward():
             return False
-        if not group.in_use or group.stays_gathered or not group.is_frozen:
+        module = group.module() if group.module is not None else None
+        if not group.in_use or not group.is_frozen or module is None or not is_gathered_for_its_forward(module):
             return False
         return self._lent.setdefault(group.is_routed, group) is group
 
@@ -236,7 +248,8 @@ class ParameterLap:
     def _give_back(self, group: PagedGroup) -> None:
         if group.in_use:
             assert group.chunk is not None
-            keep = group.is_routed or group.chunk in self._stager.wanted
+            keep = (group.is_routed or group.chunk in self._stager.wanted) and not group.delivery.changed
+            group.delivery.changed = False
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
             group.delivery.copy_event = None
@@ -248,8 +261,8 @@ class ParameterLap:
         if self._is_lent(group):
             del self._lent[group.is_routed]
 
-    def _take_back_lent(self) -> None:
-        """Nothing that is gathered is in a lease after this."""
+    def take_back_lent(self) -> None:
+        """Nothing that is gathered is in a lease after this, which may change then."""
         lent, self._lent = self._lent, {}
         for index in (index for group in lent.values() for index in group.shards):
             if (memory := self._paged.shards[index].unsharded) is not None:

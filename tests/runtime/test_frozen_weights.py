@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +43,55 @@ def test_four_bits_train_as_in_memory(name: str, nvme_path: Path) -> None:
     assert moved["written"] == moved["arena"] == 0
 
 
+INT8, NF4 = "blocks.1.first.base", "blocks.1.first.base.weight"
+STATE = f"{NF4}.quant_state.bitsandbytes__nf4"
+
+
+def stating(tensors: dict[str, torch.Tensor], **changes: Any) -> None:
+    state = json.loads(bytes(tensors[STATE].tolist())) | changes
+    tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any]]] = {
+    "scales of other rows": ("int8", lambda t: t.update({f"{INT8}.SCB": t[f"{INT8}.SCB"][:-1].clone()})),
+    "a format of its own": ("int8", lambda t: t[f"{INT8}.weight_format"].add_(1)),
+    "scales of a matrix without codes": ("int8", lambda t: t.update({NF4: t[NF4].bfloat16()})),
+    "blocks of nothing": ("nf4", lambda t: stating(t, blocksize=0)),
+    "blocks of any size": ("nf4", lambda t: stating(t, blocksize=100)),
+    "another kind": ("nf4", lambda t: stating(t, quant_type="fp4")),
+    "another shape": ("nf4", lambda t: stating(t, shape=[-72, -144])),
+    "another table": ("nf4", lambda t: t[f"{NF4}.quant_map"].mul_(2)),
+    "no table": ("nf4", lambda t: t.pop(f"{NF4}.quant_map")),
+    "half of the scales": ("nf4", lambda t: t.update({f"{NF4}.absmax": t[f"{NF4}.absmax"][::2].clone()})),
+    "scales that are not numbers": ("nf4 twice", lambda t: stating(t, nested_offset=float("nan"))),
+    "scales in blocks of nothing": ("nf4 twice", lambda t: stating(t, nested_blocksize=0)),
+}
+
+
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("damage", ["scales of other rows", "a scale format of its own"])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_codes_that_cannot_be_decoded_are_refused(damage: str, nvme_path: Path) -> None:
+    coded, spoil = DAMAGE[damage]
+    if coded != "int8":
+        pytest.importorskip(
+            "bitsandbytes", reason="bitsandbytes is not installed: tools/test_integration.sh transformers"
+        )
+    case = Case(coded=coded)
+    tensors = load_file(adapted.save(nvme_path / "weights", case) / "model.safetensors")
+    spoil(tensors)
+    adapted.write(nvme_path / "weights", tensors, case)
+    with pytest.raises(CheckpointError, match=f"{NF4}, which is in 4 or 8 bits, don't fit together"):
+        adapted.make(case, nvme_path / "weights", str(nvme_path / "swap"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_codes_without_scales_are_no_weights(nvme_path: Path) -> None:
     case = Case(coded="int8")
     tensors = load_file(adapted.save(nvme_path / "weights", case) / "model.safetensors")
-    name = "blocks.1.first.base"
-    if damage == "scales of other rows":
-        tensors[f"{name}.SCB"] = tensors[f"{name}.SCB"][:-1].clone()
-    else:
-        tensors[f"{name}.weight_format"] += 1
-    adapted.write(nvme_path / "weights", tensors, case)
-    with infinity.init_empty():
-        model = adapted.Model(case.width)
-    config = {
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
-    }
-    with pytest.raises(CheckpointError, match=f"{name}.weight, which is in 4 or 8 bits, don't fit together"):
-        infinity.initialize(model=model, weights=nvme_path / "weights", config=config)
+    bare = {name: tensor for name, tensor in tensors.items() if "SCB" not in name and "format" not in name}
+    adapted.write(nvme_path / "weights", bare, case)
+    with pytest.raises(CheckpointError, match="is in I8, and nothing there says what its codes mean"):
+        adapted.make(case, nvme_path / "weights", str(nvme_path / "swap"))
 
 
 @pytest.mark.usefixtures("one_rank")

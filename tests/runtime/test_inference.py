@@ -9,6 +9,7 @@ import adapted
 import pytest
 import torch
 from adapted import Case
+from safetensors.torch import save_file
 
 import infinity
 from infinity.errors import ConfigError, InfinityError
@@ -129,3 +130,94 @@ def test_evaluation_between_forward_and_backward_leaves_what_autograd_saved(nvme
             losses[-1].append(loss.item())
         engine.close()
     assert losses[0] == losses[1]
+
+
+class Uses(torch.nn.Module):
+    """What a group's forward may do with its frozen weight beside computing with it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = torch.nn.Parameter(torch.empty(256, 256))
+        self.none = torch.nn.Parameter(torch.empty(0, 256))
+        self.view: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "saves":
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                self.view = (x @ self.weight.t()).square().sum()
+        elif self.how == "holds":
+            self.view = self.weight.t()
+        elif self.how == "writes":
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return x @ self.weight
+
+
+def using(how: str, weights: Path) -> infinity.InferenceEngine:
+    torch.manual_seed(4)
+    tensors = {f"{i}.weight": torch.randn(256, 256) / 16 for i in range(4)}
+    weights.mkdir(parents=True, exist_ok=True)
+    save_file(tensors | {f"{i}.none": torch.empty(0, 256) for i in range(4)}, weights / "model.safetensors")
+    with infinity.init_empty():
+        model = torch.nn.Sequential(*(Uses(how) for _ in range(4)))
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+        "infinity": {"wrap": ["Uses"]},
+    }
+    return infinity.init_inference(model, config, weights=weights)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("how", ["saves", "holds"])
+def test_a_view_that_would_outlive_what_is_lent_is_refused(how: str, nvme_path: Path) -> None:
+    x = torch.ones(2, 256)
+    with using(how, nvme_path / "weights") as engine:
+        engine(x)  # the first gather copies
+        with pytest.raises(InfinityError, match=r"a view of a frozen weight of shape .* is held"):
+            engine(x)
+        for module in engine.module:
+            module.how, module.view = "", None
+        first = engine(x)
+        assert torch.equal(engine(x), first)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_forward_writes_into_a_lent_weight_is_forgotten(nvme_path: Path) -> None:
+    with using("writes", nvme_path / "weights") as engine:
+        made = [engine(torch.ones(2, 256)) for _ in range(4)]
+        assert engine.swap is not None and not any(group.in_use for group in engine.swap.paging.paged.groups)
+    assert all(torch.equal(made[0], other) for other in made)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_is_gathered_by_hand_is_not_lent(nvme_path: Path) -> None:
+    x = torch.ones(2, 256)
+    with using("", nvme_path / "weights") as engine:
+        expected = engine(x), engine(x)
+        for module in engine.module:
+            with torch.no_grad():
+                module.unshard()
+            inputs = x.clone().requires_grad_()
+            with torch.enable_grad():
+                made = module(inputs)
+            engine(x)  # takes all leases in turn
+            made.sum().backward()
+            weight = module.weight.full_tensor()
+            assert torch.allclose(inputs.grad, weight.sum(1).expand(2, -1), rtol=1e-4, atol=1e-4)
+        assert torch.equal(engine(x), expected[1])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_engine_that_is_closed_in_a_forward_says_so(nvme_path: Path) -> None:
+    x = torch.ones(2, 256)
+    with using("", nvme_path / "weights") as engine:
+        expected = engine(x)
+        engine(x)
+        made: list[torch.Tensor] = []
+        engine.module[2].register_forward_pre_hook(lambda *_: engine.close())
+        engine.module[2].register_forward_hook(lambda module, args, output: made.append(output))
+        with pytest.raises(InfinityError, match="closed"):
+            engine(x)
+    assert made and expected.isfinite().all() and made[0].isfinite().all()

@@ -692,7 +692,8 @@ def test_writing_through_the_master_changes_what_is_gathered(
     assert (local._shard.resident is not None) == (name == "2.bias")
 
     def gathered() -> torch.Tensor:
-        staged = swap.paging.gather(local._shard, training=True, dtype=torch.bfloat16).clone()
+        piece = swap.paging.gather(local._shard, training=True, dtype=torch.bfloat16)
+        staged = local._shard.elements(piece).clone()
         swap.paging.gathered(local._shard)
         return staged.view(local.shape)
 
