@@ -113,7 +113,7 @@ def huge_bytes() -> int:
 def test_large_parameters_are_in_huge_pages() -> None:
     if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
         pytest.skip("the kernel gives no huge pages: /sys/kernel/mm/transparent_hugepage/enabled")
-    with mmap.mmap(-1, 48 << 20) as asked:
+    with mmap.mmap(-1, 48 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as asked:
         asked.madvise(mmap.MADV_HUGEPAGE)
         before = huge_bytes()
         asked[::4096] = bytes(len(asked) // 4096)
