@@ -69,7 +69,7 @@ def test_blocks_that_fit_nothing_any_more_leave() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank_reduces_in_place_and_makes_no_buffer_in_a_steady_step(nvme_path: Path) -> None:
     _, made = steady_buffers.train(nvme_path)
-    assert made[1:] == made[1:2] * 4
+    assert made[-4:] == made[-4:-3] * 4
 
 
 def test_two_ranks_make_no_buffer_in_a_steady_step(forked_ranks: Any, nvme_path: Path) -> None:
