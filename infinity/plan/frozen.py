@@ -4,9 +4,13 @@ Closed formulas over the product's own policies of what stays staged; nothing is
 [Note: Frozen weights in the plan]
 Which bytes a step or a round reads follows from `cycle_read_bytes` and `choose_to_stay`, as the staging policy asks them, with
 the pool's sum. Its time is the longest of what goes on at once: the drive reads ahead without a pause (what a step reads first
-is read ahead in the step before it, as nothing of it changes), the link copies, the GPUs gather, and the device computes. In
-generation weights pass through memory three times a round: a gather reads and writes them, and the computation reads them.
-What can't be read ahead takes turns with compute: routed experts in generation, which nobody knows before their router has run.
+is read ahead in the step before it, as nothing of it changes), the link copies, the GPUs gather, and the device computes. What
+can't be read ahead takes turns with compute: routed experts, which nobody knows before their router has run.
+
+In generation weights pass through memory. The computation reads them once a round. A gather reads and writes them before that,
+but not where one rank computes on its host: there they are computed with where they are staged ([Note: Lent, not copied] in
+infinity/swap/parameter_lap.py). Weights of 8 and 4 bits are decoded in place of that copy: their bytes are read, and 16 bits
+are written. That this takes no longer than the memory traffic is an assumption.
 """
 
 from __future__ import annotations
@@ -37,7 +41,11 @@ START_SECONDS = 5.0
 assumption."""
 
 GATHER_TRAFFIC = 2
-"""How often a gathered byte passes through memory before it is computed with: read, and written where it is gathered."""
+"""How often a gathered byte passes through memory before it is computed with: read, and written where it is gathered. Not where
+it is lent."""
+
+IN_TURNS = "in turns"
+"""The resource of what compute waits for: it, and the drive or the link for routed experts."""
 
 FEW_SHARE = 1 / 4
 """Adapters stay in memory where they have at most so many elements for each one in files, as in infinity/swap/plan.py."""
@@ -51,8 +59,7 @@ class FrozenPlan:
     Attributes:
         name: for people.
         per: "step" or "round".
-        experts_read: of a mixture of experts, "all", or "routed" where those that no token is routed to are left alone; of a
-            dense model "".
+        base_bits: of the blocks' matrices in the files.
         memory: of one rank.
         reasons: why it doesn't fit, a sentence each; empty where it does.
         pinned_bytes: of the pool.
@@ -65,7 +72,7 @@ class FrozenPlan:
 
     name: str
     per: str
-    experts_read: str
+    base_bits: int
     memory: Memory
     reasons: tuple[str, ...]
     pinned_bytes: int
@@ -96,36 +103,45 @@ class FrozenPlan:
 
 
 def frozen_plans(
-    work: Work, machine: Machine, *, lora_rank: int, pinned_bytes: int | None = None, cache_bytes: int | None = None
+    work: Work,
+    machine: Machine,
+    *,
+    lora_rank: int,
+    base_bits: int = 16,
+    pinned_bytes: int | None = None,
+    cache_bytes: int | None = None,
 ) -> list[FrozenPlan]:
-    """Training of adapters, and generation; of a mixture of experts each with all of them read, and with the routed ones.
+    """Training of adapters, and generation.
 
     Args:
         work: micro-batches as for a training; generation goes on with one token of each of its samples.
-        lora_rank: of the adapters on all linear layers of the blocks.
+        lora_rank: of the adapters on all linear layers of the blocks, but for those of routed experts.
+        base_bits: of the blocks' matrices in the files, of BASE_BITS.
         pinned_bytes: the pool of each rank. None: a comfortable one, and `cache_bytes` more.
         cache_bytes: what the pool has beyond that to keep groups in. None: with `pinned_bytes` none, else all memory that is
             left. The pool gets no larger than the model makes use of.
     """
-    choices = (False, True) if work.model.experts is not None else (False,)
-    asked = pinned_bytes, cache_bytes
-    return [
-        *(_plan_lora(work, machine, lora_rank, routed=routed, asked=asked) for routed in choices),
-        *(_plan_generation(work, machine, routed=routed, asked=asked) for routed in choices),
-    ]
+    asked = _Asked(base_bits, pinned_bytes, cache_bytes)
+    return [_plan_lora(work, machine, lora_rank, asked), _plan_generation(work, machine, asked)]
 
 
-_Asked = tuple[int | None, int | None]
-"""The pool, and what it has beyond: see `frozen_plans`."""
+@dataclass(frozen=True)
+class _Asked:
+    """See `frozen_plans`."""
+
+    base_bits: int
+    pinned_bytes: int | None
+    cache_bytes: int | None
 
 
-def _plan_lora(work: Work, machine: Machine, rank: int, *, routed: bool, asked: _Asked) -> FrozenPlan:
-    groups = FrozenGroups.of(work, tokens=work.ranks * work.samples_at_once * work.model.seq if routed else None)
+def _plan_lora(work: Work, machine: Machine, rank: int, asked: _Asked) -> FrozenPlan:
+    tokens = work.ranks * work.samples_at_once * work.model.seq
+    groups, gathered = (FrozenGroups.of(work, tokens=tokens, base_bits=bits) for bits in (asked.base_bits, 16))
     adapters = work.model.adapter_numel(rank)
     shard = -(-adapters // work.ranks)
     moves = work.moves_activations(device_is_host=machine.device_is_host)
     device = {
-        "gathered groups": GATHERED_GROUPS * groups.largest_block_bytes * work.ranks + groups.root_bytes * work.ranks,
+        "gathered groups": _gathered_bytes(work, gathered),
         "gradients of a group, to be reduced": (COMPUTE_BYTES + GRADIENT_BYTES) * -(-adapters // work.model.layers),
         **activation_lines(work, activations_move=moves),
     }
@@ -136,7 +152,7 @@ def _plan_lora(work: Work, machine: Machine, rank: int, *, routed: bool, asked: 
     if moves:
         host["saved activations, pinned"] = sum(work.saved_bytes)
     memory, pool = _memory(work, machine, groups, device, host, asked)
-    reasons = _why_not(work, machine, groups, memory, pool)
+    reasons = _why_not(machine, groups, memory, pool)
     if adapters > FEW_SHARE * work.model.numel:
         reasons.append(
             f"adapters: {format_count(adapters)} are too many to stay in memory beside {format_count(work.model.numel)} "
@@ -148,72 +164,83 @@ def _plan_lora(work: Work, machine: Machine, rank: int, *, routed: bool, asked: 
         )
     if work.activations == "nvme":
         reasons.append("saved activations: to NVMe they would be written: use --offload-activations cpu")
-    read = groups.lora_read_bytes(pinned.look_ahead_room(pool, groups.largest_bytes), work.passes)
+    always, experts = groups.lora_read_bytes(pinned.look_ahead_room(pool, groups.largest_bytes), work.passes)
     gathers = work.passes * (2 * groups.expected_bytes - groups.root_bytes)
-    busy = _moving_seconds(work, machine, read, gathers) | {"compute": _lora_seconds(work, machine, rank)}
+    busy = _moving_seconds(machine, always + experts, gathers)
+    busy["compute"] = _lora_seconds(work, machine, rank, expert_gathers=groups.expert_gathers)
+    if asked.base_bits < 16:
+        written = work.passes * (2 * gathered.expected_bytes - gathered.root_bytes)
+        busy["compute"] += (gathers + written) / _memory_bytes_per_s(machine)
+    if work.model.experts is not None:
+        moved = _moving_seconds(machine, experts, 2 * work.passes * groups.expected_experts_bytes)
+        busy[IN_TURNS] = busy["compute"] + max(moved.values())
     if work.ranks > 1:
         reduced = GRADIENT_BYTES * adapters / work.model.layers
         busy["network"] = work.passes * (
-            _gather_seconds(machine, groups, times=2) + work.model.layers * machine.gather_seconds(reduced)
+            2 * _gather_seconds(machine, gathered)
+            + machine.gather_seconds(work.ranks * gathered.root_bytes)
+            + work.model.layers * machine.gather_seconds(reduced)
         )
     return FrozenPlan(
         "LoRA on files",
         "step",
-        _experts_in_words(work, routed=routed),
+        asked.base_bits,
         memory,
         tuple(reasons),
         pool,
-        read,
-        _start_seconds(work, machine),
+        always + experts,
+        _start_seconds(machine, groups),
         busy,
         work.tokens,
         adapters,
     )
 
 
-def _plan_generation(work: Work, machine: Machine, *, routed: bool, asked: _Asked) -> FrozenPlan:
+def _plan_generation(work: Work, machine: Machine, asked: _Asked) -> FrozenPlan:
     model, tokens = work.model, work.ranks * work.samples
-    groups = FrozenGroups.of(work, tokens=tokens if routed else None)
+    groups, gathered = (FrozenGroups.of(work, tokens=tokens, base_bits=bits) for bits in (asked.base_bits, 16))
+    lends = machine.device_is_host and work.ranks == 1 and asked.base_bits == 16
     device = {
-        "gathered groups": GATHERED_GROUPS * groups.largest_block_bytes * work.ranks + groups.root_bytes * work.ranks,
+        "gathered groups": gathered.root_bytes if lends else _gathered_bytes(work, gathered),
         "keys and values": model.cache_bytes(work.samples),
         "logits": model.logits_bytes(work.samples) // model.seq,
     }
     memory, pool = _memory(work, machine, groups, device, {}, asked)
     always, experts = groups.round_read_bytes(pinned.look_ahead_room(pool, groups.largest_bytes))
-    busy = _moving_seconds(work, machine, always + experts, groups.expected_bytes)
-    computed = work.ranks * FrozenGroups.of(work, tokens=tokens).expected_bytes
+    gathers, written = (each.expected_bytes - each.root_bytes for each in (groups, gathered))
+    busy = _moving_seconds(machine, always + experts, gathers)
+    traffic = gathers + written if asked.base_bits < 16 else 0.0
+    if work.ranks > 1 or (asked.base_bits == 16 and not lends):
+        traffic += GATHER_TRAFFIC * work.ranks * written
     flops_seconds = 2 * work.samples * model.active_numel / machine.flops_per_s
-    bytes_per_s = machine.device_bytes_per_s
-    if machine.device_is_host:
-        bytes_per_s = machine.host_bytes_per_s / machine.ranks_per_node
     busy["compute"] = (
-        max(flops_seconds, computed / bytes_per_s)
-        + GATHER_TRAFFIC * work.ranks * groups.expected_bytes / bytes_per_s
-        + len(groups) * machine.group_seconds
+        max(flops_seconds, work.ranks * gathered.expected_bytes / _memory_bytes_per_s(machine))
+        + traffic / _memory_bytes_per_s(machine)
+        + (len(groups) + groups.expert_gathers) * machine.group_seconds
     )
-    if experts:
-        busy["drive and compute"] = busy["compute"] + _moving_seconds(work, machine, experts, 0)["drive"]
+    if model.experts is not None:
+        moved = _moving_seconds(machine, experts, groups.expected_experts_bytes)
+        busy[IN_TURNS] = busy["compute"] + max(moved.values())
     if work.ranks > 1:
-        busy["network"] = _gather_seconds(machine, groups, times=1)
+        busy["network"] = _gather_seconds(machine, gathered)
     return FrozenPlan(
         "generation from files",
         "round",
-        _experts_in_words(work, routed=routed),
+        asked.base_bits,
         memory,
-        tuple(_why_not(work, machine, groups, memory, pool)),
+        tuple(_why_not(machine, groups, memory, pool)),
         pool,
         always + experts,
-        _start_seconds(work, machine),
+        _start_seconds(machine, groups),
         busy,
         tokens,
     )
 
 
-def _experts_in_words(work: Work, *, routed: bool) -> str:
-    if work.model.experts is None:
-        return ""
-    return "routed" if routed else "all"
+def _gathered_bytes(work: Work, gathered: FrozenGroups) -> int:
+    """At once, on each rank: the root, and of the blocks GATHERED_GROUPS, with as many experts beside them."""
+    at_once = GATHERED_GROUPS * (gathered.largest_block_bytes + gathered.expert_bytes)
+    return work.ranks * (gathered.root_bytes + at_once)
 
 
 def _memory(
@@ -227,14 +254,15 @@ def _memory(
         device = {"CUDA and NCCL": DEVICE_PROCESS_BYTES, **device}
     others = sum(process.values()) + sum(host.values()) + (sum(device.values()) if on_host else 0)
     left = int(USABLE * machine.host_bytes / machine.ranks_per_node) - others
-    pool = _pool_bytes(groups, left, *asked)
+    pool = _pool_bytes(groups, left, asked)
     host = {**process, **host, "pool of staged groups, pinned": pool, **(device if on_host else {})}
-    files = {"frozen weights, in their files": COMPUTE_BYTES * work.model.numel // machine.ranks_per_node}
+    files = {"frozen weights, in their files": groups.whole_bytes * machine.nodes}
     return Memory({} if on_host else device, host, files), pool
 
 
-def _pool_bytes(groups: FrozenGroups, left: int, pinned_bytes: int | None, cache_bytes: int | None) -> int:
+def _pool_bytes(groups: FrozenGroups, left: int, asked: _Asked) -> int:
     """See `frozen_plans`; `left`: bytes of host memory."""
+    pinned_bytes, cache_bytes = asked.pinned_bytes, asked.cache_bytes
     gather = pinned.gather_bytes(groups.largest_bytes)
     base = pinned.comfortable_bytes(gather, 0) if pinned_bytes is None else pinned_bytes
     if cache_bytes is None:
@@ -243,7 +271,7 @@ def _pool_bytes(groups: FrozenGroups, left: int, pinned_bytes: int | None, cache
     return max(base, min(base + cache_bytes, useful))
 
 
-def _why_not(work: Work, machine: Machine, groups: FrozenGroups, memory: Memory, pool: int) -> list[str]:
+def _why_not(machine: Machine, groups: FrozenGroups, memory: Memory, pool: int) -> list[str]:
     capacity = machine.drive_bytes or math.inf  # the files are there already
     reasons = why_memory_lacks(memory, machine, drive_room_bytes=capacity)
     if machine.drive is None:
@@ -251,12 +279,10 @@ def _why_not(work: Work, machine: Machine, groups: FrozenGroups, memory: Memory,
     least = pinned.PinnedBudget(pinned.gather_bytes(groups.largest_bytes), 0).nbytes
     if pool < least:
         reasons.append(f"pinned pool: {format_bytes(pool)}, and the groups need {format_bytes(least)}")
-    if groups.routed and work.ranks > 1:
-        reasons.append("experts: ranks take one route through the groups, so several ranks read all of them")
     return reasons
 
 
-def _moving_seconds(work: Work, machine: Machine, read_bytes: float, gathered_bytes: float) -> dict[str, float]:
+def _moving_seconds(machine: Machine, read_bytes: float, gathered_bytes: float) -> dict[str, float]:
     """Of one rank's share of the drives, and of the link to its GPU."""
     seconds = {"drive": math.inf}
     if machine.drive is not None:
@@ -266,14 +292,18 @@ def _moving_seconds(work: Work, machine: Machine, read_bytes: float, gathered_by
     return seconds
 
 
-def _gather_seconds(machine: Machine, groups: FrozenGroups, *, times: int) -> float:
-    """All-gathers of the blocks, each so often, and of the root once."""
-    return sum(
-        machine.gather_seconds(machine.ranks * nbytes) for nbytes in (*groups.expected[1:] * times, groups.expected[0])
-    )
+def _gather_seconds(machine: Machine, gathered: FrozenGroups) -> float:
+    """All-gathers of the blocks and of their experts, each once."""
+    of_blocks = sum(machine.gather_seconds(machine.ranks * nbytes) for nbytes in gathered.always[1:])
+    return of_blocks + gathered.expert_gathers * machine.gather_seconds(machine.ranks * gathered.expert_bytes)
 
 
-def _lora_seconds(work: Work, machine: Machine, rank: int) -> float:
+def _memory_bytes_per_s(machine: Machine) -> float:
+    """Of what one rank computes with."""
+    return machine.host_bytes_per_s / machine.ranks_per_node if machine.device_is_host else machine.device_bytes_per_s
+
+
+def _lora_seconds(work: Work, machine: Machine, rank: int, *, expert_gathers: float) -> float:
     """Compute of a step, what each use of a group takes however small it is, and the update of the adapters.
 
     A token takes 2 operations per active frozen parameter in the forward and 2 in the backward, which has no gradient of it to
@@ -281,8 +311,8 @@ def _lora_seconds(work: Work, machine: Machine, rank: int) -> float:
     """
     again = 2 if work.checkpointing else 0
     tokens = work.tokens / work.ranks
-    flops = tokens * ((4 + again) * work.model.active_numel + (6 + again) * work.model.active_adapter_numel(rank))
-    uses = work.micro_batches * (2 * len(work.group_numels) - 1)
+    flops = tokens * ((4 + again) * work.model.active_numel + (6 + again) * work.model.adapter_numel(rank))
+    uses = work.micro_batches * (2 * (len(work.group_numels) + expert_gathers) - 1)
     per_element = PARAMETER_BYTES + work.scheme.moments * MOMENT_TRAFFIC_BYTES + CAST_BYTES
     per_element += NORM_BYTES + CLIP_BYTES if work.clipping else 0
     traffic = per_element * work.model.adapter_numel(rank) / work.ranks
@@ -290,6 +320,5 @@ def _lora_seconds(work: Work, machine: Machine, rank: int) -> float:
     return flops / machine.flops_per_s + uses * machine.group_seconds + update_seconds
 
 
-def _start_seconds(work: Work, machine: Machine) -> float:
-    shard_bytes = COMPUTE_BYTES * work.shard_numel
-    return START_SECONDS + _moving_seconds(work, machine, shard_bytes, 0)["drive"]
+def _start_seconds(machine: Machine, groups: FrozenGroups) -> float:
+    return START_SECONDS + _moving_seconds(machine, groups.whole_bytes, 0)["drive"]

@@ -1,87 +1,105 @@
 """Floor 7. What gathers of frozen groups need of files and pool, and what of it is read anew, by the product's own policies.
 
-[Note: Routed experts]
-Where only the experts are read that a token is routed to, a gather of T tokens reads E · (1 − (1 − k / E)^T) of a block's E
-experts, expected, when every token takes k different ones, all equally likely, whatever the others take. Routers that have
-favourites read fewer. The pool must have room for the most experts that a gather may read, min(E, k · T). All other parameters
-of a block are read at every gather, as those of a dense one.
+[Note: Routed experts in the plan]
+Each frozen expert is a group of its own ([Note: Routed experts] in infinity/fsdp2/experts.py). A gather of a block's experts
+for T tokens of all ranks reads E · (1 − (1 − k / E)^T) of E, expected, when every token takes k different ones, all equally
+likely, whatever the others take. Routers that have favourites read fewer. Of what is used the pool keeps the youngest, in what
+the other groups leave of it; they leave none where they don't all fit, as reads ahead take the room then.
+
+Rounds of generation go through the blocks in one order. Let each need the share p of all experts. So m rounds use 1 − (1 − p)^m
+of them, and of those that a round needs, so many were used in the m before it. They are still there if the pool holds as many.
+So with room for a share h a round spares 1 − (1 − p)^m of what it needs, with the largest m for which that is at most h:
+nothing before a whole round's experts fit.
+
+In training the order turns round. A backward needs the experts of its forward and finds h of all, as far as these were used;
+the next forward finds the h that the backward used last, and needs the share p of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.work import Work
 from infinity.schedule.lookahead import cycle_read_bytes
-from infinity.schedule.residency import UNITS_READ_AHEAD, choose_evenly, choose_to_stay
+from infinity.schedule.pinned import GATHERS_IN_USE
+from infinity.schedule.residency import choose_to_stay
 from infinity.schedule.scheme import COMPUTE_BYTES
+
+_BYTES_OF_64 = {4: 36, 8: 64, 16: 128}
+"""What 64 elements of a matrix take in files, by bits: NF4 has an fp32 scale for 64. (int8 has one for each row, which is left
+out: a thousandth.)"""
+
+BASE_BITS = tuple(_BYTES_OF_64)
+"""Of the blocks' matrices in files. All else has 16."""
 
 
 @dataclass(frozen=True)
 class FrozenGroups:
-    """The groups of a model in the order of its forward, the root first. Bytes of one rank at 16 bits per parameter.
+    """The groups of a model in the order of its forward, the root first. Bytes of one rank.
 
     Attributes:
         always: by group, what each gather reads.
-        experts: by group, its routed experts, of which a gather reads some; none where all of them are read.
-        expected_share, most_share: of the experts, what a gather reads, expected and at most.
+        experts: by group, all routed experts of its part of a block; none in a dense model.
+        expert_bytes: of one.
+        expected_share: of the experts, what a pass of all tokens needs, expected.
     """
 
     always: tuple[int, ...]
     experts: tuple[int, ...]
+    expert_bytes: int = 0
     expected_share: float = 1.0
-    most_share: float = 1.0
 
     @classmethod
-    def of(cls, work: Work, *, tokens: int | None) -> FrozenGroups:
-        """The groups of `work.model`. `tokens`: that pass through a group while it is gathered, where only the experts are read
-        that they are routed to. None: all are read."""
+    def of(cls, work: Work, *, tokens: int, base_bits: int = 16) -> FrozenGroups:
+        """The groups of `work.model`. `tokens`: of all ranks, that pass through a group while it is gathered. `base_bits`: of
+        BASE_BITS; 16 is what they take where they are gathered, too."""
 
-        def shards(numels: Sequence[int]) -> tuple[int, ...]:
-            root_first = [numels[-1], *numels[:-1]]
-            return tuple(COMPUTE_BYTES * -(-numel // work.ranks) for numel in root_first)
+        def in_files(numel: int) -> int:
+            shard = -(-numel // work.ranks)
+            return -(-shard * _BYTES_OF_64[base_bits] // 64)
 
-        whole = work.group_numels
+        numels = zip(work.group_numels, work.group_expert_numels, work.group_vector_numels, strict=True)
+        always = [
+            in_files(numel - of_experts - vectors) + COMPUTE_BYTES * -(-vectors // work.ranks)
+            for numel, of_experts, vectors in numels
+        ]
+        routed = [in_files(numel) for numel in work.group_expert_numels]
         experts = work.model.experts
-        if tokens is None or experts is None:
-            return cls(shards(whole), (0,) * len(whole))
-        routed = work.group_expert_numels
         return cls(
-            shards([numel - of_experts for numel, of_experts in zip(whole, routed, strict=True)]),
-            shards(routed),
-            experts.distinct(tokens) / experts.count,
-            experts.distinct_max(tokens) / experts.count,
+            (always[-1], *always[:-1]),
+            (routed[-1], *routed[:-1]),
+            in_files(experts.numel) if experts is not None else 0,
+            experts.distinct(tokens) / experts.count if experts is not None else 1.0,
         )
 
     def __len__(self) -> int:
         return len(self.always)
 
     @property
-    def routed(self) -> bool:
-        return any(self.experts)
+    def expected_experts_bytes(self) -> float:
+        """What a pass of all tokens needs of the experts."""
+        return self.expected_share * sum(self.experts)
 
     @property
-    def expected(self) -> list[float]:
-        """By group, what a gather takes, expected."""
-        return [fixed + self.expected_share * some for fixed, some in zip(self.always, self.experts, strict=True)]
+    def expert_gathers(self) -> float:
+        """How many experts those are."""
+        return self.expected_experts_bytes / self.expert_bytes if self.expert_bytes else 0.0
 
     @property
     def expected_bytes(self) -> float:
-        return sum(self.expected)
-
-    @property
-    def leases(self) -> list[int]:
-        """By group, what a gather takes of the pool at most."""
-        return [fixed + round(self.most_share * some) for fixed, some in zip(self.always, self.experts, strict=True)]
+        """What a pass of all tokens needs of all groups."""
+        return sum(self.always) + self.expected_experts_bytes
 
     @property
     def largest_bytes(self) -> int:
-        return max(self.leases)
+        return max(*self.always, self.expert_bytes)
 
     @property
     def largest_block_bytes(self) -> int:
-        return max(self.leases[1:])
+        """Without its experts."""
+        return max(self.always[1:])
 
     @property
     def root_bytes(self) -> int:
@@ -92,46 +110,38 @@ class FrozenGroups:
         """All weights."""
         return sum(self.always) + sum(self.experts)
 
-    def lora_read_bytes(self, room_bytes: int, passes: int) -> float:
-        """What a step of so many passes reads where reads ahead may hold `room_bytes` of the pool.
+    def lora_read_bytes(self, room_bytes: int, passes: int) -> tuple[float, float]:
+        """What a step of so many passes reads where reads ahead may hold `room_bytes` of the pool: bytes of what every pass
+        needs, and of routed experts.
 
-        A block is gathered for the forward and for the backward, the root once. What stays staged is not read: from a forward
-        to its backward, which needs the same experts; and from a backward to the next forward, which needs only a share of
-        the experts that are staged.
+        A block is gathered for the forward and for the backward, the root once. What stays staged is not read.
         """
         blocks = range(1, len(self))
         uses = [0, *blocks, *reversed(blocks)] * passes
-        limit = self.leases, room_bytes
-        expected = [round(nbytes) for nbytes in self.expected]
-        read = float(cycle_read_bytes(uses, [expected[unit] for unit in uses], range(len(self)), limit))
-        if not self.routed:
-            return read
-        if self.whole_bytes <= room_bytes:
-            return 0.0
-        experts = [round(self.expected_share * nbytes) for nbytes in self.experts]
-        backward_to_forward = passes * self._spared_before_forward(experts, limit)
-        return read + (1 - self.expected_share) * backward_to_forward
-
-    def _spared_before_forward(self, read_bytes: Sequence[int], limit: tuple[Sequence[int], int]) -> int:
-        """Bytes that a forward doesn't read because its groups stayed since the backward before it."""
-        blocks = range(1, len(self))
-        uses = [0, *blocks, *reversed(blocks)]
-        of_uses = [read_bytes[unit] for unit in uses]
-        return cycle_read_bytes(uses, of_uses, (), limit) - cycle_read_bytes(uses, of_uses, range(len(self)), limit)
+        of_uses = [self.always[unit] for unit in uses]
+        always = cycle_read_bytes(uses, of_uses, range(len(self)), (self.always, room_bytes))
+        held, needed = self._held_share(self.always, room_bytes), self.expected_share
+        return float(always), passes * sum(self.experts) * (2 * needed - min(held, needed) - held * needed)
 
     def round_read_bytes(self, room_bytes: int) -> tuple[float, float]:
-        """What a forward reads, one of many, where staged groups may hold `room_bytes`: bytes of what every round needs, and
-        bytes of routed experts.
+        """The same of a forward, one of many. The root stays gathered between them, and others stay staged, spread evenly
+        (`choose_to_stay`)."""
+        blocks = self.always[1:]
+        stay = choose_to_stay(blocks, room_bytes)
+        held = self._held_share(blocks, room_bytes)
+        again = self._used_and_held(held)
+        return float(sum(blocks) - sum(blocks[place] for place in stay)), (1 - again) * self.expected_experts_bytes
 
-        What every round needs stays first, spread evenly (`choose_to_stay`); then experts, as all are equally likely.
-        """
-        if not self.routed:
-            stay = choose_to_stay(self.always, room_bytes)
-            return float(sum(self.always) - sum(self.always[place] for place in stay)), 0.0
-        if self.whole_bytes <= room_bytes:
-            return 0.0, 0.0
-        left = max(0, room_bytes - UNITS_READ_AHEAD * self.largest_bytes)
-        stay_bytes = sum(self.always[place] for place in choose_evenly(self.always, left))
-        all_experts = sum(self.experts)
-        held_share = min(1.0, (left - stay_bytes) / all_experts)
-        return float(sum(self.always) - stay_bytes), (1 - held_share) * self.expected_share * all_experts
+    def _held_share(self, others: Sequence[int], room_bytes: int) -> float:
+        """The share of all experts that the pool holds beside the groups `others`. Those in use are staged, too."""
+        if sum(others) > room_bytes or not any(self.experts):
+            return 0.0
+        left = room_bytes + GATHERS_IN_USE * self.largest_bytes - sum(others)
+        return min(1.0, left / sum(self.experts))
+
+    def _used_and_held(self, held_share: float) -> float:
+        """The share of a round's experts that stayed since an earlier one."""
+        if held_share == 1.0 or self.expected_share == 1.0:
+            return float(held_share == 1.0)
+        rounds = math.floor(math.log1p(-held_share) / math.log1p(-self.expected_share))
+        return 1 - (1 - self.expected_share) ** rounds

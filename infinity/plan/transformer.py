@@ -43,10 +43,6 @@ class Experts:
         different ones, all equally likely, whatever the others take."""
         return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
 
-    def distinct_max(self, tokens: int) -> int:
-        """The same at most."""
-        return min(self.count, self.per_token * tokens)
-
 
 @dataclass(frozen=True)
 class Transformer:
@@ -61,6 +57,7 @@ class Transformer:
         block_numel: parameters of a block; of one that has experts, where there are such.
         root_numel: parameters outside of the blocks: embeddings, the head, the last norm.
         linear_width: inputs and outputs of a block's linear layers, of one that has experts again; a GPT's where None.
+        vector_numel: parameters of a block that are in no matrix, as far as they are known: norms and biases.
         cache_width: numbers that generation keeps of a token in a block, its keys and values; 2 · hidden where None.
         experts: of a mixture of experts; None for a dense model.
     """
@@ -75,6 +72,7 @@ class Transformer:
     linear_width: int | None = None
     cache_width: int | None = None
     experts: Experts | None = None
+    vector_numel: int = 0
 
     @property
     def block_numels(self) -> list[int]:
@@ -109,21 +107,14 @@ class Transformer:
         return self.numel - len(self.experts.blocks) * idle * self.experts.numel
 
     def adapter_numel(self, rank: int) -> int:
-        """Parameters of LoRA's adapters of this rank on all linear layers of the blocks, those of every expert and the router
-        among them: rank · (inputs + outputs) of each layer (Hu et al., arXiv:2106.09685, section 4.1)."""
+        """Parameters of LoRA's adapters of this rank on all linear layers of the blocks outside of routed experts: rank ·
+        (inputs + outputs) of each layer (Hu et al., arXiv:2106.09685, section 4.1)."""
         width = LINEAR_FACTOR * self.hidden if self.linear_width is None else self.linear_width
         if self.experts is None:
             return rank * self.layers * width
         sparse = len(self.experts.blocks)
+        width -= self.experts.count * self.experts.linear_width
         return rank * (sparse * width + (self.layers - sparse) * self.experts.dense_linear_width)
-
-    def active_adapter_numel(self, rank: int) -> int:
-        """Those that a token passes through."""
-        numel = self.adapter_numel(rank)
-        if self.experts is None:
-            return numel
-        idle = self.experts.count - self.experts.per_token
-        return numel - rank * len(self.experts.blocks) * idle * self.experts.linear_width
 
     def cache_bytes(self, samples: int) -> int:
         """Keys and values of all tokens of so many samples, in 16 bits."""
@@ -159,8 +150,9 @@ class Transformer:
 
 def dense_transformer(*, layers: int, hidden: int, heads: int, seq: int, vocab: int) -> Transformer:
     """A GPT of this shape: 12 · hd² and the biases and norms a block; token embedding shared with the head, positions."""
-    block = BLOCK_FACTOR * hidden * hidden + 13 * hidden
-    return Transformer(layers, hidden, heads, seq, vocab, block, (vocab + seq + 2) * hidden)
+    vectors = 13 * hidden
+    block = BLOCK_FACTOR * hidden * hidden + vectors
+    return Transformer(layers, hidden, heads, seq, vocab, block, (vocab + seq + 2) * hidden, vector_numel=vectors)
 
 
 def transformer_of(numel: int, *, seq: int, vocab: int) -> Transformer:

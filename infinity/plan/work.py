@@ -89,6 +89,11 @@ class Work:
         return [*self._by_group(self.model.expert_numels), 0]
 
     @property
+    def group_vector_numels(self) -> list[int]:
+        """Those of each group that are in no matrix of a block; all of the root's."""
+        return [*self._by_group([self.model.vector_numel] * self.model.layers), self.model.root_numel]
+
+    @property
     def group_active_numels(self) -> list[int]:
         """Those of each group that a token passes through."""
         experts = self.model.experts

@@ -596,7 +596,8 @@ def test_a_mixture_moves_all_parameters_and_computes_with_active_ones(
     plan(*asked)
     out = capsys.readouterr().out
     assert "46.7B parameters, 12.9B of them active (2 of 8 experts in 32 blocks)" in out
-    assert "experts read" in out and "routed" in out
+    section = out[out.index("On frozen weights in their files") :]
+    assert "does not fit" not in section and "experts: those are read that a token of any rank is routed to" in section
 
 
 # Work on frozen weights
@@ -612,11 +613,12 @@ def test_frozen_weights_in_files_have_rows_of_their_own(capsys: pytest.CaptureFi
         "generation from files",
         "round",
     )
-    assert lora["fits"] and generation["fits"] and lora["experts_read"] is None
+    assert lora["fits"] and generation["fits"] and lora["base_bits"] == 16
     assert lora["written_bytes_per_rank"] == generation["written_bytes_per_rank"] == 0
     assert lora["read_bytes_per_rank"] == generation["read_bytes_per_rank"] == 0  # all of it stays in 64 GB
     assert lora["start_seconds"] == pytest.approx(5 + 16e9 / 7e9)
-    assert generation["seconds"] == pytest.approx(16e9 / 25e9)
+    root_numel = found["model"]["vocab"] * found["model"]["hidden"]  # and less than a block's remainder
+    assert generation["seconds"] == pytest.approx(2 * (8e9 - root_numel) / 25e9, rel=1e-6)
     assert planned(capsys, *asked)["frozen"][0]["trained_params"] == 2 * lora["trained_params"]
     assert found["lora_rank"] == 8
     plan(*asked)
@@ -634,6 +636,19 @@ def test_less_pinned_memory_is_more_to_read(capsys: pytest.CaptureFixture[str]) 
         reads = [of_room[number]["read_bytes_per_rank"] for of_room in found]
         assert reads == sorted(reads, reverse=True) and len({*reads}) == 4
     assert [of_room[0]["pinned_bytes"] for of_room in found[1:3]] == [8 << 30, 12 << 30]
+
+
+def test_files_of_fewer_bits_are_read_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--params", "8B", "--preset", "rtx4090-gen4", "--cache", "0"]
+    found = [planned(capsys, *asked, *bits)["frozen"][1] for bits in ([], ["--base-bits", "8"], ["--base-bits", "4"])]
+    assert [generation["base_bits"] for generation in found] == [16, 8, 4]
+    reads = [generation["read_bytes_per_rank"] for generation in found]
+    assert reads == sorted(reads, reverse=True) and reads[2] < 0.3 * reads[0]
+    files = [sum(generation["memory_bytes_per_rank"]["nvme"].values()) for generation in found]
+    root_bytes = 2 * files[1] - files[0]
+    assert files[2] - root_bytes == pytest.approx((files[0] - root_bytes) * 9 / 32)
+    plan(*asked, "--base-bits", "4")
+    assert "weights: 4 bits of the blocks' matrices" in capsys.readouterr().out
 
 
 def test_work_on_files_changes_neither_the_choice_nor_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

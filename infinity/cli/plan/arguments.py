@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from infinity.cli.arguments import add_json, add_schedule, add_scheme, checked_value, count, size, size_or_none
+from infinity.plan.frozen_groups import BASE_BITS
 from infinity.units import parse_count
 
 OPTIMIZERS = {"AdamW": 2, "SGD": 1, "plain-SGD": 0}
@@ -93,6 +94,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=LORA_RANK_DEFAULT,
         metavar="RANK",
         help="rank of the adapters that are trained on frozen weights in their files (default: %(default)s)",
+    )
+    training.add_argument(
+        "--base-bits",
+        type=int,
+        choices=BASE_BITS,
+        default=16,
+        help="bits of those frozen weights: 16, or bitsandbytes' 8 or 4 for the matrices of the blocks (default: %(default)s)",
     )
     output = parser.add_argument_group("output")
     output.add_argument(

@@ -65,7 +65,14 @@ def run(asked: argparse.Namespace) -> int:
     work = _work(model, machine, asked)
     plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     chosen = fastest_that_fits(plans)
-    frozen = frozen_plans(work, machine, lora_rank=asked.lora, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
+    frozen = frozen_plans(
+        work,
+        machine,
+        lora_rank=asked.lora,
+        base_bits=asked.base_bits,
+        pinned_bytes=asked.pinned,
+        cache_bytes=asked.cache,
+    )
     _tell(asked, plans, chosen, [] if chosen else remedies(Case(work, machine, asked.pinned, asked.cache)), frozen)
     if chosen is not None:
         _write(asked, chosen)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from infinity.plan.frozen import START_SECONDS, FrozenPlan
+from infinity.plan.frozen import IN_TURNS, START_SECONDS, FrozenPlan
 from infinity.plan.machine import Machine
 from infinity.units import format_bytes, format_count
 
@@ -19,7 +19,7 @@ TITLE = "On frozen weights in their files"
 
 _TIERS = (("device", "GPU"), ("host", "host"), ("nvme", "NVMe"))
 
-_LIMITS = {"to device": "link", "drive and compute": "turns"}
+_LIMITS = {"to device": "link", IN_TURNS: "turns"}
 
 
 def print_frozen(console: Console, plans: Sequence[FrozenPlan], machine: Machine, lora_rank: int) -> None:
@@ -28,21 +28,16 @@ def print_frozen(console: Console, plans: Sequence[FrozenPlan], machine: Machine
     console.print(_table(plans, machine))
     for plan in plans:
         for reason in plan.reasons:
-            console.print(f"{_name(plan)}: [yellow]does not fit[/], {escape(reason)}")
+            console.print(f"{plan.name}: [yellow]does not fit[/], {escape(reason)}")
     for line in _words(plans, lora_rank):
         console.print(line)
     console.print()
     console.print(_memory_table(plans))
 
 
-def _name(plan: FrozenPlan) -> str:
-    return f"{plan.name}, {plan.experts_read} experts" if plan.experts_read else plan.name
-
-
 def _table(plans: Sequence[FrozenPlan], machine: Machine) -> Table:
     table = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    mixture = any(plan.experts_read for plan in plans)
-    for name in ("work", "fits", *(["experts read"] if mixture else []), "per"):
+    for name in ("work", "fits", "per"):
         table.add_column(name, no_wrap=True)
     tiers = [(tier, title) for tier, title in _TIERS[:2] if tier == "host" or not machine.device_is_host]
     titles = [f"{title} / rank" for _, title in tiers]
@@ -53,7 +48,6 @@ def _table(plans: Sequence[FrozenPlan], machine: Machine) -> Table:
         table.add_row(
             plan.name,
             "[green]yes[/]" if plan.fits else "[yellow]no[/]",
-            *([plan.experts_read] if mixture else []),
             "token" if plan.per == "round" and plan.tokens == 1 else plan.per,
             *(format_bytes(getattr(plan.memory, f"{tier}_bytes")) for tier, _ in tiers),
             _seconds(plan.start_seconds),
@@ -88,10 +82,16 @@ def _words(plans: Sequence[FrozenPlan], lora_rank: int) -> list[str]:
     ]
     if any(plan.per == "round" and plan.tokens > 1 for plan in plans):
         lines.append("a round makes one token of each sequence")
-    if any(plan.experts_read == "routed" for plan in plans):
+    bits = plans[0].base_bits
+    if bits < 16:
         lines.append(
-            "experts read: routed where each expert is a group of its own (infinity.wrap), expected if all are equally likely, "
-            "and in generation drive and compute take turns; else all"
+            f"weights: {bits} bits of the blocks' matrices in files and pool, decoded where they are gathered, as fast as "
+            "memory is (assumed)"
+        )
+    if any(IN_TURNS in plan.busy for plan in plans):
+        lines.append(
+            "experts: those are read that a token of any rank is routed to, expected if all are equally likely; their router "
+            "says which, so that reading them and computing take turns"
         )
     return lines
 
@@ -104,7 +104,7 @@ def _memory_table(plans: Sequence[FrozenPlan]) -> Table:
     table.add_column("user", no_wrap=True)
     for plan in plans:
         name = plan.name.removesuffix(" from files").removesuffix(" on files")
-        table.add_column(f"{name}, {plan.experts_read}" if plan.experts_read else name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True)
     for tier, title in _TIERS:
         of_plans = [getattr(plan.memory, tier) for plan in plans]
         users = dict.fromkeys(user for lines in of_plans for user in lines)
@@ -122,7 +122,7 @@ def frozen_as_json(plan: FrozenPlan) -> dict[str, Any]:
     return {
         "name": plan.name,
         "per": plan.per,
-        "experts_read": plan.experts_read or None,
+        "base_bits": plan.base_bits,
         "fits": plan.fits,
         "reasons": list(plan.reasons),
         "memory_bytes_per_rank": {tier: getattr(plan.memory, tier) for tier, _ in _TIERS},

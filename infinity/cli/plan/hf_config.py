@@ -43,16 +43,17 @@ def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
 
 
 class _Part(NamedTuple):
-    """A part of a block: its parameters, and the inputs and outputs of its linear layers."""
+    """A part of a block: its parameters, the inputs and outputs of its linear layers, and the parameters in no matrix."""
 
     numel: int
     linear_width: int
+    vector_numel: int = 0
 
     def plus(self, other: _Part) -> _Part:
-        return _Part(self.numel + other.numel, self.linear_width + other.linear_width)
+        return _Part(*(mine + others for mine, others in zip(self, other, strict=True)))
 
     def times(self, count: int) -> _Part:
-        return _Part(count * self.numel, count * self.linear_width)
+        return _Part(*(count * mine for mine in self))
 
 
 _NOTHING = _Part(0, 0)
@@ -60,6 +61,11 @@ _NOTHING = _Part(0, 0)
 
 def _linear(inputs: int, outputs: int) -> _Part:
     return _Part(inputs * outputs, inputs + outputs)
+
+
+def _vectors(numel: int) -> _Part:
+    """Norms and biases."""
+    return _Part(numel, 0, numel)
 
 
 class _Reader:
@@ -92,6 +98,7 @@ class _Reader:
             sparse.linear_width,
             self._cache_width(),
             experts,
+            sparse.vector_numel,
         )
 
     def _mixture(self, attention: _Part, dense: _Part) -> tuple[_Part, Experts | None]:
@@ -162,7 +169,7 @@ class _Reader:
             others += 4 * hidden + self._inner()
         if self._type in _HEAD_NORM_TYPES:
             others += 2 * self._width()
-        return linear.plus(_Part(others, 0))
+        return linear.plus(_vectors(others))
 
     def _latent_attention(self) -> _Part:
         """Of DeepSeek: queries, if `q_lora_rank` says so, and keys and values pass through something narrow that is normed."""
@@ -171,9 +178,9 @@ class _Reader:
         narrow, latent = self._number("q_lora_rank", default=0), self._number("kv_lora_rank")
         queries = _linear(narrow or hidden, heads * (plain + rotary))
         if narrow:
-            queries = queries.plus(_linear(hidden, narrow)).plus(_Part(narrow, 0))
+            queries = queries.plus(_linear(hidden, narrow)).plus(_vectors(narrow))
         keys = _linear(hidden, latent + rotary).plus(_linear(latent, heads * (plain + values)))
-        return queries.plus(keys).plus(_linear(heads * values, hidden)).plus(_Part(2 * hidden + latent, 0))
+        return queries.plus(keys).plus(_linear(heads * values, hidden)).plus(_vectors(2 * hidden + latent))
 
     def _cache_width(self) -> int:
         """Keys and values of a token in a block, as transformers keeps them."""
