@@ -26,6 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from infinity.errors import ConfigError
+
 _FUSED = {"gate_up_proj", "down_proj"}
 _NAME = re.compile(r"(.*\.)?experts\.\d+$")
 _PARTS = {
@@ -89,13 +91,21 @@ class RoutedExperts(nn.ModuleList):
 
 
 def split_experts(model: nn.Module) -> int:
-    """Put routed experts in the place of frozen ones that are one tensor for all; how many blocks had such."""
+    """Put routed experts in the place of frozen ones that are one tensor for all; how many blocks had such.
+
+    Raises ConfigError where adapters were put into them, which need the one tensor.
+    """
     fused = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if _is_splittable(child)
     ]
+    if any(name == "base_layer" for _, name, _ in fused):
+        raise ConfigError(
+            "the experts of this mixture have adapters, which need them in one tensor: with weights= each expert is read by "
+            "itself. Leave them out of target_modules and target_parameters"
+        )
     for parent, name, child in fused:
         setattr(parent, name, RoutedExperts(child).train(child.training))
     return len(fused)

@@ -204,5 +204,6 @@ def grad_tensors(values: Any) -> Iterator[torch.Tensor]:
 def may_sum_unreduced(model: nn.Module) -> bool:
     """Whether gradients can be summed in fp32 before they are reduced, with the same numbers: over one rank, where a reduction
     rounds nothing."""
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in param_groups_of(m._get_fsdp_state())]
-    return all(g.mesh_info.mesh.size() == 1 and g.mp_policy.reduce_dtype in (None, torch.float32) for g in groups)
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    alone = all(group.mesh_info.mesh.size() == 1 for state in states for group in param_groups_of(state))
+    return alone and all(state._mp_policy.reduce_dtype in (None, torch.float32) for state in states)

@@ -13,10 +13,12 @@ pytest.importorskip("transformers", reason="transformers is not installed: tools
 pytest.importorskip("peft", reason="peft is not installed: tools/test_integration.sh transformers")
 
 import mixtures
+import peft
 import transformers as hf
 from mixtures import EXPERT_BYTES, EXPERTS, LAYERS, MIXTURES, OPTIONS, tokens
 
 import infinity
+from infinity.errors import ConfigError
 from infinity.fsdp2.experts import RoutedExperts
 
 
@@ -59,6 +61,14 @@ def test_lora_over_frozen_experts_trains_as_in_memory(name: str, one_rank: None,
     losses = mixtures.train(weights, name, in_files=True)
     assert losses == mixtures.train(weights, name, in_files=False)
     assert len(set(losses)) == len(losses)
+
+
+def test_adapters_on_experts_are_refused(one_rank: None, nvme_path: Path) -> None:
+    weights = mixtures.save("qwen3", nvme_path / "weights")
+    with infinity.init_empty():
+        model = peft.get_peft_model(mixtures.build("qwen3"), peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ConfigError, match="the experts of this mixture have adapters"):
+        infinity.initialize(model=model, weights=weights, config=mixtures.config("nvme"))
 
 
 @pytest.mark.slow
