@@ -16,6 +16,7 @@ STARTED = time.time()
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
@@ -160,6 +161,7 @@ def train(
         "step_seconds": seconds,
         "import_seconds": IMPORTED - STARTED,
         "first_step_seconds": first_step_seconds,
+        "step_read_bytes": [after[0] - before[0] for before, after in itertools.pairwise(moved)],
         "read_bytes_per_frozen_param": read * dist.get_world_size() / frozen / (asked.steps - first),
         "written_bytes": written,
         "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
