@@ -248,7 +248,8 @@ class ParameterLap:
     def _give_back(self, group: PagedGroup) -> None:
         if group.in_use:
             assert group.chunk is not None
-            keep = (group.is_routed or group.chunk in self._stager.wanted) and not group.delivery.changed
+            may_come = group.is_routed or (group.is_frozen and self._policy.is_first_evaluation)
+            keep = (may_come or group.chunk in self._stager.wanted) and not group.delivery.changed
             group.delivery.changed = False
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget

@@ -163,6 +163,11 @@ class StagingPolicy:
 
     # What it says.
 
+    @property
+    def is_first_evaluation(self) -> bool:
+        """Whether an evaluation is going on, and none was before, so that nobody knows what comes after it."""
+        return not self._phase and not self._traces[False].cycle
+
     def wanted(self, using: PagedGroup | None = None) -> Wanted:
         """The chunks that should be staged now, soonest needed first; `using`: the group whose members are being updated.
 
