@@ -651,6 +651,21 @@ def test_files_of_fewer_bits_are_read_as_they_are(capsys: pytest.CaptureFixture[
     assert "weights: 4 bits of the blocks' matrices" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("how", "bits"),
+    [({"load_in_4bit": True}, 4), ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8), (None, 16)],
+)
+def test_a_config_says_in_how_many_bits_its_files_are(
+    how: dict[str, Any] | None, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16}
+    config |= {"intermediate_size": 4096, "vocab_size": 32000, "hidden_act": "silu", "quantization_config": how}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ["--hf-config", str(tmp_path / "config.json"), "--preset", "rtx4090-gen4"]
+    assert planned(capsys, *asked)["frozen"][0]["base_bits"] == bits
+    assert planned(capsys, *asked, "--base-bits", "16")["frozen"][0]["base_bits"] == 16
+
+
 def test_work_on_files_changes_neither_the_choice_nor_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--params", "30B", "--preset", "rtx4090-gen4"]
     found = planned(capsys, *arguments)

@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-bits",
         type=int,
         choices=BASE_BITS,
-        default=16,
-        help="bits of those frozen weights: 16, or bitsandbytes' 8 or 4 for the matrices of the blocks (default: %(default)s)",
+        help="bits of those frozen weights: 16, or bitsandbytes' 8 or 4 for the matrices of the blocks (default: what "
+        "--hf-config says, else 16)",
     )
     output = parser.add_argument_group("output")
     output.add_argument(

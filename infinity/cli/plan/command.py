@@ -58,6 +58,7 @@ def run(asked: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
+    from infinity.cli.plan.model import base_bits
     from infinity.cli.plan.remedies import Case, remedies
     from infinity.plan.frozen import frozen_plans
     from infinity.plan.planner import fastest_that_fits, plans_for
@@ -69,7 +70,7 @@ def run(asked: argparse.Namespace) -> int:
         work,
         machine,
         lora_rank=asked.lora,
-        base_bits=asked.base_bits,
+        base_bits=base_bits(asked),
         pinned_bytes=asked.pinned,
         cache_bytes=asked.cache,
     )

@@ -29,6 +29,18 @@ def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
 
     Raises ConfigError with the file and what is wrong or missing in it, and for a mixture of experts of an unknown family.
     """
+    return _Reader(path, _read(path)).transformer(seq)
+
+
+def stored_bits(path: Path) -> int:
+    """What the files beside a config.json hold a matrix of a block in: 4 or 8 bits where bitsandbytes wrote them, else 16."""
+    how = _read(path).get("quantization_config")
+    if not isinstance(how, dict) or how.get("quant_method", "bitsandbytes") != "bitsandbytes":
+        return 16
+    return 4 if how.get("load_in_4bit") else 8 if how.get("load_in_8bit") else 16
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except OSError as error:
@@ -39,7 +51,7 @@ def read_hf_config(path: Path, *, seq: int | None) -> Transformer:
         raise ConfigError(f"{path} holds no JSON object: name the config.json of a model")
     if isinstance(values.get("text_config"), dict):
         values = {**values, **values["text_config"]}
-    return _Reader(path, values).transformer(seq)
+    return values
 
 
 class _Part(NamedTuple):

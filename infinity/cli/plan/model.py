@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from infinity.cli.plan.hf_config import SEQ_DEFAULT, read_hf_config
+from infinity.cli.plan.hf_config import SEQ_DEFAULT, read_hf_config, stored_bits
 from infinity.errors import ConfigError
 from infinity.plan.transformer import Transformer, dense_transformer, heads_for, transformer_of
 
 VOCABULARY_DEFAULT = 32_000
+
+
+def base_bits(asked: argparse.Namespace) -> int:
+    """Of the matrices of frozen blocks in their files: as asked for, or as config.json says."""
+    bits: int | None = asked.base_bits
+    return bits or (stored_bits(asked.hf_config) if asked.hf_config is not None else 16)
 
 
 def model_from(asked: argparse.Namespace) -> Transformer:
