@@ -18,7 +18,7 @@ operations on the same tensors in the same order. That is why gate and up stay o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from infinity.errors import ConfigError
 
 _FUSED = {"gate_up_proj", "down_proj"}
 _NAME = re.compile(r"(.*\.)?experts\.\d+$")
+_SUMS_IN_FP32 = {"Inkling2Experts"}
+"""Classes that add up what the experts give in another dtype."""
+_OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -56,7 +59,9 @@ class RoutedExperts(nn.ModuleList):
 
     def __init__(self, fused: Any) -> None:
         gate = fused._apply_gate
-        super().__init__(Expert(*tensors, gate) for tensors in zip(fused.gate_up_proj, fused.down_proj, strict=True))
+        tensors = zip(fused.gate_up_proj, fused.down_proj, strict=True)
+        super().__init__(Expert(*of_expert, gate) for of_expert in tensors)
+        fused._parameters.clear()  # whose gate the experts keep
         self.ranks: dist.ProcessGroup | None = None
         """Those that gather together; None for one."""
         self.coming: Callable[[Sequence[int]], None] = lambda numbers: None
@@ -81,20 +86,26 @@ class RoutedExperts(nn.ModuleList):
 
     @torch.no_grad()
     def _chosen(self, routes: torch.Tensor) -> list[int]:
-        chosen = torch.zeros(len(self), dtype=torch.int32, device=routes.device)
-        chosen[routes.flatten()] = 1
+        chosen = torch.zeros(len(self) + 1, dtype=torch.int32, device=routes.device)
+        chosen[routes.flatten()] = 1  # the number behind the last says: none
         if self.ranks is not None:
             dist.all_reduce(chosen, dist.ReduceOp.MAX, self.ranks)
-        numbers: list[int] = chosen.nonzero().flatten().tolist()
+        numbers: list[int] = chosen[:-1].nonzero().flatten().tolist()
         self.coming(numbers)
         return numbers
 
 
-def split_experts(model: nn.Module) -> int:
+def split_experts(model: nn.Module, stored: Collection[str]) -> int:
     """Put routed experts in the place of frozen ones that are one tensor for all; how many blocks had such.
 
-    Raises ConfigError where adapters were put into them, which need the one tensor.
+    stored: the names in the model's files, which must hold experts by themselves. Nothing is done to a model of which more than
+    adapters is trained, as its own tensors are saved under their names. Raises ConfigError where adapters were put into
+    experts, which need the one tensor.
     """
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    of_model = [name for name in trained if "lora_" not in name and "modules_to_save" not in name]
+    if of_model or not any(_OF_EXPERT.search(name) for name in stored):
+        return 0
     fused = [
         (parent, name, child)
         for parent in model.modules()
@@ -106,9 +117,13 @@ def split_experts(model: nn.Module) -> int:
             "the experts of this mixture have adapters, which need them in one tensor: with weights= each expert is read by "
             "itself. Leave them out of target_modules and target_parameters"
         )
+    split: dict[nn.Module, RoutedExperts] = {}
     for parent, name, child in fused:
-        setattr(parent, name, RoutedExperts(child).train(child.training))
-    return len(fused)
+        if child not in split:
+            split[child] = RoutedExperts(child)
+            split[child].train(child.training)
+        setattr(parent, name, split[child])
+    return len(split)
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
@@ -149,6 +164,7 @@ def _is_splittable(module: Any) -> bool:
     parameters = dict(module.named_parameters())
     return (
         parameters.keys() == _FUSED
+        and type(module).__name__ not in _SUMS_IN_FP32
         and not any(p.requires_grad or p.dim() != 3 for p in parameters.values())
         and hasattr(module, "_apply_gate")
         and getattr(module, "has_gate", False)

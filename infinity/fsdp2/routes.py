@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from infinity.errors import InfinityError
+from infinity.fsdp2.experts import Expert
 from infinity.fsdp2.names import clean_name
 from infinity.fsdp2.sharding import in_backward
 
@@ -67,7 +68,9 @@ class Routes:
         self._last_key: str | None = None
         """The key under which this rank said where it is, last."""
         for name, module in model.named_modules():
-            if name and isinstance(module, FSDPModule):
+            if (
+                name and isinstance(module, FSDPModule) and not isinstance(module, Expert)
+            ):  # ranks agree on experts anyway
                 cast(nn.Module, module).register_forward_pre_hook(
                     partial(self._come_to, clean_name(name)), prepend=True
                 )

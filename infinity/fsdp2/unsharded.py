@@ -85,7 +85,7 @@ class UnshardedMemory:
         """What was lent may change: if FSDP2 hasn't freed the parameter, it has a copy of its own."""
         lent = self._lent
         if lent is not None:
-            self.fill(lambda own: own.copy_(lent.elements))
+            self.fill(lambda storage: storage.copy_(lent.elements))
             lent.parameter.data = lent.before
             self._lent = None
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
 from infinity.fsdp2.coroutines import CannotPause, Coroutine, RandomState
+from infinity.fsdp2.experts import routed_experts
 from infinity.fsdp2.names import clean_name
 from infinity.fsdp2.running_group import RunningGroup, grad_tensors, may_sum_unreduced
 from infinity.fsdp2.sharding import in_backward, reshards_to_fewer_ranks
@@ -366,6 +367,8 @@ def _why_not(model: nn.Module, names: Sequence[str]) -> str | None:
         return "it is one group"
     if any(isinstance(module, FSDPModule) and reshards_to_fewer_ranks(module) for module in model.modules()):
         return "zero_hpz_partition_size keeps a second sharding"
+    if any(True for _ in routed_experts(model)):
+        return "its micro-batches come to different experts"
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None or isinstance(
             module, torch._dynamo.OptimizedModule

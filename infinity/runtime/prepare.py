@@ -66,7 +66,7 @@ def shard_and_page(
     """
     mesh = _make_mesh(resolved.shard_ranks)
     hold_as_rows(model)
-    blocks = split_experts(model) if weights is not None else 0
+    blocks = split_experts(model, stored_names(weights)) if weights is not None else 0
     with raise_on_all_ranks():
         wrap, outline, notes = choose_wrap(model, resolved.wrap, resolved.live)
     wrap = [*(expert for expert in expert_modules(model) if expert not in wrap), *wrap]

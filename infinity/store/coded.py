@@ -214,6 +214,10 @@ def stored_parameter(
     for parts in others:
         if all(name in where for name in parts):
             members = tuple(coded_matrix(name, where) or where[name] for name in parts)
+            plain = [member for member in members if isinstance(member, StoredTensor)]
+            if len({member.shape[1:] for member in members}) > 1 or any(t.dtype not in FOREIGN_DTYPES for t in plain):
+                shapes = ", ".join(f"{name} {member.shape}" for name, member in zip(parts, members, strict=True))
+                raise CheckpointError(f"{where[parts[0]].path}: these can't be one parameter: {shapes}")
             return members[0] if len(members) == 1 else JoinedRows(members)
     return None
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.aio import PoolPart
 from infinity.errors import InfinityError
-from infinity.fsdp2.experts import routed_experts
+from infinity.fsdp2.experts import Expert, routed_experts
 from infinity.fsdp2.sharding import (
     ShardedGroup,
     abandon_unfinished_pass,
@@ -143,6 +143,7 @@ class Paging:
         guard_state_dict(model, partial(_entered, weakref.ref(self)))
         for paged, group in zip(self.paged.groups, groups, strict=True):
             paged.module = weakref.ref(cast(nn.Module, group.module))
+            paged.is_routed = isinstance(group.module, Expert) and paged.is_frozen
         index_of = {cast(nn.Module, group.module): index for index, group in enumerate(groups)}
         for experts in routed_experts(model):
             experts.coming = partial(_read_experts, weakref.ref(self), [index_of[expert] for expert in experts])
@@ -287,6 +288,7 @@ class Paging:
         model = self._model()
         assert model is not None
         began = self.policy.in_pass or self._in_use or self._broken
+        self.parameters.take_back_lent()
         unfinished = abandon_unfinished_pass(model, root_may_run=at_root and not began)
         if unfinished and self.paged.health.state is Health.PART_STEPPED:
             self.paged.health.tear("a backward that an exception ended")

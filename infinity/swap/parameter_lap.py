@@ -74,6 +74,8 @@ class ParameterLap:
         self.ahead = ahead
         self._asked: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
+        self._experts: list[PagedGroup] = []
+        """Those that a router has chosen, and that are still to be gathered."""
         self._lent: dict[bool, PagedGroup] = {}
         """The groups whose leases are the memory of gathered parameters, by whether they are experts: see [Note: Lent, not
         copied]."""
@@ -120,12 +122,16 @@ class ParameterLap:
 
     def read_experts(self, groups: Sequence[PagedGroup]) -> None:
         """These experts are gathered next, in this order: start to read those that are not staged, while there is room."""
-        stager = self._stager
         for group in groups:
             if group.chunk is not None:
-                stager.refresh(group.chunk)  # so that none of them leaves for another
-        for group in groups:
-            if group.chunk is not None and group.chunk.state is ChunkState.ON_NVME and not stager.prefetch(group.chunk):
+                self._stager.refresh(group.chunk)  # so that none of them leaves for another
+        self._experts = [*groups]
+        self._read_next_experts()
+
+    def _read_next_experts(self) -> None:
+        for group in self._experts:
+            chunk = group.chunk
+            if chunk is not None and chunk.state is ChunkState.ON_NVME and not self._stager.prefetch(chunk):
                 break
 
     def start_ahead(self, *, update: bool = True) -> None:
@@ -148,6 +154,7 @@ class ParameterLap:
     def recover(self) -> None:
         """An exception ended a pass; the groups rest."""
         self._asked = None
+        self._experts = []
         if self.ahead is not None:
             self.ahead.recover()
 
@@ -216,6 +223,9 @@ class ParameterLap:
             self._policy.use(group, module_trains=training)
             self._stage(group)
             self.look_ahead()
+            if group in self._experts:
+                self._experts = self._experts[self._experts.index(group) + 1 :]
+                self._read_next_experts()
 
     def _update_resident(self, group: PagedGroup) -> None:
         """Compute parameters of the group that stay in host memory are up to date after this."""

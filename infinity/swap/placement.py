@@ -12,7 +12,6 @@ from functools import partial
 import torch
 
 from infinity.aio import Lease
-from infinity.fsdp2.experts import is_routed
 from infinity.store.arena import Arena, Extent
 from infinity.store.foreign import ForeignFiles
 from infinity.store.layout import Field, Layout, SubGroup
@@ -86,7 +85,6 @@ def make_groups(
     first = 0
     for space, group in enumerate(groups):
         group.members = [sub_groups[sub.index] for sub in layout.by_space[space]]
-        group.is_routed = is_routed(group.name) and group.is_frozen
         count = sum(shard.group == space for shard in layout.shards)
         group.shards, first = range(first, first + count), first + count
         specs = [layout.shards[index] for index in group.shards]

@@ -82,7 +82,7 @@ def generated(weights: Path, name: str, pinned: str = "auto") -> tuple[torch.Ten
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
 
-def train(weights: Path, name: str, *, in_files: bool) -> list[float]:
+def train(weights: Path, name: str, *, in_files: bool, micro_batches: int = 1) -> list[float]:
     """LoRA over frozen experts: losses."""
     torch.manual_seed(0)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
@@ -93,13 +93,17 @@ def train(weights: Path, name: str, *, in_files: bool) -> list[float]:
         model = peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32), lora)
         model.set_experts_implementation("eager")
     device, given = ("nvme", weights) if in_files else ("none", None)
-    engine, *_ = infinity.initialize(model=model, weights=given, config=config(device))
+    settings = config(device) | {"gradient_accumulation_steps": micro_batches}
+    engine, *_ = infinity.initialize(model=model, weights=given, config=settings)
     with engine:
         losses = []
         for step in range(4):
-            loss = engine(
-                input_ids=tokens(10 * step + dist.get_rank()), labels=tokens(10 * step + dist.get_rank())
-            ).loss
+            batches = [tokens(100 * step + 10 * number + dist.get_rank()) for number in range(micro_batches)]
+            if micro_batches > 1:
+                named = ({"input_ids": batch, "labels": batch} for batch in batches)
+                losses.append(engine.train_batch(named).item())
+                continue
+            loss = engine(input_ids=batches[0], labels=batches[0]).loss
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
@@ -118,7 +122,9 @@ def main() -> None:
         expected = hf.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16).eval()
         expected.set_experts_implementation("eager")
         assert torch.equal(generated(weights, name)[0], expected.generate(tokens(0), **OPTIONS)), name
-        assert train(weights, name, in_files=True) == train(weights, name, in_files=False), name
+        for number in (1, 3):
+            in_memory = train(weights, name, in_files=False, micro_batches=number)
+            assert train(weights, name, in_files=True, micro_batches=number) == in_memory, (name, number)
     dist.destroy_process_group()
     print("equal", flush=True)
 

@@ -16,6 +16,7 @@ import mixtures
 import peft
 import transformers as hf
 from mixtures import EXPERT_BYTES, EXPERTS, LAYERS, MIXTURES, OPTIONS, tokens
+from safetensors.torch import save_file
 
 import infinity
 from infinity.errors import ConfigError
@@ -55,12 +56,26 @@ def test_generation_reads_the_experts_that_tokens_go_to(
             assert nbytes <= used * 1.2 * EXPERT_BYTES < whole
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_lora_over_frozen_experts_trains_as_in_memory(name: str, one_rank: None, nvme_path: Path) -> None:
+def test_lora_over_frozen_experts_trains_as_in_memory(
+    name: str, micro_batches: int, one_rank: None, nvme_path: Path
+) -> None:
     weights = mixtures.save(name, nvme_path / "weights")
-    losses = mixtures.train(weights, name, in_files=True)
-    assert losses == mixtures.train(weights, name, in_files=False)
+    losses = mixtures.train(weights, name, in_files=True, micro_batches=micro_batches)
+    assert losses == mixtures.train(weights, name, in_files=False, micro_batches=micro_batches)
     assert len(set(losses)) == len(losses)
+
+
+def test_files_that_hold_all_experts_as_one_are_read_so(one_rank: None, nvme_path: Path) -> None:
+    weights = mixtures.save("qwen3", nvme_path / "weights")
+    plain = hf.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16).eval()
+    plain.set_experts_implementation("eager")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in plain.state_dict().items()}, nvme_path / "fused.safetensors"
+    )
+    made, _ = mixtures.generated(nvme_path / "fused.safetensors", "qwen3")
+    assert torch.equal(made, plain.generate(tokens(0), **OPTIONS))
 
 
 def test_adapters_on_experts_are_refused(one_rank: None, nvme_path: Path) -> None:
