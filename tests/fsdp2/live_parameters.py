@@ -165,11 +165,8 @@ CASES = {
 
 ON_SEVERAL_RANKS = (
     "one group at a time, asked for more",
-    "three groups, far ahead",
     "some kept, some ahead",
     "kept between micro-batches",
-    "in memory",
-    "finer groups, in blocks",
     "another path each time",
     "a frozen tower, far ahead",
 )
