@@ -1,8 +1,9 @@
 """Floor 7. The memory of a gathered parameter that is sharded over one rank. Training thread only.
 
 [Note: Gathering alone]
-Over one rank there is nothing to gather: FSDP2 copies what it is given into a storage of its own. So it is given nothing to
-copy, and the parameter gets its elements afterwards, in `fsdp_post_all_gather`. Two ways:
+Over one rank there is nothing to gather: FSDP2 copies what it is given into a storage of its own. A model that is only run
+gives it nothing to copy, and the parameter gets its elements afterwards, in `fsdp_post_all_gather`. (In a training there is
+little to gain, and glibc kept a third of a GiB more of what was freed in another order.) Two ways:
 
   * copied into a storage that FSDP2 allocates and frees. Autograd saves views of the parameter in the forward, and finds the
     elements of the next gather in them, because the storage is the same one. So it is wherever autograd may be recording.

@@ -55,8 +55,8 @@ class Gatherer(Protocol):
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """Around a look at elements, or setting them. Raises InfinityError where that can't be now."""
 
-    on_one_rank: bool
-    """Whether the model is sharded over one rank, where FSDP2 gathers nothing."""
+    fills_parameters: bool
+    """Whether FSDP2 gathers nothing of the model, and gathered parameters are filled, or lent, afterwards."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """The bytes (1-D) on the device among which the shard's compute parameter is, its group in use."""
@@ -138,12 +138,12 @@ class PagedTensor(torch.Tensor):
         module: torch.nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor | None]:
-        """The padded shard in the dtype of compute; over one rank, where nothing is gathered, on the side: see [Note:
-        Gathering alone] in infinity/fsdp2/unsharded.py."""
+        """The padded shard in the dtype of compute; on the side where nothing is gathered: see [Note: Gathering alone]
+        in infinity/fsdp2/unsharded.py."""
         dtype = mp_policy.param_dtype or self.dtype
         shard = self._shard
         piece = self._gatherer.gather(shard, training=module.training, dtype=dtype)
-        if self._gatherer.on_one_rank:
+        if self._gatherer.fills_parameters:
             return (torch.empty(0, dtype=dtype, device=piece.device),), piece
         return (shard.elements(piece).to(dtype).view(shard.padded_shape),), None
 

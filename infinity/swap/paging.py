@@ -84,7 +84,8 @@ class Paging:
             paged, machinery.host_gradients, options.gradient_dtype, takes_all=takes_all
         )
         """Where its gradients wait for their update."""
-        self.on_one_rank = alone and gathers_nothing_alone()
+        only_run = not any(shard.trained for shard in paged.shards)
+        self.fills_parameters = only_run and alone and gathers_nothing_alone()
         self._tensors = tensors
         self._machinery: Machinery | None = machinery
         self._room_bytes = machinery.pool.nbytes - paged.layout.cached_bytes - options.activation_buffer_bytes
@@ -101,7 +102,9 @@ class Paging:
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead(machinery, look_ahead_bytes)
-        self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, alone=alone, lends=self.on_one_rank)
+        self.parameters = ParameterLap(
+            paged, self.policy, machinery.direct, ahead, alone=alone, lends=self.fills_parameters
+        )
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None

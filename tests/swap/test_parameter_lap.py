@@ -87,6 +87,6 @@ def test_a_shard_of_a_group_that_was_begun_goes_through_four_files(
         for route in (asked[key], told[key]):
             if route is told[key] and key[1] == max(index for name, index in told if name == key[0]):
                 continue  # with the last one the group's lease goes back
-            copied = 2 * (route is told[key])  # out of the shard into the parameter's memory: shard.py, unsharded.py
-            assert len({*route.files}) <= FILES_MAX + copied, (key, route.files)
-            assert route.crossings <= CROSSINGS_MAX + 2 * copied, (key, route.files)
+            looked_up = int(route is asked[key])  # among the bytes of its group: shard.py
+            assert len({*route.files}) <= FILES_MAX + looked_up, (key, route.files)
+            assert route.crossings <= CROSSINGS_MAX + 2 * looked_up, (key, route.files)
