@@ -44,6 +44,11 @@ class Eviction(Generic[Unit]):
         self._staged[unit] = (next(self._ages), needed)
         self._push(unit)
 
+    def renew(self, unit: Unit) -> None:
+        """The unit is the youngest now. Nothing to do where it isn't staged."""
+        if unit in self._staged:
+            self.add(unit, self._staged[unit][1])
+
     def __delitem__(self, unit: Unit) -> None:
         """The unit was dropped, or is in use."""
         del self._staged[unit]

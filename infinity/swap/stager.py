@@ -113,9 +113,7 @@ class Stager:
 
     def refresh(self, chunk: Chunk) -> None:
         """It leaves after all that is staged now and nothing comes for."""
-        if chunk in self._staged:
-            del self._staged[chunk]
-            self._staged.add(chunk, self.wanted.key(chunk))
+        self._staged.renew(chunk)
 
     def acquire(self, chunk: Chunk) -> Lease:
         """The chunk's bytes in a lease, for the caller alone until `release` or `write_back`. Waits as long as it takes.
