@@ -29,10 +29,9 @@ from torch import nn
 from infinity.errors import ConfigError
 
 _FUSED = {"gate_up_proj", "down_proj"}
-_NAME = re.compile(r"(.*\.)?experts\.\d+$")
+_EXPERT = re.compile(r"(^|\.)experts\.\d+$")
 _SUMS_IN_FP32 = {"Inkling2Experts"}
 """Classes that add up what the experts give in another dtype."""
-_OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 _PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -104,7 +103,8 @@ def split_experts(model: nn.Module, stored: Collection[str]) -> int:
     """
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     of_model = [name for name in trained if "lora_" not in name and "modules_to_save" not in name]
-    if of_model or not any(_OF_EXPERT.search(name) for name in stored):
+    apart = any(_EXPERT.search(name.removesuffix(".weight").rpartition(".")[0]) for name in stored)
+    if of_model or not apart:
         return 0
     fused = [
         (parent, name, child)
@@ -136,16 +136,11 @@ def routed_experts(model: nn.Module) -> Iterator[RoutedExperts]:
     return (module for module in model.modules() if isinstance(module, RoutedExperts))
 
 
-def is_routed(group: str) -> bool:
-    """Whether a group, by name, is one of several experts."""
-    return _NAME.match(group) is not None
-
-
 def parts_in_files(name: str) -> list[tuple[str, ...]]:
     """What a tensor of a mixture may be called in files, or the tensors that it is there, one behind the other."""
     of_mixtral = name.replace(".mlp.", ".block_sparse_moe.")
     module, _, tensor = name.rpartition(".")
-    if tensor not in _PARTS or not is_routed(module):
+    if tensor not in _PARTS or not _EXPERT.search(module):
         return [(of_mixtral,)] if of_mixtral != name else []
     qwen, mixtral = _PARTS[tensor]
     return [
