@@ -59,7 +59,7 @@ class Delivery:
     in_flight: InFlightCopy | None = field(default=None, repr=False)
     copy_event: CopyEvent | None = None
     lent: bool = False
-    """Whether what is given may be the memory of gathered parameters: see [Note: Lent, not copied] in parameter_lap.py."""
+    """Whether what is given may be the memory of gathered parameters: see [Note: Lent, not copied] in lending.py."""
     changed: bool = False
     """Whether some of what was lent was written to, so that it is not what the drive holds."""
     given: set[int] = field(default_factory=set)

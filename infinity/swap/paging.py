@@ -43,6 +43,7 @@ from infinity.store.layout import Field
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.group import PagedGroup
 from infinity.swap.health import Health
+from infinity.swap.lending import Lending
 from infinity.swap.machinery import Machinery
 from infinity.swap.options import PagingOptions
 from infinity.swap.paged_model import PagedModel
@@ -102,9 +103,8 @@ class Paging:
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead(machinery, look_ahead_bytes)
-        self.parameters = ParameterLap(
-            paged, self.policy, machinery.direct, ahead, alone=alone, lends=self.fills_parameters
-        )
+        lending = Lending(paged, allowed=self.fills_parameters)
+        self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, lending, alone=alone)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
         self._model: weakref.ref[nn.Module] | None = None
@@ -259,7 +259,7 @@ class Paging:
         """
         with self._lock:
             if self.paged.health.state is not Health.CLOSED:
-                self.parameters.take_back_lent()
+                self.parameters.lending.take_back()
                 leases = [*self.paged.leases, *(self._tensors.leases if self._tensors is not None else ())]
                 if self._activation_part is not None:
                     leases.append(self._activation_part.lease)
@@ -291,7 +291,7 @@ class Paging:
         model = self._model()
         assert model is not None
         began = self.policy.in_pass or self._in_use or self._broken
-        self.parameters.take_back_lent()
+        self.parameters.lending.take_back()
         unfinished = abandon_unfinished_pass(model, root_may_run=at_root and not began)
         if unfinished and self.paged.health.state is Health.PART_STEPPED:
             self.paged.health.tear("a backward that an exception ended")

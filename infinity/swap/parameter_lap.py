@@ -10,12 +10,6 @@ back: not only when FSDP2 reports it gathered, which it does when the group is u
 (`set_modules_to_forward_prefetch` takes any list), no more than two leases are in use. On a single rank FSDP2 copies when it
 uses, one group at a time, and reports at once.
 
-[Note: Lent, not copied]
-Where a host computes, on a single rank and without autograd, frozen parameters are computed with where they are staged: the
-lease is the gathered parameter's memory until FSDP2 frees it ([Note: Gathering alone] in infinity/fsdp2/unsharded.py). That is
-one lease in use for longer, so one group at a time is lent, and an expert in it: the budget of two in use holds. What stays
-gathered (the root, as a rule) would keep others from being lent, and is copied.
-
 [Note: Ahead on the device]
 A device with memory of its own gets a group's compute parameters in one piece, before the group is gathered where they are
 staged by then: the lap starts that whenever a group was gathered. Until the gather the chunk stays staged, and its copy event
@@ -39,11 +33,12 @@ from collections.abc import Sequence
 import torch
 
 from infinity.errors import InfinityError
-from infinity.fsdp2.sharding import in_backward, is_gathered_for_its_forward
+from infinity.fsdp2.sharding import in_backward
 from infinity.swap.ahead import DeviceAhead
 from infinity.swap.chunk import ChunkState
 from infinity.swap.direct import DirectReads
 from infinity.swap.group import GroupState, PagedGroup
+from infinity.swap.lending import Lending
 from infinity.swap.paged_model import PagedModel
 from infinity.swap.policy import StagingPolicy
 from infinity.swap.shard import PagedShard
@@ -54,8 +49,8 @@ class ParameterLap:
     """Moves the compute parameters of one model.
 
     policy: what to stage when. direct: reads past host memory, where they can be done. ahead: which groups go to the device
-    before they are gathered, where that has memory of its own. alone: whether the model is sharded over one rank, on which
-    FSDP2 gathers a group as soon as it has it. lends: whether a gathered parameter may be what was given.
+    before they are gathered, where that has memory of its own. lending: which groups are computed with where they are staged.
+    alone: whether the model is sharded over one rank, on which FSDP2 gathers a group as soon as it has it.
     """
 
     def __init__(
@@ -64,21 +59,17 @@ class ParameterLap:
         policy: StagingPolicy,
         direct: DirectReads | None,
         ahead: DeviceAhead | None,
+        lending: Lending,
         *,
         alone: bool,
-        lends: bool,
     ) -> None:
         self._paged, self._policy, self._direct, self._alone = paged, policy, direct, alone
-        self._lends = lends and not paged.stager.device.is_discrete
         self._stager = paged.stager
-        self.ahead = ahead
+        self.ahead, self.lending = ahead, lending
         self._asked: PagedGroup | None = None
         """The group whose shards FSDP2 asks for, or asked for last."""
         self._experts: list[PagedGroup] = []
         """Those that a router has chosen, and that are still to be gathered."""
-        self._lent: dict[bool, PagedGroup] = {}
-        """The groups whose leases are the memory of gathered parameters, by whether they are experts: see [Note: Lent, not
-        copied]."""
 
     def gather(self, shard: PagedShard, *, training: bool, dtype: torch.dtype) -> torch.Tensor:
         """FSDP2 asks for a shard: the bytes (1-D) on the device among which its compute parameter is, until its group is
@@ -112,7 +103,7 @@ class ParameterLap:
             last = group.delivery.report(shard.index)
             if last:
                 self._give_back(group)
-                self._forget_lent(group)
+                self.lending.end(group)
         if last:
             self.start_ahead()  # not before: small copies of this group would stand behind large ones of the next
 
@@ -147,7 +138,7 @@ class ParameterLap:
     def give_back_copied(self) -> None:
         """The lease of the group that was asked for last goes back, if FSDP2 has copied all of it."""
         group = self._asked
-        if group is not None and not self._is_lent(group) and group.delivery.state is GroupState.DELIVERED:
+        if group is not None and group not in self.lending and group.delivery.state is GroupState.DELIVERED:
             self._give_back(group)
             group.delivery.report_all()
 
@@ -161,7 +152,7 @@ class ParameterLap:
     def close(self) -> None:
         """Let go of what reads past host memory, and of what is lent."""
         self._direct = None
-        self.take_back_lent()
+        self.lending.take_back()
 
     # The stages of a gather.
 
@@ -186,16 +177,7 @@ class ParameterLap:
                 else:
                     group.start_h2d(stager.device)
             delivery.arrive()
-        delivery.lent = shard.resident is None and self._lend(group)
-
-    def _lend(self, group: PagedGroup) -> bool:
-        """Whether the lease of a group may be the memory of gathered parameters now: see [Note: Lent, not copied]."""
-        if not self._lends or torch.is_grad_enabled() or in_backward():
-            return False
-        module = group.module() if group.module is not None else None
-        if not group.in_use or not group.is_frozen or module is None or not is_gathered_for_its_forward(module):
-            return False
-        return self._lent.setdefault(group.is_routed, group) is group
+        delivery.lent = shard.resident is None and self.lending.lend(group)
 
     def _check(self, asked: PagedShard, dtype: torch.dtype) -> None:
         if in_backward():
@@ -264,20 +246,6 @@ class ParameterLap:
             self._stager.release(group.chunk, keep=keep, copy_event=group.delivery.copy_event)
         if group.cached is None:  # what is cached must have been copied before it is stepped: see PagedGroup.forget
             group.delivery.copy_event = None
-
-    def _is_lent(self, group: PagedGroup) -> bool:
-        return self._lent.get(group.is_routed) is group
-
-    def _forget_lent(self, group: PagedGroup) -> None:
-        if self._is_lent(group):
-            del self._lent[group.is_routed]
-
-    def take_back_lent(self) -> None:
-        """Nothing that is gathered is in a lease after this, which may change then."""
-        lent, self._lent = self._lent, {}
-        for index in (index for group in lent.values() for index in group.shards):
-            if (memory := self._paged.shards[index].unsharded) is not None:
-                memory.take_back()
 
     # Ahead of a gather.
 
