@@ -23,8 +23,9 @@ from infinity.fsdp2.experts import parts_in_files, with_parts
 from infinity.fsdp2.names import buffer_names, parameter_names
 from infinity.fsdp2.scalars import scalar_names
 from infinity.ranks.all_ranks import raise_on_all_ranks
-from infinity.store.coded import parts_of_codes, read_rows, stored_parameter
+from infinity.store.coded import parts_of_codes
 from infinity.store.foreign import CODES, FOREIGN_DTYPES, StoredParameter, StoredTensor, read_header
+from infinity.store.stored_parameter import read_rows, stored_parameter
 
 
 @torch.no_grad()
@@ -86,59 +87,45 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], *, but: Collect
         required |= buffer_names(model, persistent=True)
         names_of = {**required, **buffer_names(model, persistent=False)}
         found_as = names_in_files(model, where)
-        in_files = {tensor: with_parts(found_as(names)) for tensor, names in names_of.items()}
-        known = {name for names in in_files.values() for name in names}
-        lacking = [names[0] for p, names in required.items() if not any(name in where for name in in_files[p])]
-        missing = sorted({*lacking} - {*but})
+        headers = _headers(Path(path))
+        in_files = {tensor: found_as(names) for tensor, names in names_of.items()}
+        stored_as = {
+            tensor: stored for tensor, names in in_files.items() if (stored := _stored(names, headers)) is not None
+        }
+        known = {name for names in in_files.values() for name in with_parts(names)}
+        missing = sorted({names[0] for tensor, names in required.items() if tensor not in stored_as} - {*but})
         unexpected = sorted(set(where) - known - parts_of_codes(where))
         if missing or unexpected:
             raise CheckpointError(
                 f"{path} doesn't fit the model: "
                 + "; ".join(filter(None, [_list("missing", missing), _list("unknown", unexpected)]))
             )
-        headers = _headers(Path(path))
-        in_other_form = {
-            parameter: stored
-            for parameter, names in parameter_names(model).items()
-            if not isinstance(stored := _stored(found_as(names), headers), StoredTensor | None)
-        }
-        stored_as = {
-            tensor: next(name for name in names if name in where)
-            for tensor, names in in_files.items()
-            if tensor not in in_other_form and any(name in where for name in names)
-        }
         scalars = scalar_names(model)
-        shapes = {tensor: tuple(where[name].get_slice(name).get_shape()) for tensor, name in stored_as.items()}
-        shapes |= {parameter: stored.shape for parameter, stored in in_other_form.items()}
-        for tensor, shape in shapes.items():
+        for tensor, stored in stored_as.items():
             name = names_of[tensor][0]
             expected = () if name in scalars else tuple(tensor.shape)
-            if shape != expected:
+            if stored.shape != expected:
+                raise CheckpointError(f"{path}: {name} has shape {stored.shape}, the model wants {expected}")
+            if isinstance(stored, StoredTensor) and stored.dtype in CODES and tensor.is_floating_point():
                 raise CheckpointError(
-                    f"{path}: {stored_as.get(tensor, name)} has shape {shape}, the model wants {expected}"
+                    f"{path}: {name} is in {stored.dtype}, and nothing there says what its codes mean"
                 )
-        for tensor, name in stored_as.items():
-            if headers[name].dtype in CODES and tensor.is_floating_point():
-                raise CheckpointError(
-                    f"{path}: {name} is in {headers[name].dtype}, and nothing there says what its codes mean"
-                )
+        for tensor, stored in stored_as.items():
             if names_of[tensor][0] in but:
                 continue
-            if not isinstance(tensor, nn.Parameter):
-                tensor.copy_(where[name].get_tensor(name))
-                continue
-            if names_of[tensor][0] in scalars:
-                load_full(tensor, where[name].get_tensor(name))
-                continue
             local, start = _local_rows(tensor)
-            if local.numel():
-                local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
-        for parameter, stored in in_other_form.items():
-            local, start = _local_rows(parameter)
-            if names_of[parameter][0] not in but and local.numel():
+            if not isinstance(stored, StoredTensor):
                 rows = torch.empty(local.shape)
                 read_rows(stored, start, rows)
                 local.copy_(rows)
+                continue
+            name = next(name for name in with_parts(in_files[tensor]) if name in where)
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(where[name].get_tensor(name))
+            elif names_of[tensor][0] in scalars:
+                load_full(tensor, where[name].get_tensor(name))
+            elif local.numel():
+                local.copy_(where[name].get_slice(name)[start : start + local.shape[0]])
 
 
 def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
@@ -153,7 +140,7 @@ def open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     return where
 
 
-def _local_rows(parameter: nn.Parameter) -> tuple[torch.Tensor, int]:
+def _local_rows(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's shard, and the number of its first row in the whole."""
     data = parameter.data
     if not isinstance(data, DTensor):

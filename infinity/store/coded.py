@@ -1,5 +1,4 @@
-"""Floor 4. Weights that files hold in another form than the model: where their bytes are, and their values. In 8 and 4 bits, as
-bitsandbytes stores them in safetensors; in several tensors.
+"""Floor 4. Matrices in 8 and 4 bits, as bitsandbytes stores them in safetensors: where their bytes are, and their values.
 
 [Note: Coded weights]
 A coded matrix is several tensors of a file: its codes, and scales for rows or blocks of it. Both are read as they are, so 1 or
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 
 from infinity.errors import CheckpointError, ConfigError
-from infinity.store.foreign import FOREIGN_DTYPES, FileRange, StoredParameter, StoredTensor
+from infinity.store.foreign import FileRange, StoredTensor
 
 _STATE = ".quant_state.bitsandbytes__"
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -145,81 +144,6 @@ class FourBitBlocks:
 
 
 CodedMatrix = Int8Rows | FourBitBlocks
-
-
-@dataclass(frozen=True, eq=False)
-class JoinedRows:
-    """The rows of several parameters, one behind the other."""
-
-    members: tuple[StoredTensor | CodedMatrix, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return sum(member.shape[0] for member in self.members), *self.members[0].shape[1:]
-
-    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        """What rows [first, first + count) take of the files, member by member."""
-        mine = self._members(first, count)
-        return tuple(file_range for member, low, rows in mine for file_range in member.ranges(low, rows))
-
-    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
-        """Set `out` (rows from `first` on) from the bytes of `ranges`, on any device."""
-        at = taken = 0
-        for member, low, rows in self._members(first, len(out)):
-            count = len(member.ranges(low, rows))
-            decode(member, parts[taken : taken + count], low, out[at : at + rows])
-            at, taken = at + rows, taken + count
-
-    def _members(self, first: int, count: int) -> list[tuple[StoredTensor | CodedMatrix, int, int]]:
-        """(member, its first row, rows) of those that are in rows [first, first + count)."""
-        mine, begin = [], 0
-        for member in self.members:
-            low, high = max(first, begin), min(first + count, begin + member.shape[0])
-            mine.append((member, min(low - begin, member.shape[0]), max(0, high - low)))
-            begin += member.shape[0]
-        return mine
-
-
-def decode(stored: StoredParameter, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
-    """Set `out` (rows from `first` on, in any dtype) from the bytes of the stored parameter's `ranges`."""
-    if not out.numel():
-        return
-    if not isinstance(stored, StoredTensor):
-        stored.decode(parts, first, out)
-        return
-    dtype = FOREIGN_DTYPES[stored.dtype]
-    (part,) = parts
-    aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
-    out.copy_(aligned.view(dtype).view(out.shape))
-
-
-def read_rows(stored: StoredParameter, first: int, out: torch.Tensor) -> None:
-    """Set `out` (rows from `first` on, in ordinary memory) from the files, through the page cache. Raises OSError."""
-    parts = []
-    for file_range in stored.ranges(first, len(out)):
-        with file_range.path.open("rb") as file:
-            file.seek(file_range.offset)
-            parts.append(torch.frombuffer(bytearray(file.read(file_range.nbytes) or b"\0"), dtype=torch.uint8))
-    decode(stored, parts, first, out)
-
-
-def stored_parameter(
-    names: Iterable[str], others: Iterable[Sequence[str]], where: Mapping[str, StoredTensor]
-) -> StoredParameter | None:
-    """The parameter that safetensors hold under the first of `names` that is there; else as the first of `others` of which all
-    tensors are there, one behind the other. Raises as `coded_matrix`."""
-    for name in names:
-        if name in where:
-            return coded_matrix(name, where) or where[name]
-    for parts in others:
-        if all(name in where for name in parts):
-            members = tuple(coded_matrix(name, where) or where[name] for name in parts)
-            plain = [member for member in members if isinstance(member, StoredTensor)]
-            if len({member.shape[1:] for member in members}) > 1 or any(t.dtype not in FOREIGN_DTYPES for t in plain):
-                shapes = ", ".join(f"{name} {member.shape}" for name, member in zip(parts, members, strict=True))
-                raise CheckpointError(f"{where[parts[0]].path}: these can't be one parameter: {shapes}")
-            return members[0] if len(members) == 1 else JoinedRows(members)
-    return None
 
 
 def coded_matrix(name: str, where: Mapping[str, StoredTensor]) -> CodedMatrix | None:

@@ -81,6 +81,11 @@ StoredParameter = StoredTensor | CodedParameter
 """What a frozen parameter is read from."""
 
 
+def as_elements(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes (1-D) as elements: a view, or a copy where they begin at an odd place."""
+    return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name. Raises CheckpointError, naming it, where it is damaged; OSError.
 

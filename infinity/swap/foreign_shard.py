@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.errors import InfinityError
-from infinity.store.foreign import CodedParameter, FileRange, ForeignFiles, ForeignRows, StoredTensor, lay_out
+from infinity.store.foreign import (
+    CodedParameter,
+    FileRange,
+    ForeignFiles,
+    ForeignRows,
+    StoredTensor,
+    as_elements,
+    lay_out,
+)
 from infinity.store.layout import Field
 from infinity.swap.chunk import Chunk, Span
 from infinity.swap.shard import PagedShard
@@ -46,6 +54,9 @@ class ForeignShard(PagedShard):
                 "other weights, or without weights= in which it lies"
             )
 
+    def elements(self, piece: torch.Tensor) -> torch.Tensor:
+        return as_elements(piece[self.place], self.gathered_dtype)
+
     def _are_there(self, there: torch.Tensor, values: torch.Tensor) -> bool:
         return torch.equal(there.view(torch.int32), values.contiguous().view(torch.int32))
 
@@ -74,8 +85,8 @@ class ForeignShard(PagedShard):
 
 @dataclass(eq=False, kw_only=True)
 class CodedShard(ForeignShard):
-    """A frozen shard that files hold in another form: see infinity/store/coded.py. `places`: the bytes of each of its ranges in
-    the delivery; `coded`: what decodes them into `gathered_dtype`, which is the dtype of compute."""
+    """A frozen shard that files hold in another form (infinity/store/stored_parameter.py). `places`: the bytes of each of its
+    ranges in the delivery; `coded`: what decodes them into `gathered_dtype`, which is the dtype of compute."""
 
     places: Sequence[slice]
     coded: CodedParameter

@@ -81,10 +81,7 @@ class PagedShard:
 
     def elements(self, piece: torch.Tensor) -> torch.Tensor:
         """Its compute parameter (1-D, padded, in the dtype in which it rests) among the bytes of its delivery."""
-        given = piece[self.place]
-        if given.storage_offset() % self.gathered_dtype.itemsize:
-            given = given.clone()
-        return given.view(self.gathered_dtype)
+        return piece[self.place].view(self.gathered_dtype)
 
     def copy_elements(self, piece: torch.Tensor, out: torch.Tensor) -> None:
         """Set `out` (1-D, padded, in the dtype of compute) from `elements`."""

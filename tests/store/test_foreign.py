@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from infinity.errors import CheckpointError
-from infinity.store.foreign import FileRange, ForeignFiles, ForeignRows, lay_out, read_header
+from infinity.store.foreign import FileRange, ForeignFiles, ForeignRows, StoredTensor, lay_out, read_header
+from infinity.store.stored_parameter import JoinedRows
 
 PAGE = 4096
 FILES = [Path("a"), Path("b")]
@@ -26,22 +26,13 @@ ranges = st.builds(
 )
 
 
-class Several:
-    """A stored parameter that takes these ranges."""
-
-    def __init__(self, ranges: list[FileRange]) -> None:
-        self.shape, self.of_all = (1,), tuple(ranges)
-
-    def ranges(self, first: int, count: int) -> tuple[FileRange, ...]:
-        return self.of_all
-
-    def decode(self, parts: Sequence[torch.Tensor], first: int, out: torch.Tensor) -> None:
-        raise NotImplementedError
+def joined(ranges: list[FileRange], padding: int) -> ForeignRows:
+    """All rows of what takes these ranges."""
+    members = [StoredTensor(one.path, "U8", (one.nbytes,), one.offset, one.nbytes) for one in ranges]
+    return ForeignRows(JoinedRows(tuple(members)), 0, sum(one.nbytes for one in ranges), ranges[0].nbytes + padding)
 
 
-rows = st.tuples(st.lists(ranges, min_size=1, max_size=3), st.integers(0, 5000)).map(
-    lambda drawn: ForeignRows(Several(drawn[0]), 0, 1, drawn[0][0].nbytes + drawn[1])
-)
+rows = st.builds(joined, st.lists(ranges, min_size=1, max_size=3), st.integers(0, 5000))
 
 
 @given(st.dictionaries(st.integers(0, 50), rows, max_size=12))
