@@ -13,16 +13,19 @@ import numpy.typing as npt
 
 @final
 class PinnedSlab:
-    """Page-aligned host memory, present from the start, 2 MiB aligned and in huge pages where the kernel gives them.
+    """Page-aligned host memory, 2 MiB aligned and in huge pages where the kernel gives them.
 
     A writable buffer: `memoryview(slab)` and `torch.frombuffer(slab, dtype=torch.uint8)` see and keep it.
     A child made by fork has no such memory and must not touch it.
     """
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True, lock: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, *, huge_pages: bool = True, lock: bool = False, in_background: bool = False
+    ) -> None:
         """Allocate `nbytes` bytes, filled with zeros.
 
-        `lock` keeps them from being swapped out (mlock); a refusal of that or of huge pages is a note, not an error.
+        All of them are present from the start, or (`in_background`) in a while, and may be used at once. `lock` keeps them
+        from being swapped out (mlock); a refusal of that or of huge pages is a note, not an error.
         Raises MemoryError if the memory isn't available, ValueError if `nbytes` isn't positive.
         """
 
@@ -42,8 +45,12 @@ class PinnedSlab:
         """Where it begins; a multiple of 2 MiB."""
 
     @property
+    def present(self) -> bool:
+        """Whether the kernel has given all of it, and what follows is known."""
+
+    @property
     def huge_pages(self) -> bool:
-        """Whether at least a part lay in huge pages when it was allocated."""
+        """Whether at least a part lay in huge pages when it became present."""
 
     @property
     def notes(self) -> list[str]:
@@ -91,6 +98,9 @@ class _AnyFile:
 
     def close(self) -> None:
         """Let go of the file. Transfers in flight keep it open until they end. May be called again."""
+
+def absent_bytes() -> int:
+    """Bytes of this process's slabs that are still to become present. What the kernel says is available holds them, too."""
 
 @final
 class File(_AnyFile):

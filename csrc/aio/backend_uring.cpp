@@ -97,7 +97,7 @@ class UringBackend final : public Backend {
         note_(options.note),
         closed_(std::make_shared<ClosedFiles>()),
         ring_(static_cast<unsigned>(options.queue_depth) + 1, iopoll_, sqpoll_) {
-    register_slab(options.slab);
+    expect_slab(options.slab);
     register_file_table();
     if (!iopoll_) arm_bell();
   }
@@ -119,6 +119,7 @@ class UringBackend final : public Backend {
   // Fills the submission queue; the system call is in reap(), or in send(). The queue has a place for every block in
   // flight and for the bell.
   void submit(const std::vector<Block*>& blocks) override {
+    if (expected_ != nullptr && expected_->is_present()) register_slab();
     for (Block* block : blocks) {
       io_uring_sqe* sqe = next_entry();
       prepare(*block, sqe);
@@ -242,26 +243,42 @@ class UringBackend final : public Backend {
   // last huge page is a piece of its own, and a slab that got huge pages only here and there is not registered at all:
   // then only the transfers that meet its small pages are cut. A block that lies in two pieces goes unregistered, too.
 
-  void register_slab(const std::shared_ptr<const PinnedSlab>& slab) {
+  // Registers the slab now or, where the kernel can do that in a ring that is at work (Linux 5.19), when it is present.
+  void expect_slab(std::shared_ptr<const PinnedSlab> slab) {
     if (slab == nullptr) return;
+    for (int64_t at = 0; at < slab->bytes(); at = piece_ends_.back()) {
+      piece_ends_.push_back(at < slab->tail() ? std::min(at + kPieceBytes, slab->tail()) : slab->bytes());
+    }
+    expected_ = std::move(slab);
+    takes_pieces_later_ = io_uring_register_buffers_sparse(ring_.get(), static_cast<unsigned>(piece_ends_.size())) == 0;
+    if (!takes_pieces_later_) expected_->wait_until_present();
+    if (expected_->is_present()) register_slab();
+  }
+
+  void register_slab() {
+    std::shared_ptr<const PinnedSlab> slab = std::move(expected_);
     if (slab->mixed()) {
       note_("the slab of " + format_bytes(slab->bytes()) +
             " is not registered with io_uring, as not all of it is in huge pages: a little more CPU per byte");
       return;
     }
     std::vector<iovec> pieces;
-    std::vector<int64_t> ends;
-    for (int64_t at = 0; at < slab->bytes(); at = ends.back()) {
-      ends.push_back(at < slab->tail() ? std::min(at + kPieceBytes, slab->tail()) : slab->bytes());
-      pieces.push_back({slab->data() + at, static_cast<size_t>(ends.back() - at)});
+    int64_t begin = 0;
+    for (int64_t end : piece_ends_) {
+      pieces.push_back({slab->data() + begin, static_cast<size_t>(end - begin)});
+      begin = end;
     }
-    int status = io_uring_register_buffers(ring_.get(), pieces.data(), static_cast<unsigned>(pieces.size()));
-    if (status == 0) {
-      slab_ = slab;
-      piece_ends_ = std::move(ends);
+    auto count = static_cast<unsigned>(pieces.size());
+    std::vector<__u64> untagged(pieces.size(), 0);
+    int status = takes_pieces_later_
+                     ? io_uring_register_buffers_update_tag(ring_.get(), 0, pieces.data(), untagged.data(), count)
+                     : io_uring_register_buffers(ring_.get(), pieces.data(), count);
+    if (status >= 0 && (!takes_pieces_later_ || status == static_cast<int>(count))) {
+      slab_ = std::move(slab);
       return;
     }
-    note_("io_uring can't register the slab of " + format_bytes(slab->bytes()) + " (" + format_errno(-status) +
+    std::string why = status < 0 ? format_errno(-status) : std::to_string(status) + " of its pieces";
+    note_("io_uring can't register the slab of " + format_bytes(slab->bytes()) + " (" + why +
           "): going on without, at a little more CPU per byte; raise the memlock limit (ulimit -l) to allow it");
   }
 
@@ -346,8 +363,10 @@ class UringBackend final : public Backend {
   Patience patience_;
   Patience bell_patience_;
   Ring ring_;
-  std::shared_ptr<const PinnedSlab> slab_;  // null unless registered
-  std::vector<int64_t> piece_ends_;         // of the pieces that it is registered in
+  std::shared_ptr<const PinnedSlab> expected_;  // to be registered when it is present, or null
+  std::shared_ptr<const PinnedSlab> slab_;      // null unless registered
+  std::vector<int64_t> piece_ends_;             // of the pieces that it is registered in
+  bool takes_pieces_later_ = false;
   std::vector<unsigned> free_slots_;
   std::unordered_map<uint64_t, unsigned> slots_;  // by Descriptor::id
 };

@@ -277,11 +277,12 @@ py::bytes page_checksums(const py::object& object, const std::string& name) {
 void bind_slab(py::module_& module) {
   py::class_<PinnedSlab, std::shared_ptr<PinnedSlab>>(module, "PinnedSlab", py::buffer_protocol(), py::is_final(),
                                                       "Page-aligned memory for transfers; a writable buffer of bytes.")
-      .def(py::init([](int64_t nbytes, bool huge_pages, bool lock) {
+      .def(py::init([](int64_t nbytes, bool huge_pages, bool lock, bool in_background) {
              py::gil_scoped_release release;
-             return std::make_shared<PinnedSlab>(nbytes, huge_pages, lock);
+             return std::make_shared<PinnedSlab>(nbytes, huge_pages, lock, in_background);
            }),
-           py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true, py::arg("lock") = false)
+           py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true, py::arg("lock") = false,
+           py::arg("in_background") = false)
       .def_static(
           "around",
           [](uintptr_t address, int64_t nbytes) {
@@ -291,6 +292,7 @@ void bind_slab(py::module_& module) {
       .def_buffer(&buffer_of)
       .def_property_readonly("nbytes", &PinnedSlab::bytes)
       .def_property_readonly("address", [](const PinnedSlab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
+      .def_property_readonly("present", &PinnedSlab::is_present)
       .def_property_readonly("huge_pages", &PinnedSlab::huge_pages)
       .def_property_readonly("notes", [](const PinnedSlab& slab) { return decode_all(slab.notes()); });
 }
@@ -430,6 +432,7 @@ PYBIND11_MODULE(_aio, module) {
     }
   });
   aio::bind_slab(module);
+  module.def("absent_bytes", &aio::absent_bytes, "Bytes of this process's slabs that are still to become present.");
   aio::bind_files(module);
   aio::bind_transfer(module);
   aio::bind_engine(module);

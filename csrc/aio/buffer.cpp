@@ -5,11 +5,15 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cinttypes>
 #include <cstdio>
 #include <fstream>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 
 #include "base/crc32c.h"
 #include "base/error.h"
@@ -20,6 +24,8 @@
 
 namespace infinity::aio {
 namespace {
+
+std::atomic<int64_t> absent{0};
 
 int64_t round_up(int64_t value, int64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
@@ -70,23 +76,40 @@ std::string memlock_limit() {
   return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : format_bytes(static_cast<int64_t>(limit.rlim_cur));
 }
 
+// Makes a page present and leaves its bytes as they are, also where others write to them meanwhile. `nothing` is 0,
+// which the compiler must not see: it would only read.
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize("thread")))
+#endif
+void touch(std::byte* page, unsigned char nothing) {
+  __atomic_fetch_or(reinterpret_cast<unsigned char*>(page), nothing, __ATOMIC_RELAXED);
+}
+
 }  // namespace
 
-PinnedSlab::PinnedSlab(int64_t bytes, bool huge_pages, bool lock)
+int64_t absent_bytes() {
+  return absent.load(std::memory_order_relaxed);
+}
+
+PinnedSlab::PinnedSlab(int64_t bytes, bool huge_pages, bool lock, bool in_background)
     : bytes_(checked_bytes(bytes)), mapped_bytes_(round_up(bytes, kPageBytes)) {
   map();
   try {
-    bool asked = huge_pages && advise_huge();
-    populate();
-    if (asked) measure_huge();
-    if (lock) this->lock();
+    asked_for_huge_ = huge_pages && advise_huge();
+    if (in_background) {
+      start_filler(lock);
+    } else {
+      populate();
+      finish(lock);
+    }
   } catch (...) {
     munmap(data_, static_cast<size_t>(mapped_bytes_));
     throw;
   }
 }
 
-PinnedSlab::PinnedSlab(std::byte* data, int64_t bytes) : bytes_(checked_bytes(bytes)), mapped_bytes_(0), data_(data) {
+PinnedSlab::PinnedSlab(std::byte* data, int64_t bytes)
+    : bytes_(checked_bytes(bytes)), mapped_bytes_(0), data_(data), present_(true) {
   if (data == nullptr || reinterpret_cast<uintptr_t>(data) % kPageBytes != 0) {
     throw std::invalid_argument("a slab around other memory must begin on a page boundary");
   }
@@ -97,12 +120,29 @@ std::shared_ptr<PinnedSlab> PinnedSlab::around(std::byte* data, int64_t bytes) {
 }
 
 PinnedSlab::~PinnedSlab() {
-  if (mapped_bytes_ > 0 && !guard_.in_child()) munmap(data_, static_cast<size_t>(mapped_bytes_));
+  if (guard_.in_child()) {
+    (void)filler_.release();
+    return;
+  }
+  stopping_ = true;
+  if (filler_ != nullptr) filler_->join();
+  if (mapped_bytes_ > 0) munmap(data_, static_cast<size_t>(mapped_bytes_));
+}
+
+std::vector<std::string> PinnedSlab::notes() const {
+  std::vector<std::string> all = notes_;
+  if (is_present()) all.insert(all.end(), later_notes_.begin(), later_notes_.end());
+  return all;
+}
+
+void PinnedSlab::wait_until_present() const {
+  while (!is_present()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 // Maps more than asked for and gives back what isn't in the aligned range.
 void PinnedSlab::map() {
   int64_t available = available_bytes();
+  if (available >= 0) available = std::max(int64_t{0}, available - absent_bytes());
   if (available >= 0 && mapped_bytes_ > available) {  // prefaulting it would have the kernel kill processes
     throw OutOfMemory("no memory for a slab of " + format_bytes(bytes_) + ": " + format_bytes(available) +
                       " are available; lower the pinned budget");
@@ -133,6 +173,39 @@ bool PinnedSlab::advise_huge() {
   return false;
 }
 
+void PinnedSlab::start_filler(bool lock) {
+  absent += mapped_bytes_;
+  try {
+    filler_ = std::make_unique<std::thread>(start_io_thread("inf-fill", [this, lock] {
+      fill();
+      if (!stopping_) finish(lock);
+    }));
+  } catch (const std::system_error&) {  // no thread to be had
+    absent -= mapped_bytes_;
+    populate();
+    finish(lock);
+  }
+}
+
+void PinnedSlab::fill() {
+  volatile unsigned char zero = 0;
+  unsigned char nothing = zero;
+  int64_t begin = 0;
+  for (; begin < mapped_bytes_ && !stopping_; begin += kHugePageBytes) {
+    int64_t end = std::min(begin + kHugePageBytes, mapped_bytes_);
+    for (int64_t at = begin; at < end; at += kPageBytes) touch(data_ + at, nothing);
+    absent -= end - begin;
+  }
+  if (begin < mapped_bytes_) absent -= mapped_bytes_ - begin;
+}
+
+// What is known only of memory that is present.
+void PinnedSlab::finish(bool lock) {
+  if (asked_for_huge_) measure_huge();
+  if (lock) this->lock();
+  present_.store(true, std::memory_order_release);
+}
+
 void PinnedSlab::populate() {
   int status;
   do {
@@ -153,9 +226,10 @@ void PinnedSlab::measure_huge() {
   huge_pages_ = huge != 0;
   int64_t possible = mapped_bytes_ / kHugePageBytes * kHugePageBytes;
   if (huge >= 0 && huge < possible - possible / 10) {
-    notes_.push_back("only " + format_bytes(huge) + " of the slab's " + format_bytes(bytes_) +
-                     " are in huge pages, which costs storage bandwidth: check /sys/kernel/mm/transparent_hugepage/"
-                     "enabled, and that free memory isn't fragmented");
+    later_notes_.push_back(
+        "only " + format_bytes(huge) + " of the slab's " + format_bytes(bytes_) +
+        " are in huge pages, which costs storage bandwidth: check /sys/kernel/mm/transparent_hugepage/"
+        "enabled, and that free memory isn't fragmented");
   }
 }
 
@@ -169,9 +243,9 @@ bool PinnedSlab::mixed() const {
 void PinnedSlab::lock() {
   locked_ = mlock(data_, static_cast<size_t>(mapped_bytes_)) == 0;
   if (!locked_) {
-    notes_.push_back("the slab of " + format_bytes(bytes_) + " can't be locked (mlock gave " + format_errno(errno) +
-                     "; the memlock limit is " + memlock_limit() +
-                     "): going on unlocked; raise it with ulimit -l or the container's memlock setting");
+    later_notes_.push_back("the slab of " + format_bytes(bytes_) + " can't be locked (mlock gave " +
+                           format_errno(errno) + "; the memlock limit is " + memlock_limit() +
+                           "): going on unlocked; raise it with ulimit -l or the container's memlock setting");
   }
 }
 

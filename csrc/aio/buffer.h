@@ -1,10 +1,12 @@
 // PinnedSlab: the one piece of host memory that transfers read into and write from.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/process.h"
@@ -13,13 +15,20 @@ namespace infinity::aio {
 
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
-// Page-aligned anonymous memory, all of it present from the start: 2 MiB aligned, in huge pages where the kernel gives
-// them, not inherited by forked children (see [Note: fork]). What is optional and was refused stands in notes().
-// Immutable once made (the bytes are the caller's), so any thread may use it.
+// [Note: Present later]
+// The kernel takes 0.1 s to give a GiB, and 2 s where a virtual machine must have it from its host first. So a slab can
+// be used as soon as it is mapped: a thread of its own makes the pages present, from the first to the last, and whoever
+// uses one earlier makes that one present. The thread adds nothing to a byte of each page, atomically, as others' bytes
+// may be there already. MADV_POPULATE_WRITE would hold the lock of the address space, for which everybody waits who
+// maps memory. The rings register the slab when all of it is there, as registering makes pages present, too.
+
+// Page-aligned anonymous memory, 2 MiB aligned, in huge pages where the kernel gives them, not inherited by forked
+// children (see [Note: fork]). What is optional and was refused stands in notes(). Any thread may use it.
 class PinnedSlab {
  public:
-  // Throws OutOfMemory when the memory isn't there, std::invalid_argument when `bytes` isn't positive.
-  explicit PinnedSlab(int64_t bytes, bool huge_pages = true, bool lock = false);
+  // All of it is present from the start, or in a while: see [Note: Present later]. Throws OutOfMemory when the memory
+  // isn't there, std::invalid_argument when `bytes` isn't positive.
+  explicit PinnedSlab(int64_t bytes, bool huge_pages = true, bool lock = false, bool in_background = false);
 
   // A slab around memory of someone else, who keeps it until every transfer with it is done. Nothing is asked of the
   // kernel for it. Throws std::invalid_argument when `data` isn't on a page boundary or `bytes` isn't positive.
@@ -30,13 +39,18 @@ class PinnedSlab {
 
   std::byte* data() const noexcept { return data_; }
   int64_t bytes() const noexcept { return bytes_; }
-  bool huge_pages() const noexcept { return huge_pages_; }  // some of it was huge when it was made
+  // Whether all pages are present, and what follows is known. It stays so.
+  bool is_present() const noexcept { return present_.load(std::memory_order_acquire); }
+  void wait_until_present() const;
+  bool huge_pages() const noexcept {
+    return is_present() && huge_pages_;
+  }  // some of it was huge when it became present
   // Where the part begins that is too short for a huge page.
   int64_t tail() const noexcept { return bytes_ / kHugePageBytes * kHugePageBytes; }
   // Whether there are small pages before tail() now, though not small pages alone.
   bool mixed() const;
-  bool locked() const noexcept { return locked_; }
-  const std::vector<std::string>& notes() const noexcept { return notes_; }
+  bool locked() const noexcept { return is_present() && locked_; }
+  std::vector<std::string> notes() const;
   const ForkGuard& guard() const noexcept { return guard_; }
 
  private:
@@ -44,17 +58,28 @@ class PinnedSlab {
 
   void map();
   bool advise_huge();
+  void start_filler(bool lock);
+  void fill();
   void populate();
+  void finish(bool lock);
   void measure_huge();
   void lock();
 
   const int64_t bytes_;
   const int64_t mapped_bytes_;  // bytes_ rounded up to whole pages; 0 where the memory is someone else's
   std::byte* data_ = nullptr;
+  std::atomic<bool> present_{false};  // set last: who sees it may read what follows
+  bool asked_for_huge_ = false;
   bool huge_pages_ = false;
   bool locked_ = false;
-  std::vector<std::string> notes_;
+  std::vector<std::string> notes_;        // of the mapping
+  std::vector<std::string> later_notes_;  // of the pages
+  std::atomic<bool> stopping_{false};
+  std::unique_ptr<std::thread> filler_;
   ForkGuard guard_;
 };
+
+// Bytes of this process's slabs that are still to become present: what the kernel calls available holds them, too.
+int64_t absent_bytes();
 
 }  // namespace infinity::aio

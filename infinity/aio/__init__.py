@@ -1,6 +1,16 @@
 """Floor 3. The typed Python interface of the I/O core in csrc/aio: engine, transfers, pinned pool and leases."""
 
-from infinity._aio import File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, page_checksums, probe
+from infinity._aio import (
+    File,
+    PinnedSlab,
+    Priority,
+    StripedFile,
+    Transfer,
+    absent_bytes,
+    direct_alignment,
+    page_checksums,
+    probe,
+)
 from infinity.aio.engine import DriveLimit, DriveStats, FaultPlan, IoEngine, IoSettings, Request
 from infinity.aio.numa import near
 from infinity.aio.pool import FreeRanges, Lease, PinnedPool, PoolPart
@@ -21,6 +31,7 @@ __all__ = [
     "Request",
     "StripedFile",
     "Transfer",
+    "absent_bytes",
     "direct_alignment",
     "near",
     "page_checksums",

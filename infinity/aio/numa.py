@@ -1,6 +1,7 @@
 """Floor 3. Places new memory on the NUMA node of the device or drive that it is for.
 
-The thread that makes a slab touches all of it at once, so it is enough to set that thread's preference meanwhile.
+A slab is touched by the thread that makes it, and by those that are started meanwhile: so it is enough to set that thread's
+preference, which they inherit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _NODES_MAX = 1024
 
 @contextlib.contextmanager
 def near(node: int | None, notes: list[str]) -> Iterator[None]:
-    """In the block, memory that the calling thread touches first is placed on `node` while it has room, else elsewhere.
+    """Memory that the calling thread touches first in the block, or a thread that it starts there touches first at any time, is
+    placed on `node` while it has room, else elsewhere.
 
     Does nothing where the node is unknown (None) or the only one, or where the user has set a policy (numactl). If the kernel
     refuses, the reason is appended to `notes`.

@@ -176,12 +176,13 @@ class PinnedPool(Lender):
     Args:
         nbytes: size of the slab (bytes, rounded up to 4 KiB). All of it is resident from the start; it never grows.
         lock: ask the kernel to lock the pages; a refusal is a line in `notes`, not an error.
+        in_background: return at once; it becomes resident while it is used already.
 
     Raises MemoryError when the machine can't give that much.
     """
 
-    def __init__(self, nbytes: int, *, lock: bool = False) -> None:
-        self.slab = PinnedSlab(align_up(nbytes), lock=lock)
+    def __init__(self, nbytes: int, *, lock: bool = False, in_background: bool = False) -> None:
+        self.slab = PinnedSlab(align_up(nbytes), lock=lock, in_background=in_background)
         super().__init__(torch.frombuffer(self.slab, dtype=torch.uint8), 0, self.slab.nbytes)
 
     @property

@@ -75,6 +75,7 @@ class Engine(Passes):
         self._resolved = resolved
         self.swap = swap
         """The swap manager that holds the model; None where nothing rests on NVMe."""
+        self._notes_at_start = swap.notes if swap is not None else []
         self._storage, self._updater, self._commits = storage, updater, commits
         self._paging = paging = storage.paging
         self.health = paging.paged.health
@@ -185,6 +186,10 @@ class Engine(Passes):
         self._loss_scale.show_on(self.optimizer, overflow=overflow)
 
     def _report_step(self) -> None:
+        if self.step_stats is None and self.swap is not None and dist.get_rank() == 0:
+            for note in self.swap.notes:  # the pool became present meanwhile
+                if note not in self._notes_at_start:
+                    log.info(note)
         self.step_stats = self._meter.end_step()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0:

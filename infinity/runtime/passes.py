@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from infinity.aio import absent_bytes
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.coroutines import RandomState
 from infinity.fsdp2.names import parameter_names
@@ -292,7 +293,8 @@ def _memory_left() -> int | None:
     """What the device may still take (bytes)."""
     if torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
-    return available_bytes()
+    available = available_bytes()
+    return None if available is None else available - absent_bytes()
 
 
 def _mean_over_ranks(losses: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from infinity.aio import absent_bytes
 from infinity.errors import BudgetError
 from infinity.host_memory import available_bytes, ranks_here
 from infinity.schedule.pinned import ACCESS_BYTES, GATHERS_IN_USE, GROUPS_HELD, PIPELINE_DEPTH, PinnedBudget
@@ -61,4 +62,4 @@ def memory_of_rank() -> float:
     To be asked before any of them takes its part: later, a rank would count what others took and share the rest once more.
     """
     available = available_bytes()
-    return math.inf if available is None else available / ranks_here()
+    return math.inf if available is None else (available - absent_bytes()) / ranks_here()

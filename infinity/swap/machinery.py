@@ -123,8 +123,8 @@ class Machinery:
         self._notes: list[str] = []
         node = device.numa_node if device.numa_node is not None else drives.numa_node
         with near(node, self._notes):
-            self.pool = PinnedPool(pinned_bytes, lock=lock_memory)
-        self.engine = drives.make_engine(self.pool)
+            self.pool = PinnedPool(pinned_bytes, lock=lock_memory, in_background=True)
+            self.engine = drives.make_engine(self.pool)
         self.arena = drives.make_arena(self.engine)
         self.stager = Stager(self.engine, self.pool, self.arena, device)
         self.foreign: ForeignFiles | None = None

@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinity._aio import Engine, File, PinnedSlab, Priority, StripedFile, Transfer, direct_alignment, probe
+from infinity._aio import (
+    Engine,
+    File,
+    PinnedSlab,
+    Priority,
+    StripedFile,
+    Transfer,
+    absent_bytes,
+    direct_alignment,
+    probe,
+)
 from infinity.errors import IoError
 
 KIB = 1 << 10
@@ -92,6 +102,57 @@ def test_slab_says_what_it_did_not_get() -> None:
     assert "smaller than a huge page" in small.notes[0]
     locked = PinnedSlab(MIB, huge_pages=False, lock=True)
     assert all("can't be locked" in note for note in locked.notes)
+
+
+def wait_until_present(slab: PinnedSlab) -> None:
+    deadline = time.monotonic() + 60
+    while not slab.present:
+        assert time.monotonic() < deadline, "the slab never becomes present"
+        time.sleep(0.001)
+
+
+def test_bytes_written_before_a_slab_is_present_stay() -> None:
+    slab = PinnedSlab(256 * MIB, in_background=True)
+    pages = np.frombuffer(slab, dtype=np.uint32).reshape(-1, PAGE // 4)
+    numbers = np.arange(1, len(pages) + 1, dtype=np.uint32)
+    pages[::-1, 0] = numbers  # from the end, as the slab becomes present from the beginning
+    pages[:, 7] = numbers
+    wait_until_present(slab)
+    assert np.array_equal(pages[::-1, 0], numbers)
+    assert np.array_equal(pages[:, 7], numbers)
+    assert not pages[:, 1:7].any()
+    assert not pages[:, 8:].any()
+
+
+def test_transfers_before_and_after_a_slab_is_present(backend: str, file: File) -> None:
+    slab = PinnedSlab(256 * MIB, in_background=True)
+    with Engine(backend=backend, slab=slab) as engine:
+        memoryview(slab)[-MIB:] = b"x" * MIB
+        start_write(engine, file, 0, slab, slab.nbytes - MIB, MIB).wait()
+        for megabyte in range(0, 128, 2):
+            start_read(engine, file, 0, slab, megabyte * MIB, MIB).wait()
+        wait_until_present(slab)
+        for megabyte in range(1, 128, 2):
+            start_read(engine, file, 0, slab, megabyte * MIB, MIB).wait()
+        assert bytes(memoryview(slab)[: 128 * MIB]) == b"x" * (128 * MIB)
+        if not slab.notes:  # all in huge pages
+            assert engine.notes == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_slab_may_go_before_it_is_present() -> None:
+    slab = PinnedSlab(512 * MIB, in_background=True)
+    address = slab.address
+    child = os.fork()
+    if child == 0:
+        del slab
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert 0 <= absent_bytes() <= 512 * MIB
+    del slab
+    gc.collect()
+    assert not _mapped(address)
+    assert absent_bytes() == 0
 
 
 def test_slab_that_can_not_be_is_refused() -> None:

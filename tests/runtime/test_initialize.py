@@ -10,6 +10,7 @@ import mmap
 import re
 import shutil
 import subprocess
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,19 @@ def test_a_model_that_is_sharded_already(nvme_path: Path) -> None:
     with engine:
         refused(infinity.ConfigError, r"sharded already.*build it anew", config(nvme_path), model=once)
         one_step(engine)
+
+
+def test_what_the_machine_refused_since_the_start_is_told_once(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="infinity"):
+        engine, *_ = infinity.initialize(model=model(), config=config(nvme_path))
+        with engine:
+            engine.swap._machinery.note("only half of it is in huge pages")
+            assert "huge pages" not in caplog.text
+            for _ in range(3):
+                one_step(engine)
+    assert caplog.text.count("only half of it is in huge pages") == 1
 
 
 def test_a_pool_larger_than_the_machine(nvme_path: Path) -> None:
@@ -458,6 +472,9 @@ def test_close_gives_the_memory_back_while_the_model_lives_on(nvme_path: Path, h
     assert engine.swap is not None
     pool = weakref.ref(engine.swap.stager._pool)
     slab = weakref.ref(engine.swap.stager._pool.slab)
+    until = time.monotonic() + 60
+    while not engine.swap.stager._pool.slab.present and time.monotonic() < until:
+        time.sleep(0.01)
     before = _resident_bytes()
     gc.disable()  # what only a collection would free is not given back
     try:

@@ -86,6 +86,8 @@ def test_pool_beyond_the_ranks_share_of_the_memory_is_refused(monkeypatch: pytes
     assert budget.memory_of_rank() == 8 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert budget.memory_of_rank() == 2 * GIB
+    monkeypatch.setattr(budget, "absent_bytes", lambda: 4 * GIB)  # of a pool that was just made
+    assert budget.memory_of_rank() == GIB
     check_available(2 * GIB, 2 * GIB)
     with pytest.raises(
         BudgetError, match=r"3\.00 GiB is more than the 2\.00 GiB of memory that are available to each of the 4 ranks"
