@@ -49,7 +49,7 @@ from infinity.ranks.all_ranks import from_all_ranks, raise_on_all_ranks
 from infinity.store.arena_copy import Copying
 from infinity.store.commit import Record
 from infinity.store.files import StoredFile, parse_json, read_small, replace_durably, write_durably
-from infinity.store.layout import MOMENTS, Field
+from infinity.store.layout import Field
 from infinity.swap import SwapManager
 from infinity.units import MIB
 
@@ -306,7 +306,8 @@ def _check_fits(
     for parameter in stored.parameters:
         theirs[f"model.{parameter.name}"] = parameter.shape
         if parameter.trained:
-            theirs |= {f"optimizer.state.{parameter.name}.{moment}": parameter.shape for moment in stored.moments}
+            moments = stored.moments_of(parameter)
+            theirs |= {f"optimizer.state.{parameter.name}.{moment}": parameter.shape for moment in moments}
     ours = {f"model.{n[0]}": tuple(b.shape) for b, n in buffer_names(model, persistent=True).items()}
     for param, names in parameter_names(model).items():
         ours[f"model.{names[0]}"] = tuple(param.shape)
@@ -340,13 +341,11 @@ def _copy_back(state: RankState, swap: SwapManager) -> None:
 
 @torch.no_grad()
 def _assemble(stored: StoredArena, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    by_name = {parameter.name: parameter for parameter in stored.parameters}
     for parameter, names in parameter_names(model).items():
-        fields = {Field.MASTER: parameter.data}
-        fields |= {
-            field: optimizer.state[parameter][name]
-            for name, field in zip(stored.moments, MOMENTS, strict=False)
-            if name in optimizer.state.get(parameter, {})
-        }
+        state = optimizer.state.get(parameter, {})
+        moments = stored.moments_of(by_name[names[0]]).items()
+        fields = {Field.MASTER: parameter.data} | {field: state[name] for name, field in moments if name in state}
         for field, tensor in fields.items():
             assert isinstance(tensor, DTensor)
             mesh = tensor.device_mesh

@@ -29,7 +29,7 @@ from infinity.checkpoint.stored_arena import StoredArena, is_arena_checkpoint
 from infinity.checkpoint.training_state import encode
 from infinity.errors import CheckpointError
 from infinity.store.files import StoredFile, sync, write_durably
-from infinity.store.layout import MOMENTS, Field
+from infinity.store.layout import Field
 
 Progress = Callable[[int], None]
 
@@ -109,7 +109,7 @@ def _state_of(stored: StoredArena) -> tuple[dict[str, Any], dict[str, _Values]]:
         if not param.trained or (steps and param.name not in steps):  # SGD counts none
             continue
         moments[param.name] = {"step": steps[param.name]} if steps else {}
-        for name, field in zip(stored.moments, MOMENTS, strict=False):
+        for name, field in stored.moments_of(param).items():
             moments[param.name][name] = torch.empty(param.shape, device="meta")
             values[f"optimizer.state.{param.name}.{name}"] = _Values(param.name, field, nbytes)
     for alias, name in stored.manifest.aliases.items():

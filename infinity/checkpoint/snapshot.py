@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from infinity.store.commit import ArenaLayout
-from infinity.store.layout import SPACE_ALIGN, Field, Piece, Shard, SubGroup, pieces_of, place_shards
+from infinity.store.layout import SPACE_ALIGN, Field, Piece, Shard, SubGroup, moments_of, pieces_of, place_shards
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -65,6 +66,10 @@ def _check_parameters(layout: ArenaLayout) -> None:
         raise ValueError("a parameter is in it twice")
     if len(set(layout.moments)) != len(layout.moments):
         raise ValueError("a moment is in it twice")
+    if layout.matrix_moments > len(layout.moments):
+        raise ValueError(f"{layout.matrix_moments} of its {len(layout.moments)} moments can't be of whole matrices")
+    if any(parameter.whole and not parameter.trained for parameter in layout.parameters):
+        raise ValueError("a matrix that is whole isn't trained")
     for param in layout.parameters:
         if not param.shape or param.numel != rows_of((-(-param.shape[0] // layout.shards), *param.shape[1:]), 0, 1)[1]:
             raise ValueError(f"{param.name} of shape {param.shape} can't have {param.numel} elements on a rank")
@@ -75,13 +80,15 @@ def _check_parameters(layout: ArenaLayout) -> None:
 def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
     """The sub-groups of the record, which must fill the flat spaces of its parameters."""
     groups = max((param.group for param in layout.parameters), default=-1) + 1
-    shards = [Shard(param.name, param.group, param.numel, param.trained, param.resident) for param in layout.parameters]
+    shards = [Shard(p.name, p.group, p.numel, p.trained, p.resident, whole=p.whole) for p in layout.parameters]
     where, parts = place_shards(shards, groups)
     stored = iter(enumerate(layout.sub_groups))
     sub_groups: list[SubGroup] = []
     for space, of_space in enumerate(parts):
         itemsizes = (0, _ITEMSIZES[layout.compute_dtype]) if space < groups else (0,)
-        for trained, part in zip((True, False), of_space, strict=True):
+        for part in of_space:
+            trained, of_matrices = part.trained, layout.matrix_moments
+            moments = moments_of(part, len(layout.moments) - of_matrices, of_matrices)
             at = part.start
             while at < part.end:
                 index, cut = next(stored, (0, None))
@@ -95,10 +102,10 @@ def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
                 if cut.split and not (trained and itemsize and layout.compute_dtype == "bfloat16"):
                     raise ValueError(f"sub-group {index} can't have split masters")
                 pieces = pieces_of(part, shards, where, at, cut.numel)
-                moments = len(layout.moments)
-                sub_groups.append(
-                    SubGroup(index, space, at, cut.numel, trained, itemsize, pieces, cut.split, moments=moments)
-                )
+                if part.whole and any(piece.numel != shards[piece.shard].numel for piece in pieces):
+                    raise ValueError(f"sub-group {index} cuts a matrix that is whole")
+                sub = SubGroup(index, space, at, cut.numel, trained, itemsize, pieces, cut.split)
+                sub_groups.append(replace(sub, moments=moments, whole=part.whole))
                 at += cut.numel
     if next(stored, None) is not None:
         raise ValueError("it has more sub-groups than its parameters need")

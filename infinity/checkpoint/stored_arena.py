@@ -22,7 +22,7 @@ from infinity.checkpoint.snapshot import Snapshot, rows_of
 from infinity.checkpoint.training_state import RANDOM_STATES
 from infinity.errors import CheckpointError
 from infinity.optim.kernel import join
-from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, differences, parse_record
+from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, StoredParameter, differences, parse_record
 from infinity.store.files import open_regular, read_small
 from infinity.store.layout import Field, SubGroup
 
@@ -126,8 +126,7 @@ class StoredArena:
         """Number of ranks that each parameter is sharded over. Further ranks are replicas and have stored no arena."""
         self.parameters = first.layout.parameters
         """The parameters of the model, as rank 0 had them."""
-        self.moments = first.layout.moments
-        """The optimizer's names for its numbers per element."""
+        self._layout = first.layout
         self._numbers = {parameter.name: number for number, parameter in enumerate(self.parameters)}
 
     def rank(self, rank: int) -> RankState:
@@ -142,6 +141,10 @@ class StoredArena:
                 raise
             self._ranks[rank] = state
         return self._ranks[rank]
+
+    def moments_of(self, parameter: StoredParameter) -> dict[str, Field]:
+        """The fields of what the optimizer keeps of each element of a parameter, by its names."""
+        return self._layout.moments_of(whole=parameter.whole)
 
     def unpaged_state(self, rank: int) -> dict[str, Any]:
         """The unpaged state that a rank stored; where there was no such rank, rank 0's without its random states."""

@@ -20,11 +20,15 @@ from pydantic import Field
 
 from infinity.store.files import parse_json
 from infinity.store.layout import MOMENTS, Layout
+from infinity.store.layout import Field as LayoutField
 from infinity.units import GIB
 
-VERSION = 3
-_READ = (1, 2, VERSION)
-"""Formats that are read. In the first, the unpaged state was larger; the first two have older names of fields."""
+VERSION = 4
+_READ = (1, 2, 3, VERSION)
+"""Formats that are read. In the first, the unpaged state was larger; the first two have older names of fields; the first three
+know no whole matrices."""
+_RENAMED = 3
+"""The first format with the names of today."""
 _OLDER_NAMES = {
     b'"copy_dtype":': b'"compute_dtype":',
     b'"copy_itemsize":': b'"compute_itemsize":',
@@ -56,6 +60,7 @@ class StoredParameter:
     numel: _Count
     trained: bool
     resident: bool
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class ArenaLayout:
         compute_dtype: dtype in which parameters are gathered.
         pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
         moments: the optimizer's names for its numbers per element, in the order of the fields. Older records, which are
-            Adam's, have none.
+            Adam's, have none. matrix_moments: how many of these, the last ones, are of whole matrices, which have no others.
     """
 
     rank: _Count
@@ -92,6 +97,13 @@ class ArenaLayout:
     parameters: tuple[StoredParameter, ...]
     sub_groups: tuple[StoredSubGroup, ...]
     moments: Annotated[tuple[_Name, ...], Field(max_length=len(MOMENTS))] = ("exp_avg", "exp_avg_sq")
+    matrix_moments: Annotated[int, Field(ge=0, le=len(MOMENTS))] = 0
+
+    def moments_of(self, *, whole: bool) -> dict[str, LayoutField]:
+        """The fields of what the optimizer keeps of each element, by its names: of whole matrices, or of the others."""
+        named = list(zip(self.moments, MOMENTS, strict=False))
+        others = len(named) - self.matrix_moments
+        return dict(named[others:] if whole else named[:others])
 
     @cached_property
     def as_json(self) -> bytes:
@@ -166,7 +178,7 @@ def parse_record(content: bytes, layout: ArenaLayout | None = None) -> Record:
     if _hash(sections) != line[2].decode():
         raise ValueError("its bytes are not those that were written (SHA-256)")
     head, layout_json, ties, unpaged_state, sums = sections
-    if int(line[1]) < VERSION:
+    if int(line[1]) < _RENAMED:
         if _renamed(layout_json) == layout_json:
             raise ValueError(f"it says that it has format {int(line[1])}, and has the names of another")
         head, layout_json = _renamed(head), _renamed(layout_json)
@@ -212,6 +224,7 @@ def describe(
     shards: int,
     compute_dtype: str,
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
+    matrix_moments: Sequence[str] = (),
 ) -> ArenaLayout:
     """The arena layout of a model with `layout`, without its drives. `shapes`: of the whole parameters, in the order of the
     layout's shards."""
@@ -224,14 +237,17 @@ def describe(
         stripe_bytes=1,
         arena_bytes=0,
         parameters=tuple(
-            StoredParameter(shard.name, tuple(shape), shard.group, shard.numel, shard.trained, shard.resident)
+            StoredParameter(
+                shard.name, tuple(shape), shard.group, shard.numel, shard.trained, shard.resident, shard.whole
+            )
             for shard, shape in zip(layout.shards, shapes, strict=True)
         ),
         sub_groups=tuple(
             StoredSubGroup(sub.space, sub.start, sub.numel, sub.trained, sub.compute_itemsize, sub.split)
             for sub in layout.sub_groups
         ),
-        moments=tuple(moments),
+        moments=(*moments, *matrix_moments),
+        matrix_moments=len(matrix_moments),
     )
 
 
@@ -287,6 +303,8 @@ def _change(before: StoredParameter, now: StoredParameter) -> str:
         return "was trained, and is frozen now" if before.trained else "was frozen, and is trained now"
     if before.resident != now.resident:
         return "was kept in host memory, or is now: set stage3_param_persistence_threshold and max_in_cpu as they were"
+    if before.whole != now.whole:
+        return "was updated by Muon, and isn't now" if before.whole else "is updated by Muon now, and wasn't"
     if before.group != now.group:
         return f"was in group {before.group}, and is in group {now.group} now: set infinity.wrap as it was"
     return f"had {before.numel} elements on this rank, and has {now.numel} now"

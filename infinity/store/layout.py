@@ -11,7 +11,8 @@ A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-
     | compute parameter (16-bit) | master (fp32)      | moment 1 (fp32) | moment 2 (fp32) |   trained, the master kept in full
     | compute parameter (16-bit) | master (fp32)      |                                       frozen
 
-The moments are the numbers that the optimizer keeps per element: Adam has two, SGD its momentum, or none. A bf16 compute
+The moments are the numbers that the optimizer keeps per element: Adam has two, SGD its momentum, or none. Matrices that Muon
+updates, which needs all of one, are cut between each other only, and have a moment of their own. A bf16 compute
 parameter and the remainder that rounding left make the master (infinity/optim/kernel.py): 12 bytes an element with Adam,
 instead of 14. Every field has the same element offsets, and fields begin at multiples of 4 KiB. So the optimizer reads a
 sub-group's state with one read and writes all of it with one write; and the compute parameters of a group's sub-groups, read
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -73,7 +74,8 @@ class Shard:
     """This rank's piece of one parameter, as far as the layout depends on it.
 
     group: number of its group. numel: elements, padding of uneven sharding included. trained: has optimizer state.
-    resident: its compute parameter stays in host memory. foreign: rests in a file of the user.
+    resident: its compute parameter stays in host memory. foreign: rests in a file of the user. whole: the optimizer updates it
+    as one matrix.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Shard:
     trained: bool = True
     resident: bool = False
     foreign: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,15 @@ class SubGroup:
     """The fields that stay in pinned memory."""
     gradient_itemsize: int = 0
     """Bytes per element of a gradient that waits for its update on NVMe; 0 where it waits in host memory."""
-    moments: int = 2
-    """Numbers (fp32) that the optimizer keeps of each element, where it is trained."""
+    moments: tuple[Field, ...] = MOMENTS[:2]
+    """The numbers (fp32) that the optimizer keeps of each element, where it is trained."""
+    whole: bool = False
+    """Whether its shards are matrices that are updated whole."""
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """All fields, in order."""
-        moments = MOMENTS[: self.moments] if self.trained else ()
+        moments = self.moments if self.trained else ()
         if self.split:
             return (Field.COMPUTE, Field.REMAINDER, *moments)
         compute = (Field.COMPUTE,) if self.compute_itemsize else ()
@@ -249,6 +254,7 @@ def plan_layout(
     cached: Mapping[tuple[int, bool], Cached] | None = None,
     gradient_itemsizes: Mapping[int, int] | None = None,
     moments: int = 2,
+    matrix_moments: int = 0,
     foreign: Sequence[ForeignPart] | None = None,
 ) -> Layout:
     """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
@@ -256,13 +262,13 @@ def plan_layout(
     Args:
         shards: in the order of use; those of one group need not be neighbours.
         groups: how many groups there are.
-        sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN).
+        sub_group_numel_max: at most this many elements per sub-group (not below SPACE_ALIGN), but one matrix that is whole.
         compute_itemsize: bytes per element of the compute parameter (2), or 0 where the fp32 master itself is gathered.
         split_master: keep trained masters as compute parameter (which must be bf16) and remainder, wherever there is one.
         hold_state: masters and moments stay in host memory; extents hold compute parameters only.
-        cached: which fields stay in pinned memory, by (flat space, trained or frozen part).
+        cached: which fields stay in pinned memory, by (flat space, trained or frozen part); none of whole matrices.
         gradient_itemsizes: bytes per element of the gradients that wait on NVMe, by flat space; others wait in host memory.
-        moments: numbers that the optimizer keeps of each element.
+        moments: numbers that the optimizer keeps of each element. matrix_moments: of those of whole matrices, instead.
         foreign: by group, where its shards are that rest in files of the user.
     """
     if sub_group_numel_max < SPACE_ALIGN:
@@ -271,23 +277,24 @@ def plan_layout(
     by_space: list[tuple[SubGroup, ...]] = []
     count = 0
     place, parts = place_shards(shards, groups)
-    for space, (trained_part, frozen_part) in enumerate(parts):
+    for space, of_space in enumerate(parts):
         cuts: list[SubGroup] = []
         itemsize = compute_itemsize if space < groups else 0
-        for trained, part in ((True, trained_part), (False, frozen_part)):
+        for part in of_space:
+            trained = part.trained
+            of_part = moments_of(part, moments, matrix_moments)
             held = _STATE if hold_state else ()
-            keep = (cached or {}).get((space, trained), Cached())
-            ends = {part.start, part.start + keep.gathered_numel, part.start + keep.state_numel, part.end}
-            for low, high in pairwise(sorted(ends)):
-                for start, numel in _cut(low, high, sub_group_numel_max):
-                    pieces = pieces_of(part, shards, place, start, numel)
-                    split = split_master and trained and itemsize > 0 and not hold_state
-                    sub = SubGroup(count, space, start, numel, trained, itemsize, pieces, split, held, moments=moments)
-                    gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
-                    in_cache = keep.fields_of(sub, start - part.start)
-                    cuts.append(replace(sub, cached=in_cache, gradient_itemsize=gradient))
-                    count += 1
-        space_numel.append(frozen_part.end)
+            keep = Cached() if part.whole else (cached or {}).get((space, trained), Cached())
+            for start, numel in _cut_part(part, place, keep, sub_group_numel_max):
+                pieces = pieces_of(part, shards, place, start, numel)
+                split = split_master and trained and itemsize > 0 and not hold_state
+                sub = SubGroup(count, space, start, numel, trained, itemsize, pieces, split, held)
+                sub = replace(sub, moments=of_part, whole=part.whole)
+                gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
+                in_cache = keep.fields_of(sub, start - part.start)
+                cuts.append(replace(sub, cached=in_cache, gradient_itemsize=gradient))
+                count += 1
+        space_numel.append(of_space[-1].end)
         by_space.append(tuple(cuts))
     return Layout(
         tuple(shards),
@@ -301,15 +308,21 @@ def plan_layout(
 
 @dataclass(frozen=True)
 class Part:
-    """The trained or the frozen shards of a flat space, by number: its elements [start, end)."""
+    """The shards of a flat space that are `trained`, in pieces or `whole`, or frozen, by number: its elements [start, end)."""
 
     shards: tuple[int, ...]
     start: int
     end: int
+    trained: bool
+    whole: bool
 
 
-def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, int]], list[tuple[Part, Part]]]:
-    """(space, first element) of each shard, and (trained, frozen) part of each space. Cuts into sub-groups change neither."""
+_KINDS = ((True, False), (True, True), (False, False))
+"""(trained, whole) of the parts of a flat space, in order."""
+
+
+def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, int]], list[tuple[Part, ...]]]:
+    """(space, first element) of each shard, and the parts of each space. Cuts into sub-groups change neither."""
     spaces: list[list[int]] = [[] for _ in range(groups + 1)]
     for i, shard in enumerate(shards):
         if not shard.foreign:
@@ -319,16 +332,37 @@ def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, 
     for space, members in enumerate(spaces):
         end = 0
         of_space = []
-        for trained in (True, False):
-            in_part = tuple(i for i in members if shards[i].trained is trained)
+        for trained, whole in _KINDS:
+            in_part = tuple(i for i in members if (shards[i].trained, shards[i].whole) == (trained, whole))
             start = end
             for i in in_part:
                 place[i] = (space, end)
-                end = align_up(end + shards[i].numel, SHARD_ALIGN)
+                end = align_up(end + shards[i].numel, SPACE_ALIGN if whole else SHARD_ALIGN)
             end = align_up(end, SPACE_ALIGN)
-            of_space.append(Part(in_part, start, end))
-        parts.append((of_space[0], of_space[1]))
+            of_space.append(Part(in_part, start, end, trained, whole))
+        parts.append(tuple(of_space))
     return place, parts
+
+
+def moments_of(part: Part, moments: int, matrix_moments: int) -> tuple[Field, ...]:
+    """The fields of what an optimizer keeps of each element of a part: the matrices' come behind the others'."""
+    return MOMENTS[moments : moments + matrix_moments] if part.whole else MOMENTS[:moments]
+
+
+def _cut_part(part: Part, place: Sequence[tuple[int, int]], keep: Cached, numel_max: int) -> Iterator[tuple[int, int]]:
+    """(start, numel) of its sub-groups: cut anywhere, and where the cache ends, or between whole matrices alone."""
+    if not part.whole:
+        ends = {part.start, part.start + keep.gathered_numel, part.start + keep.state_numel, part.end}
+        for low, high in pairwise(sorted(ends)):
+            yield from _cut(low, high, numel_max)
+        return
+    start = part.start
+    for begin, end in pairwise([*(place[i][1] for i in part.shards), part.end]):
+        if end - start > numel_max and begin > start:
+            yield start, begin - start
+            start = begin
+    if part.end > start:
+        yield start, part.end - start
 
 
 def _cut(start: int, end: int, numel_max: int) -> list[tuple[int, int]]:

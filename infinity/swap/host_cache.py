@@ -65,7 +65,7 @@ def _parts(layout: Layout) -> list[_Part]:
     parts = []
     for space, cuts in enumerate(layout.by_space):
         for trained in (True, False):
-            members = [sub for sub in cuts if sub.trained is trained]
+            members = [sub for sub in cuts if sub.trained is trained and not sub.whole]
             if members:
                 parts.append(_Part((space, trained), sum(sub.numel for sub in members), members[0]))
     return parts

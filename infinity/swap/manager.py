@@ -237,7 +237,7 @@ class SwapManager:
             layout, pinned_bytes = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
             files = sorted({file.path for parameter in stored.values() for file in parameter.ranges(0, 0)})
             foreign = self._drives.open_foreign(files) if files else None
-            place = _checked_place(self.run, layout, outline, options.moments)
+            place = _checked_place(self.run, layout, outline, options)
             self._device = _device_of(groups)  # before the pool is made, which is to lie near it
             machinery = self._open(pinned_bytes)
             machinery.foreign = foreign
@@ -293,7 +293,7 @@ class SwapManager:
         stored = self._rest_in_files(model, weights, options)
         outline = ModelOutline(outlined_groups(model, wrap), ranks, dtype, dist.get_rank() % ranks, stored)
         layout, _ = plan_model(outline, options, self._budget_bytes, self._memory_bytes)
-        _checked_place(self.run, layout, outline, options.moments)
+        _checked_place(self.run, layout, outline, options)
         second = second_slot_bytes(layout, options)
         nbytes = layout.nbytes + layout.gradient_bytes
         if self.run is not None:
@@ -445,14 +445,23 @@ def _checked_place(
     run: DurableRun | None,
     layout: Layout,
     model: ModelOutline,
-    moments: tuple[str, ...],
+    options: PagingOptions,
 ) -> ArenaLayout:
     """How the state lies, the drives aside. Raises CheckpointError where what a durable run goes on from lies in another
     way."""
     shapes = [parameter.shape for group in model.groups for parameter in group.parameters]
     kind = str(model.dtype).removeprefix("torch.")
     rank, world = dist.get_rank(), dist.get_world_size()
-    place = describe(layout, shapes, rank=rank, ranks=world, shards=model.ranks, compute_dtype=kind, moments=moments)
+    place = describe(
+        layout,
+        shapes,
+        rank=rank,
+        ranks=world,
+        shards=model.ranks,
+        compute_dtype=kind,
+        moments=options.moments,
+        matrix_moments=options.matrix_moments,
+    )
     if run is None or run.resumed is None:
         return place
     if why := list(differences(run.resumed.layout, place)):

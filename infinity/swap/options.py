@@ -72,16 +72,22 @@ class PagingOptions:
     moments: tuple[str, ...] = ADAM_MOMENTS
     """What the optimizer keeps of each element, 4 bytes each, by the names in its `state`: Adam's two, `("momentum_buffer",)`
     for SGD, `()` for SGD without momentum."""
+    matrices: frozenset[str] = frozenset()
+    """The parameters, by name, that the optimizer updates as whole matrices. Of these it keeps `matrix_moments` instead of
+    `moments`: Muon a `("momentum_buffer",)`."""
+    matrix_moments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moments", tuple(self.moments))
+        object.__setattr__(self, "matrix_moments", tuple(self.matrix_moments))
         if self.speculative and self.update != "backward":
             raise ConfigError(
                 f'speculative updates are made in the backward: set update="backward", not {self.update!r}'
             )
-        if len(self.moments) > len(FIELDS):
+        names = (*self.moments, *self.matrix_moments)
+        if len(names) > len(FIELDS):
             raise ConfigError(
-                f"the optimizer keeps {len(self.moments)} numbers of each parameter ({', '.join(self.moments)}), and "
+                f"the optimizer keeps {len(names)} numbers of each parameter ({', '.join(names)}), and "
                 f"{len(FIELDS)} can be paged: use another one, or leave parameters and optimizer state off NVMe"
             )
         _check_one_of("update", self.update, get_args(Update))

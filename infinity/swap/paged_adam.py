@@ -16,6 +16,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.adam import MOMENTS
 from infinity.optim.kernel import GradPiece, PageSums
+from infinity.store.layout import MOMENTS as FIELDS
 from infinity.store.layout import Field
 from infinity.swap.chunk import Span
 from infinity.swap.gradient_lap import trained_shard
@@ -36,7 +37,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     Raises ConfigError for parameters that `swap` did not page, or that were frozen when it did.
     """
 
-    moments = MOMENTS
+    moments: tuple[str, ...] = MOMENTS
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     def _take_sums_over(self) -> None:
         """From now on the update verifies and sums what it can while it has it in a cache: see [Note: Sums on the way] in
         csrc/optim/adam.h."""
-        fused = all(self._settings(group).fused for group in self.param_groups)
+        fused = all(group["fused"] for group in self.param_groups)
         homes = {trained_shard(p).index: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         for sub in self._paging.paged.sub_groups:
             alone = len({homes.get(piece.shard) for piece in sub.layout.pieces}) == 1
@@ -82,11 +83,14 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
                 sub.layout.split or Field.COMPUTE not in sub.layout.fields
             )  # else the copy is not read, and made after
             whole = (
-                whole and sub.layout.moments == len(MOMENTS) and not sub.rests_in_host and sub.gradient_extent is None
+                whole
+                and sub.layout.moments == FIELDS[: len(MOMENTS)]
+                and not sub.rests_in_host
+                and sub.gradient_extent is None
             )
             sub.chunk.verified_by_user = fused and alone and whole and self._paging.paged.stager.io.checked
 
-    def _settings(self, group: dict[str, Any]) -> AdamSettings:
+    def _settings(self, group: dict[str, Any]) -> Any:
         if group.get("amsgrad") or group.get("capturable") or group.get("differentiable"):
             raise ConfigError("amsgrad, capturable and differentiable are not available for paged parameters")
         if isinstance(group["lr"], torch.Tensor) and not group["fused"]:

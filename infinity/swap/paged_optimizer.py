@@ -259,9 +259,10 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         self._paging.paged.health.check_not_part_stepped()
         super().load_state_dict(state_dict)
         for parameter, loaded in cast("list[tuple[nn.Parameter, dict[str, Any]]]", list(self.state.items())):
-            moments = {name: loaded[name] for name in self.moments if loaded.get(name) is not None}
+            names = self._moments_of(trained_shard(parameter))
+            moments = {name: loaded[name] for name in names if loaded.get(name) is not None}
             del self.state[parameter]
-            self._init_state_of(parameter, zero=moments.keys() != {*self.moments})
+            self._init_state_of(parameter, zero=moments.keys() != {*names})
             for name, moment in moments.items():
                 self.state[parameter][name]._local_tensor.copy_(local_of(moment))
             if self.counts_steps:
@@ -354,6 +355,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             for done in resident:
                 done.stepping.shard.set_resident(done.start, master[done.place])
 
+    def _moments_of(self, shard: PagedShard) -> list[str]:
+        """What is kept of each element of a shard, by its names in `state`."""
+        whole = self._paging.paged.layout.shards[shard.index].whole
+        return [name for name in self._paging.arena_layout.moments_of(whole=whole) if name in self.moments]
+
     def _init_state_of(self, parameter: nn.Parameter, *, zero: bool = True) -> None:
         """Make the state of a parameter that has none: step 0 and moments of zero, as of one that was never stepped (or left as
         they are in the arena)."""
@@ -366,7 +372,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         if self.counts_steps:
             state["step"] = torch.zeros((), dtype=torch.float32)
         was_stepped = shard.stepped
-        for name in self.moments:
+        for name in self._moments_of(shard):
             local = PagedTensor.over(shard, self._fields[name], self._paging, data.device)
             state[name] = DTensor.from_local(
                 local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()

@@ -76,6 +76,7 @@ def plan_model(
         split_master=options.master_weights == "split" and dtype is torch.bfloat16,
         hold_state=options.hold_state,
         moments=len(options.moments),
+        matrix_moments=len(options.matrix_moments),
     )
     scheme = Scheme(options.master_weights, options.update, len(options.moments))
     bare = make(sub_group_numel_max=numel)
@@ -135,7 +136,8 @@ def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:
             if not resident and not foreign and numel <= left:
                 resident = True
                 left -= numel
-            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident, foreign))
+            whole = parameter.trained and parameter.name in options.matrices
+            shards.append(Shard(parameter.name, index, numel, parameter.trained, resident, foreign, whole))
     return shards
 
 

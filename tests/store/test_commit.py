@@ -50,7 +50,7 @@ def test_a_record_comes_back_as_it_was_written() -> None:
 def test_a_record_of_before_other_optimizers_is_adam_s() -> None:
     older = record()
     place = json.loads(older.layout.as_json)
-    assert place.pop("moments") == ["exp_avg", "exp_avg_sq"]
+    assert place.pop("moments") == ["exp_avg", "exp_avg_sq"] and place.pop("matrix_moments") == 0
     object.__setattr__(older.layout, "as_json", json.dumps(place).encode())
     found = parse_record(older.to_bytes())
     assert found.layout == record().layout and b"moments" not in older.to_bytes()
@@ -85,7 +85,7 @@ def test_a_record_that_says_an_older_format_is_refused(older: bytes) -> None:
     """As one flipped bit can: the hash is not of that number."""
     content = record().to_bytes()
     with pytest.raises(ValueError, match="has the names of another"):
-        parse_record(content.replace(b"infinity-commit 3", b"infinity-commit " + older))
+        parse_record(content.replace(b"infinity-commit 4", b"infinity-commit " + older))
 
 
 @pytest.mark.inputs
@@ -113,8 +113,8 @@ def test_a_hash_that_is_right_excuses_no_content(changed: dict[str, object]) -> 
 
 
 def test_another_version_is_named() -> None:
-    newer = record().to_bytes().replace(b"infinity-commit 3 ", b"infinity-commit 4 ", 1)
-    with pytest.raises(ValueError, match="format 4, and this version of infinity reads formats 1 and 2 and 3"):
+    newer = record().to_bytes().replace(b"infinity-commit 4 ", b"infinity-commit 5 ", 1)
+    with pytest.raises(ValueError, match="format 5, and this version of infinity reads formats 1 and 2 and 3 and 4"):
         parse_record(newer)
 
 

@@ -25,13 +25,20 @@ class Plan:
 def plans(draw: st.DrawFn) -> Plan:
     groups = draw(st.integers(1, 4))
     sizes = st.one_of(st.integers(0, 300), st.integers(0, 4 * SPACE_ALIGN), st.integers(1, 30).map(lambda n: n * 1024))
-    shards = [
-        Shard(f"p{i}", draw(st.integers(0, groups - 1)), draw(sizes), draw(st.booleans()), draw(st.booleans()))
-        for i in range(draw(st.integers(0, 12)))
-    ]
+    shards = []
+    for i in range(draw(st.integers(0, 12))):
+        group, numel, trained = draw(st.integers(0, groups - 1)), draw(sizes), draw(st.booleans())
+        whole = trained and draw(st.booleans())
+        shards.append(Shard(f"p{i}", group, numel, trained, draw(st.booleans()), whole=whole))
     numel_max = draw(st.integers(SPACE_ALIGN, 8 * SPACE_ALIGN))
     compute_itemsize = draw(st.sampled_from([0, 2, 4]))
-    layout = plan_layout(shards, groups=groups, sub_group_numel_max=numel_max, compute_itemsize=compute_itemsize)
+    layout = plan_layout(
+        shards,
+        groups=groups,
+        sub_group_numel_max=numel_max,
+        compute_itemsize=compute_itemsize,
+        matrix_moments=1,
+    )
     return Plan(layout, groups, numel_max, compute_itemsize)
 
 
@@ -76,7 +83,7 @@ def test_sub_groups_fill_their_space_within_the_limit(plan: Plan) -> None:
         end = 0
         for sub in cuts:
             assert (sub.space, sub.start) == (space, end)
-            assert 0 < sub.numel <= plan.numel_max
+            assert 0 < sub.numel <= plan.numel_max or (sub.whole and len(sub.pieces) == 1)
             assert sub.start % SPACE_ALIGN == 0 and sub.numel % SPACE_ALIGN == 0
             end += sub.numel
         assert end == layout.space_numel[space]
@@ -95,9 +102,18 @@ def test_shards_are_cut_only_where_a_vector_ends(plan: Plan) -> None:
 def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
     for sub in plan.layout.sub_groups:
         assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
-        assert (Field.MOMENT_1 in sub.fields) == (Field.MOMENT_2 in sub.fields) == sub.trained
+        expected = (Field.MOMENT_3,) if sub.whole else (Field.MOMENT_1, Field.MOMENT_2)
+        assert tuple(name for name in sub.fields if name in MOMENTS) == (expected if sub.trained else ())
         assert Field.MASTER in sub.fields
         assert (Field.COMPUTE in sub.fields) == (plan.compute_itemsize > 0 and sub.space != plan.groups)
+
+
+@given(plans())
+def test_whole_matrices_are_in_one_piece_among_their_like(plan: Plan) -> None:
+    for sub in plan.layout.sub_groups:
+        assert {plan.layout.shards[piece.shard].whole for piece in sub.pieces} <= {sub.whole}
+        for piece in sub.pieces if sub.whole else ():
+            assert piece.numel == plan.layout.shards[piece.shard].numel
 
 
 @given(plans())
@@ -146,13 +162,14 @@ def test_a_space_is_a_group_and_the_last_one_is_of_the_resident(plan: Plan) -> N
 
 @given(plans())
 def test_waste_is_bounded(plan: Plan) -> None:
-    """Less than SHARD_ALIGN per shard and SPACE_ALIGN per part (trained, frozen) of a space."""
+    """Less than SHARD_ALIGN per shard, or SPACE_ALIGN where it is whole, and SPACE_ALIGN per part of a space."""
     layout = plan.layout
     for space, numel in enumerate(layout.space_numel):
         members = [s for s, (where, _) in zip(layout.shards, layout.place, strict=True) if where == space]
-        parts = len({shard.trained for shard in members})
+        parts = len({(shard.trained, shard.whole) for shard in members})
         waste = numel - sum(shard.numel for shard in members)
-        assert 0 <= waste <= len(members) * (SHARD_ALIGN - 1) + parts * (SPACE_ALIGN - 1)
+        aligned = sum((SPACE_ALIGN if shard.whole else SHARD_ALIGN) - 1 for shard in members)
+        assert 0 <= waste <= aligned + parts * (SPACE_ALIGN - 1)
 
 
 @given(plans())
@@ -160,7 +177,7 @@ def test_cuts_of_a_part_are_few_and_even(plan: Plan) -> None:
     limit = plan.numel_max // SPACE_ALIGN * SPACE_ALIGN
     for cuts in plan.layout.by_space:
         for trained in (True, False):
-            sizes = [sub.numel for sub in cuts if sub.trained is trained]
+            sizes = [sub.numel for sub in cuts if sub.trained is trained and not sub.whole]
             assert len(sizes) == -(-sum(sizes) // limit)
             assert len(set(sizes[:-1])) <= 1 and all(size <= sizes[0] for size in sizes)
 
@@ -172,6 +189,7 @@ def test_same_shards_make_the_same_layout(plan: Plan) -> None:
         groups=plan.groups,
         sub_group_numel_max=plan.numel_max,
         compute_itemsize=plan.compute_itemsize,
+        matrix_moments=1,
     )
     assert again == plan.layout
 
@@ -214,6 +232,8 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
     """The cached fields cover just the elements that were asked for; every element has its place, as without a cache."""
     parts: dict[tuple[int, bool], int] = {}
     for sub in plan.layout.sub_groups:
+        if sub.whole:  # none of these is
+            continue
         parts[sub.space, sub.trained] = parts.get((sub.space, sub.trained), 0) + sub.numel
     cached = {
         key: Cached(*(SPACE_ALIGN * data.draw(st.integers(0, numel // SPACE_ALIGN)) for _ in range(2)))
@@ -224,12 +244,13 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
         groups=plan.groups,
         sub_group_numel_max=plan.numel_max,
         compute_itemsize=plan.compute_itemsize,
+        matrix_moments=1,
         cached=cached,
     )
     assert (layout.place, layout.space_numel) == (plan.layout.place, plan.layout.space_numel)
     assert layout.nbytes + layout.cached_bytes == plan.layout.nbytes
     for (space, trained), asked in cached.items():
-        members = [sub for sub in layout.by_space[space] if sub.trained is trained]
+        members = [sub for sub in layout.by_space[space] if sub.trained is trained and not sub.whole]
         first = members[0].start
         for sub in members:
             assert sub.numel <= plan.numel_max and set(sub.cached) | set(sub.on_nvme) == set(sub.fields)
@@ -247,6 +268,7 @@ def test_gradients_have_whole_pages_of_their_own_behind_the_state(plan: Plan, it
         groups=plan.groups,
         sub_group_numel_max=plan.numel_max,
         compute_itemsize=plan.compute_itemsize,
+        matrix_moments=1,
         gradient_itemsizes=spilled,
     )
     for before, sub in zip(plan.layout.sub_groups, layout.sub_groups, strict=True):
