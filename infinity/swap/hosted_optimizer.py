@@ -14,7 +14,6 @@ from torch import nn
 
 from infinity.aio import Lease
 from infinity.optim.hosted import Settings, Stepper
-from infinity.optim.kernel import join, split
 from infinity.store.layout import SHARD_ALIGN, Field
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_optimizer import PagedOptimizer, Piece
@@ -64,22 +63,15 @@ class HostedOptimizer(PagedOptimizer):
     ) -> None:
         """Elements [start, end) of the piece. A split master is joined and split again; others are stepped in place."""
         low, high = piece.offset + start, piece.offset + end
-        if sub.layout.split:
-            copy, remainder = sub.view(Field.COMPUTE, lease)[low:high], sub.view(Field.REMAINDER, lease)[low:high]
-            ties = sub.ties[(sub.ties >= low) & (sub.ties < high)] - low
-            master = join(copy, remainder, ties)
-        else:
-            master = sub.view(Field.MASTER, lease)[low:high]
-        self._stepper.step(
-            settings,
-            masters=[master],
-            grads=[piece.scaled(start, end)],
-            moments=[{name: sub.view(self._fields[name], lease)[low:high] for name in self.moments}],
-            steps=[piece.stepping.steps],
-            first=piece.stepping.first,
-        )
-        if sub.layout.split:
-            sub.set_ties(split(master, copy, remainder) + low, low, high)
+        with sub.part_of_master(low, high, lease) as master:
+            self._stepper.step(
+                settings,
+                masters=[master],
+                grads=[piece.scaled(start, end)],
+                moments=[{name: sub.view(self._fields[name], lease)[low:high] for name in self.moments}],
+                steps=[piece.stepping.steps],
+                first=piece.stepping.first,
+            )
 
 
 class PagedSGD(HostedOptimizer):

@@ -11,8 +11,9 @@ of the sub-group's chunk. Which slot is current is the one thing that moves: see
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -137,6 +138,18 @@ class PagedSubGroup:
             self.ties = split(master, self.view(Field.COMPUTE, lease), self.view(Field.REMAINDER, lease))
         elif Field.COMPUTE in self.layout.fields:
             self.view(Field.COMPUTE, lease).copy_(master)
+
+    @contextlib.contextmanager
+    def part_of_master(self, low: int, high: int, lease: Lease | None) -> Iterator[torch.Tensor]:
+        """Elements [low, high) of the master weights (1-D, fp32), to be changed in the block: joined, and split again after it;
+        or a view, with `set_master` to follow when all are changed."""
+        if not self.layout.split:
+            yield self.view(Field.MASTER, lease)[low:high]
+            return
+        copy, remainder = self.view(Field.COMPUTE, lease)[low:high], self.view(Field.REMAINDER, lease)[low:high]
+        master = join(copy, remainder, self.ties[(self.ties >= low) & (self.ties < high)] - low)
+        yield master
+        self.set_ties(split(master, copy, remainder) + low, low, high)
 
     def sources(self) -> list[Source]:
         """Where the bytes of all its fields are, in order; neighbours on NVMe are one source."""
