@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from infinity.runtime.inference import InferenceEngine, generate, init_inference
     from infinity.runtime.initialize import initialize
     from infinity.runtime.pipeline import PipelineModule
-    from infinity.swap import PagedAdam, PagedAdamW, PagedSGD, PagingOptions, SwapManager, TensorStore
+    from infinity.swap import PagedAdam, PagedAdamW, PagedMuon, PagedSGD, PagingOptions, SwapManager, TensorStore
 
 __version__ = "0.1.0"
 
@@ -55,6 +55,7 @@ __all__ = [
     "IoError",
     "PagedAdam",
     "PagedAdamW",
+    "PagedMuon",
     "PagedSGD",
     "PagingOptions",
     "PipelineModule",
@@ -106,7 +107,15 @@ _NAMES_OF = {
         "get_fp32_state_dict_from_zero_checkpoint",
     ),
     "infinity.drive.measure": ("DriveRates", "measure_drive"),
-    "infinity.swap": ("PagedAdam", "PagedAdamW", "PagedSGD", "PagingOptions", "SwapManager", "TensorStore"),
+    "infinity.swap": (
+        "PagedAdam",
+        "PagedAdamW",
+        "PagedMuon",
+        "PagedSGD",
+        "PagingOptions",
+        "SwapManager",
+        "TensorStore",
+    ),
 }
 _ALIASES = {"DeepSpeedEngine": "Engine"}
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}

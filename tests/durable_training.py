@@ -56,12 +56,14 @@ CASES = {
     "copies in host memory": Case(parameters_on="none", sub_group_size=8192),
     "SGD": Case(optimizer="SGD", accumulation=2),
     "SGD without momentum": Case(optimizer="SGD without momentum", update="backward", threshold=0),
+    "Muon": Case(optimizer="Muon", clipping=1.0, threshold=0),
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW", "params": {"weight_decay": 0.1}},
     "SGD": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3}},
     "SGD without momentum": {"type": "SGD", "params": {"weight_decay": 0.1}},
+    "Muon": {"type": "Muon", "params": {"momentum": 0.9}},
 }
 
 

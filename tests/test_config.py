@@ -367,8 +367,8 @@ def test_unknown_key_gets_the_nearest_name(source: Any, line: str) -> None:
 def test_unknown_optimizer_lists_the_supported_ones_and_nothing_else() -> None:
     source = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}
     advice = "; leave the block out and pass another to initialize, as optimizer=lambda groups: ..."
-    assert problems(source) == [f'optimizer.type: got "OneBitAdam", expected one of AdamW, Adam, SGD{advice}']
-    assert problems({"optimizer": {}}) == ["optimizer.type: missing, expected one of AdamW, Adam, SGD"]
+    assert problems(source) == [f'optimizer.type: got "OneBitAdam", expected one of AdamW, Adam, SGD, Muon{advice}']
+    assert problems({"optimizer": {}}) == ["optimizer.type: missing, expected one of AdamW, Adam, SGD, Muon"]
     assert problems({"scheduler": {"params": {}}}) == [
         "scheduler.type: missing, expected one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle"
     ]

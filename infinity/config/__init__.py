@@ -11,6 +11,7 @@ contradict each other, and how "auto" is filled) ← `read`, `reference`.
 from infinity.config.blocks import FlopsProfilerConfig, Fp16Config, ZeroConfig
 from infinity.config.optimizers import (
     AdamConfig,
+    MuonConfig,
     OneCycleConfig,
     SchedulerConfig,
     SGDConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "Config",
     "FlopsProfilerConfig",
     "Fp16Config",
+    "MuonConfig",
     "OneCycleConfig",
     "SGDConfig",
     "SchedulerConfig",

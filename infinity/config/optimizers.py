@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from infinity.config.blocks import Block, key
 from infinity.config.rules import (
     BETAS,
+    AdjustLrFn,
     Amount,
     Beta,
     Count,
@@ -72,9 +73,42 @@ class SGDConfig(Block):
     fixed_keys: ClassVar[Mapping[str, tuple[bool, str]]] = {"maximize": (False, "losses are minimised")}
 
 
-OptimizerConfig = AdamConfig | SGDConfig
+AdjustLr = Annotated[
+    AdjustLrFn,
+    choice(AdjustLrFn),
+    key(
+        ...,
+        "How the learning rate follows a matrix's shape: as Jordan (2024) has it, or so that updates are as large as AdamW's "
+        "(Liu et al., 2025).",
+    ),
+]
 
-OPTIMIZERS: dict[str, type[Block]] = {"AdamW": AdamConfig, "Adam": AdamConfig, "SGD": SGDConfig}
+
+class MuonConfig(Block):
+    """Muon for matrices, AdamW for the rest, in memory or, on one rank, on NVMe. Needs torch 2.9.
+
+    Matrices are the parameters of two dimensions, but for those with "embed" or "lm_head" in their name. A parameter group that
+    says `use_muon` decides for its parameters.
+    """
+
+    type: Literal["Muon"] = key("Muon", "Names this optimizer: `torch.optim.Muon`.")
+    lr: Amount = key(1e-3, "Learning rate of both, where no scheduler sets it.")
+    muon_lr: Amount | None = key(None, "Learning rate of the matrices, where it is another one.")
+    adam_lr: Amount | None = key(None, "Learning rate of the rest, where it is another one.")
+    momentum: Amount = key(0.95, "Decay of the running mean of a matrix's gradient.")
+    nesterov: Flag = key(True, "Whether the momentum looks ahead.")
+    ns_steps: Positive = key(5, "Newton-Schulz iterations; fewer than 100.")
+    adjust_lr_fn: AdjustLr = "original"
+    weight_decay: Amount = key(0.1, "Per unit of learning rate, of both.", in_deepspeed="0 unless set.")
+    betas: Annotated[tuple[float, float], BETAS] = key((0.9, 0.999), "AdamW's, of the rest.")
+    eps: Amount = key(1e-8, "AdamW's, of the rest.")
+
+    ignored_keys = names_of("torch_adam fused foreach")
+
+
+OptimizerConfig = AdamConfig | SGDConfig | MuonConfig
+
+OPTIMIZERS: dict[str, type[Block]] = {"AdamW": AdamConfig, "Adam": AdamConfig, "SGD": SGDConfig, "Muon": MuonConfig}
 
 
 class SchedulerBlock(Block):

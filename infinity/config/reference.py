@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from infinity.config.blocks import Block
 from infinity.config.known import NESTED
-from infinity.config.optimizers import SCHEDULERS, AdamConfig, SGDConfig
+from infinity.config.optimizers import SCHEDULERS, AdamConfig, MuonConfig, SGDConfig
 from infinity.config.rules import Rule
 from infinity.config.whole import Config
 
@@ -39,6 +39,7 @@ def render_reference() -> str:
         parts += _render_block(f"`{path}`", path, model)
     parts += _render_block("`optimizer` of type AdamW or Adam", "optimizer", AdamConfig)
     parts += _render_block("`optimizer` of type SGD", "optimizer", SGDConfig)
+    parts += _render_block("`optimizer` of type Muon", "optimizer", MuonConfig)
     for name, scheduler in SCHEDULERS.items():
         parts += _render_block(f"`scheduler` of type {name}", "scheduler", scheduler)
     return "\n".join(parts)

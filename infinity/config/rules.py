@@ -113,6 +113,7 @@ CheckpointFormat = Literal["dcp", "arena"]
 Update = Literal["auto", "step", "forward", "backward"]
 Schedule = Literal["auto", "vertical", "horizontal"]
 WarmupType = Literal["log", "linear"]
+AdjustLrFn = Literal["original", "match_rms_adamw"]
 
 FLAG = Rule(
     "true or false",

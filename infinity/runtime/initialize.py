@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from infinity.checkpoint.commits import Commits, open_run, restore_arena, unpaged_state_of
-from infinity.config import Config, load_config
+from infinity.config import Config, MuonConfig, load_config
 from infinity.errors import ConfigError
 from infinity.fsdp2.first_values import InitFn
 from infinity.fsdp2.gathered import remember_sharded
@@ -33,6 +33,7 @@ from infinity.runtime.optimizers import (
     make_early,
     make_optimizer,
     make_schedule,
+    split_for_muon,
     stepper_for,
     trained_names,
 )
@@ -118,11 +119,14 @@ def initialize(
             groups = trained_names(model, model_parameters, optimizer)
             if settled.uses_nvme:
                 stepper = stepper_for(settled, early, groups)
+            if optimizer is None and isinstance(settled.optimizer, MuonConfig):
+                groups = split_for_muon(groups, model, settled.optimizer, fused=settled.infinity.fused)
             resolved = resolve(
                 settled,
                 ranks=dist.get_world_size(),
                 numel=sum(p.numel() for p in model.parameters()),
                 moments=stepper.moments if stepper is not None else ADAM_MOMENTS,
+                matrices=frozenset(name for settings, names in groups if settings.get("use_muon") for name in names),
                 device_type=compute_device().type,
             )
         if dist.get_rank() == 0:

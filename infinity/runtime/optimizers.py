@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from infinity.config import AdamConfig, Config, SGDConfig
+from infinity.config import AdamConfig, Config, MuonConfig, SGDConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.names import parameter_names, parameters_by_name
 from infinity.optim.hosted import Stepper
+from infinity.optim.muon import MuonAdamW, is_for_muon
 from infinity.runtime.lr_schedules import make_lr_scheduler
-from infinity.swap import HostedOptimizer, PagedAdam, SwapManager
+from infinity.swap import HostedOptimizer, PagedAdam, PagedMuon, SwapManager
 from infinity.swap.hosted_optimizer import stand_in
 
 Groups = list[tuple[dict[str, Any], list[str]]]
@@ -62,6 +63,24 @@ def make_early(
     return given([{**settings, "params": [named[name] for name in names]} for settings, names in groups])
 
 
+def split_for_muon(groups: Groups, model: nn.Module, chosen: MuonConfig, *, fused: bool | None) -> Groups:
+    """Parameter groups of what Muon updates, and of what AdamW does, from such that may say so by `use_muon`."""
+    parameters = parameters_by_name(model)
+    common = {"weight_decay": chosen.weight_decay}
+    matrices = chosen.model_dump(include={"momentum", "nesterov", "ns_steps", "adjust_lr_fn"}) | common
+    matrices |= {"use_muon": True, "lr": chosen.lr if chosen.muon_lr is None else chosen.muon_lr}
+    others = chosen.model_dump(include={"betas", "eps"}) | common
+    others |= {"use_muon": False, "lr": chosen.lr if chosen.adam_lr is None else chosen.adam_lr, "fused": fused}
+    split: Groups = []
+    for settings, names in groups:
+        wanted = settings.get("use_muon")
+        by_muon = [n for n in names if (is_for_muon(n, parameters[n].shape) if wanted is None else wanted)]
+        by_adam = [name for name in names if name not in by_muon]
+        given = {name: value for name, value in settings.items() if name != "use_muon"}
+        split += [({**kind, **given}, part) for kind, part in ((matrices, by_muon), (others, by_adam)) if part]
+    return split
+
+
 def stepper_for(config: Config, given: torch.optim.Optimizer | None, groups: Groups) -> Stepper | None:
     """What steps the pieces of a paged model; None where that is the kernel for Adam and AdamW.
 
@@ -73,6 +92,11 @@ def stepper_for(config: Config, given: torch.optim.Optimizer | None, groups: Gro
         return Stepper(torch.optim.SGD([stand_in(settings) for settings, _ in groups], **_sgd(config.optimizer)))
     if any(float(state.get("step", 1)) for state in given.state.values()):
         raise ConfigError(_HAS_STEPPED)
+    if isinstance(given, getattr(torch.optim, "Muon", ())):
+        raise ConfigError(
+            "optimizer Muon can't be paged, as it takes no embeddings, norms and biases: set "
+            '"optimizer": {"type": "Muon"} in the config, which has AdamW for them'
+        )
     adam = isinstance(given, torch.optim.Adam) and not any(group["amsgrad"] for group in given.param_groups)
     if adam and inspect.unwrap(type(given).step) is inspect.unwrap(torch.optim.Adam.step):
         return None
@@ -96,6 +120,8 @@ def make_optimizer(
     if stepper is not None:
         assert swap is not None
         return HostedOptimizer(regrouped, swap=swap, like=stepper)
+    if given is None and isinstance(config.optimizer, MuonConfig):
+        return MuonAdamW(regrouped) if swap is None else PagedMuon(regrouped, swap=swap)
     if swap is not None:
         settings = given.defaults if given is not None else _adam(config)
         return PagedAdam(regrouped, swap=swap, **{key: settings[key] for key in _PAGED_SETTINGS if key in settings})

@@ -18,6 +18,7 @@ from infinity.config import Config, ZeroConfig
 from infinity.config.rules import Schedule
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
+from infinity.optim.muon import MATRIX_MOMENTS
 from infinity.schedule.scheme import choose_update, passes_of, state_bytes
 from infinity.schedule.spilling import gradient_itemsize
 from infinity.swap.options import PagingOptions
@@ -80,13 +81,21 @@ class Resolved:
         return self.paging is None or self.paging.all_gradients_wait
 
 
-def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...], device_type: str) -> Resolved:
+def resolve(
+    config: Config,
+    *,
+    ranks: int,
+    numel: int,
+    moments: tuple[str, ...],
+    matrices: frozenset[str] = frozenset(),
+    device_type: str,
+) -> Resolved:
     """Decide everything that follows from a config whose "auto" values are filled.
 
     Args:
         ranks: of the whole training.
         numel: elements of the model.
-        moments: what its optimizer keeps of each element, by name.
+        moments: what its optimizer keeps of each element, by name. matrices: the parameters, by name, that Muon updates.
         device_type: of the device that computes, "cpu" or "cuda".
 
     Raises ConfigError where the config asks for what can't be had together.
@@ -101,6 +110,11 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
             "paged: leave it out, or leave parameters and optimizer state off NVMe"
         )
     _check_one_arena(zero)
+    if matrices and config.uses_nvme and shard_ranks > 1:
+        raise ConfigError(
+            f"optimizer Muon needs whole matrices, and each is sharded over {shard_ranks} ranks: on NVMe it runs on one rank; "
+            "else use AdamW, or leave parameters and optimizer state off NVMe"
+        )
     compute_dtype = _compute_dtype(config)
     return Resolved(
         config=config,
@@ -115,7 +129,7 @@ def resolve(config: Config, *, ranks: int, numel: int, moments: tuple[str, ...],
         schedule=infinity.schedule,
         wrap=None if infinity.wrap == "auto" else infinity.wrap,
         live=LiveOptions.of(zero, second_sharding=has_second_sharding),
-        paging=_paging_options(config, ranks, shard_ranks, numel, moments) if config.uses_nvme else None,
+        paging=_paging_options(config, ranks, shard_ranks, numel, moments, matrices) if config.uses_nvme else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
         activations=_activation_options(config),
         notes=tuple(_notes(zero, shard_ranks, device_type)),
@@ -167,7 +181,12 @@ def _offload_policy(config: Config, device_type: str) -> OffloadPolicy:
 
 
 def _paging_options(
-    config: Config, ranks: int, shard_ranks: int, numel: int, moments: tuple[str, ...]
+    config: Config,
+    ranks: int,
+    shard_ranks: int,
+    numel: int,
+    moments: tuple[str, ...],
+    matrices: frozenset[str],
 ) -> PagingOptions:
     zero, infinity = config.zero_optimization, config.infinity
     activations = infinity.offload_activations
@@ -195,6 +214,8 @@ def _paging_options(
         gradient_bytes_max=None if infinity.gradient_bytes_max == "auto" else infinity.gradient_bytes_max,
         activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
         moments=moments,
+        matrices=matrices,
+        matrix_moments=MATRIX_MOMENTS if matrices else (),
     )
 
 

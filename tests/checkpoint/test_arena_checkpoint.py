@@ -149,7 +149,7 @@ def test_what_was_saved_in_the_middle_of_training_is_what_goes_on(
         assert not differences(expected, (train(engine, END), weights(engine)))
 
 
-@pytest.mark.parametrize("name", ["frozen parameters", "SGD", pytest.param("forward", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["frozen parameters", "SGD", "Muon", pytest.param("forward", marks=pytest.mark.long)])
 def test_it_is_put_together_where_the_state_lies_otherwise(name: str, nvme_path: Path, tmp_path: Path) -> None:
     case = CASES[name]
     with make(nvme_path, case) as engine:

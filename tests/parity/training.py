@@ -90,6 +90,18 @@ CASES = {
     "SGD without momentum, fp32, half cached": Case(
         optimizer="SGD without momentum", bf16=False, cached=0.5, persistence_threshold=0
     ),
+    "Muon": Case(optimizer="Muon"),
+    "Muon, accumulation and clipping": Case(optimizer="Muon", accumulation=2, clipping=0.5, sub_group_size=4096),
+    "Muon, nothing resident, half cached": Case(optimizer="Muon", persistence_threshold=0, cached=0.5),
+    "Muon, everything resident": Case(optimizer="Muon", persistence_threshold=10**9, frozen=True),
+    "Muon, masters in full": Case(optimizer="Muon", master="full", update="forward", frozen=True, evaluate=True),
+    "Muon, fp32": Case(optimizer="Muon", bf16=False, update="step", max_in_cpu=40_000),
+    "Muon, fp16": Case(optimizer="Muon", bf16=False, loss_scale=0, clipping=0.5),
+    "Muon, speculative": Case(optimizer="Muon", update="backward", clipping=1e3, persistence_threshold=0),
+    "Muon, speculative, clipped": Case(optimizer="Muon", update="backward", clipping=0.5, persistence_threshold=0),
+    "Muon, gradients on NVMe": Case(optimizer="Muon", clipping=1.0, gradients_in_memory=0, persistence_threshold=0),
+    "Muon, only parameters on NVMe": Case(optimizer="Muon", state_on="none", sub_group_size=8192),
+    "Muon, only the optimizer on NVMe": Case(optimizer="Muon", parameters_on="none", sub_group_size=8192),
     "bf16 reduction": Case(reduce_dtype="bf16"),
     "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
@@ -212,7 +224,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "nesterov": True}},
     "SGD with dampening": {"type": "SGD", "params": {"weight_decay": 0.1, "momentum": 0.9, "dampening": 0.3}},
     "SGD without momentum": {"type": "SGD", "params": {"weight_decay": 0.1}},
+    "Muon": {"type": "Muon", "params": {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}},
 }
+
+SHARDED = {name: case for name, case in CASES.items() if case.optimizer != "Muon"}
+"""Those that run on several ranks: Muon needs whole matrices."""
 
 ON_SEVERAL_RANKS = (
     "plain",
@@ -463,7 +479,7 @@ def main() -> int:
     """`training.py FOLDER BACKENDS [all|vertical]`: cases on all ranks, each backend in turn; prints what differs."""
     nvme_path, backends = sys.argv[1], sys.argv[2].split(",")
     few = {name: CASES[name] for name in ON_SEVERAL_RANKS}
-    cases = {"all": CASES, "vertical": VERTICAL}[sys.argv[3]] if sys.argv[3:] else few
+    cases = {"all": SHARDED, "vertical": VERTICAL}[sys.argv[3]] if sys.argv[3:] else few
     dist.init_process_group("gloo")
     failed = 0
     for number, (name, case) in enumerate(cases.items()):

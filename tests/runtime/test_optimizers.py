@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import (
     LBFGS,
     SGD,
@@ -20,6 +21,7 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
+    Muon,
     Optimizer,
     RAdam,
     RMSprop,
@@ -28,6 +30,8 @@ from torch.optim import (
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, SequentialLR, StepLR
 
 import infinity
+from infinity.config import load_config
+from infinity.runtime.resolved import resolve
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -135,18 +139,25 @@ CAN_NOT: dict[str, Callable[[Any], Optimizer]] = {
     "LBFGS": LBFGS,
     "Adafactor": Adafactor,
     "of one's own": lambda p: TrustRatio(p, lr=1e-2),
+    "Muon": lambda p: Muon([each for each in _members(p) if each.ndim == 2]),
 }
 REFUSED = [
     ("LBFGS", r"a step of it failed \(TypeError"),
     ("Adafactor", "'row_var' is no fp32 number per element"),
     ("of one's own", "does not update each element by itself"),
+    ("Muon", r'set "optimizer": \{"type": "Muon"\} in the config'),
 ]
 
 
-def _in_groups(parameters: Any, make: Callable[[Any], Optimizer]) -> Optimizer:
+def _members(parameters: Any) -> list[Any]:
     given = [*parameters]
     if isinstance(given[0], dict):
         (given,) = (group["params"] for group in given)
+    return given
+
+
+def _in_groups(parameters: Any, make: Callable[[Any], Optimizer]) -> Optimizer:
+    given = _members(parameters)
     return make([{"params": given[:1], "lr": 0.02, "momentum": 0.5}, {"params": given[1:]}])
 
 
@@ -305,3 +316,102 @@ def test_a_checkpoint_of_any_optimizer_goes_on(
         with engine:
             engine.load_checkpoint(tmp_path)
             assert train(engine, range(saved, saved + 3)) == expected
+
+
+class MuonAndAdamW(Optimizer):
+    """torch's own two, side by side."""
+
+    def __init__(self, params: Any, *, muon_lr: float, adam_lr: float, **of_muon: Any) -> None:
+        matrices, others = [], []
+        for parameter in params:
+            (matrices if parameter.ndim == 2 else others).append(parameter)
+        self.both = [
+            Muon(matrices, lr=muon_lr, **of_muon),
+            AdamW(others, lr=adam_lr, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
+        ]
+        super().__init__([*matrices, *others], {})
+        self.param_groups = [group for each in self.both for group in each.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.both:
+            each.step()
+
+
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize(
+    "of_muon", [{}, {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}]
+)
+def test_muon_equals_torch_s_beside_adamw(of_muon: dict[str, Any], device: str, nvme_path: Path) -> None:
+    params = {"lr": 3e-3, "muon_lr": 2e-2, "weight_decay": 0.1, "betas": [0.8, 0.9], **of_muon}
+    chosen = {"optimizer": {"type": "Muon", "params": params}}
+    expected = plain(lambda p: MuonAndAdamW(p, muon_lr=2e-2, adam_lr=3e-3, **of_muon))
+    path = nvme_path if device == "nvme" else None
+    assert same(expected, outcome(config(path, device, **chosen)))
+
+
+def test_a_group_says_what_muon_updates(nvme_path: Path) -> None:
+    """One matrix less; the state of each parameter is that of its optimizer."""
+    trained = model()
+    first, *others = trained.parameters()
+    groups = [{"params": [first], "use_muon": False, "lr": 1e-3}, {"params": others}]
+    chosen = {"type": "Muon", "params": {"lr": 1e-2}}
+    engine, optimizer, *_ = infinity.initialize(
+        model=trained, model_parameters=groups, config=config(nvme_path, optimizer=chosen)
+    )
+    with engine:
+        train(engine)
+        kinds = [(group["use_muon"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+        assert kinds == [(False, 1e-3, 1), (True, 1e-2, 2), (False, 1e-2, 3)]
+        for group in optimizer.param_groups:
+            names = {"step", "momentum_buffer"} if group["use_muon"] else {"step", "exp_avg", "exp_avg_sq"}
+            assert all(optimizer.state[parameter].keys() == names for parameter in group["params"])
+        numel = sum(p.numel() for p in optimizer.param_groups[1]["params"])
+        assert sum(sub.nbytes for sub in engine.swap.paged.layout.sub_groups if sub.whole) == 8 * numel  # fp32 masters
+
+
+def test_muon_takes_matrices_only(nvme_path: Path) -> None:
+    trained = model()
+    groups = [{"params": [p for p in trained.parameters() if p.ndim == 1], "use_muon": True}]
+    with pytest.raises(infinity.ConfigError, match=r"Muon updates matrices, and got a parameter of shape \(64,\)"):
+        infinity.initialize(
+            model=trained, model_parameters=groups, config=config(nvme_path, optimizer={"type": "Muon", "params": {}})
+        )
+    assert not list(nvme_path.iterdir())
+
+
+def test_muon_on_several_ranks_is_refused(nvme_path: Path) -> None:
+    chosen = load_config(config(nvme_path, optimizer={"type": "Muon", "params": {}})).resolve(world_size=2)
+    with pytest.raises(
+        infinity.ConfigError, match=r"needs whole matrices, and each is sharded over 2 ranks: .* one rank"
+    ):
+        resolve(chosen, ranks=2, numel=100, moments=("exp_avg",), matrices=frozenset({"w"}), device_type="cpu")
+
+
+def test_muon_in_a_loop_of_one_s_own(nvme_path: Path) -> None:
+    expected = plain(lambda p: MuonAndAdamW(p, muon_lr=2e-2, adam_lr=3e-3))
+    trained = model()
+    for module in (*trained[1], trained):
+        fully_shard(module)
+    matrices = frozenset(name for name, p in trained.named_parameters() if p.ndim == 2)
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        swap.page(trained, infinity.PagingOptions(matrices=matrices, matrix_moments=("momentum_buffer",)))
+        groups = [
+            {"params": [p for n, p in trained.named_parameters() if n in matrices], "use_muon": True, "lr": 2e-2},
+            {
+                "params": [p for n, p in trained.named_parameters() if n not in matrices],
+                "lr": 3e-3,
+                "betas": (0.8, 0.9),
+            },
+        ]
+        with pytest.raises(infinity.ConfigError, match="is in a group without use_muon, and was named in"):
+            infinity.PagedMuon([{"params": [*trained.parameters()]}], swap=swap)
+        optimizer = infinity.PagedMuon(groups, swap=swap, fused=True, weight_decay=0.1)
+        losses = []
+        for step in range(STEPS):
+            loss = trained(batch(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses == expected[0][::3]
+        assert all(p.data.full_tensor().equal(q) for p, q in zip(trained.parameters(), expected[1], strict=True))

@@ -1,0 +1,108 @@
+"""Floor 6. Muon for matrices and AdamW for the rest, by torch's own optimizers: one step of a matrix, and models in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+
+MATRIX_MOMENTS = ("momentum_buffer",)
+"""What is kept of each element of a matrix, by torch's name."""
+
+_NO_MATRICES = ("embed", "lm_head")
+"""What names of matrices hold that AdamW updates, as in DeepSpeed."""
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    """The hyper-parameters of one parameter group of matrices, named as in `torch.optim.Muon`."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+
+    @staticmethod
+    def of(group: dict[str, Any]) -> MuonSettings:
+        """Those of a parameter group."""
+        values = {field.name: group[field.name] for field in fields(MuonSettings)}
+        values |= {"lr": float(group["lr"]), "ns_coefficients": tuple(group["ns_coefficients"])}
+        return MuonSettings(**values)
+
+
+def is_for_muon(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon updates a parameter: a matrix that is neither an embedding nor the head of a language model."""
+    return len(shape) == 2 and not any(part in name.lower() for part in _NO_MATRICES)
+
+
+def with_defaults(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group of matrices with torch's settings where it has none. Raises ConfigError where torch has no Muon."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(f"optimizer Muon needs torch 2.9 or newer, and this is {torch.__version__}")
+    return {**torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))]).defaults, **group}
+
+
+def muon_(settings: MuonSettings, *, master: torch.Tensor, grad: torch.Tensor, momentum_buffer: torch.Tensor) -> None:
+    """One step of `torch.optim.Muon` (Jordan et al. 2024, kellerjordan.github.io/posts/muon) on a whole matrix, in place.
+
+    All are fp32, of the matrix's shape, and contiguous; `grad` may be changed, too.
+    """
+    matrix = nn.Parameter(master)
+    matrix.grad = grad
+    optimizer = torch.optim.Muon([matrix], **asdict(settings))
+    optimizer.state[matrix] = {"momentum_buffer": momentum_buffer}
+    optimizer.step()
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for the parameter groups with `use_muon`, and `torch.optim.Adam` (decoupled, unless a group says
+    otherwise) for the others. `state` is theirs, with a "step" for each parameter.
+
+    Raises ConfigError for a parameter of a group with `use_muon` that is no matrix.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]]) -> None:
+        adam = torch.optim.Adam([nn.Parameter(torch.zeros(1))], decoupled_weight_decay=True)
+        groups = []
+        for group in params:
+            if group["use_muon"]:
+                check_matrices(group["params"])
+            groups.append(with_defaults(group) if group["use_muon"] else {**adam.defaults, **group})
+        super().__init__(groups, {})
+        self._parts = {True: torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))]), False: adam}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """As for torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for use_muon, part in self._parts.items():
+            part.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
+            part.state = self.state
+            part.step()
+        for parameter in (p for group in self._parts[True].param_groups for p in group["params"]):
+            if parameter.grad is not None:  # Muon itself counts none
+                state = self.state[parameter]
+                state["step"] = state.get("step", torch.zeros(())) + 1
+        return loss
+
+
+def check_matrices(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ConfigError for one that Muon can't update."""
+    for parameter in parameters:
+        if parameter.ndim != 2:
+            raise ConfigError(
+                f"Muon updates matrices, and got a parameter of shape {tuple(parameter.shape)}: put it into a group with "
+                "use_muon False"
+            )

@@ -1,0 +1,75 @@
+"""Floor 8. Muon over paged matrices, and AdamW over the other parameters of a model.
+
+A matrix lies whole in one sub-group (`PagingOptions.matrices`), which is stepped by `torch.optim.Muon` itself: the numbers are
+torch's, bit for bit. It is kept in 8 bytes per element: the master, and its momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.aio import Lease
+from infinity.errors import ConfigError
+from infinity.optim.adam import MOMENTS
+from infinity.optim.muon import MATRIX_MOMENTS, MuonSettings, check_matrices, muon_, with_defaults
+from infinity.store.layout import Field
+from infinity.swap.gradient_lap import trained_shard
+from infinity.swap.manager import SwapManager
+from infinity.swap.paged_adam import PagedAdam
+from infinity.swap.paged_optimizer import Piece
+from infinity.swap.sub_group import PagedSubGroup
+
+
+class PagedMuon(PagedAdam):
+    """`torch.optim.Muon` for the parameter groups with `use_muon`, and `torch.optim.AdamW` for the others, of a model that
+    `swap.page` was called on, on one rank.
+
+    Args:
+        params: parameter groups, each with `use_muon` and settings as for `torch.optim.Muon` or `torch.optim.AdamW`. Those with
+            it hold the parameters that were named in `PagingOptions.matrices`, and no others.
+        swap: the manager that paged the model, with `matrix_moments=("momentum_buffer",)`.
+        settings: for groups that don't say, as for `PagedAdam`.
+
+    Raises ConfigError for other parameters, and for those that `PagedAdam` refuses.
+    """
+
+    moments = (*MOMENTS, *MATRIX_MOMENTS)
+
+    def __init__(self, params: list[dict[str, Any]], *, swap: SwapManager, **settings: Any) -> None:
+        groups = [with_defaults(group) if group.get("use_muon") else {"use_muon": False, **group} for group in params]
+        super().__init__(groups, swap=swap, **{"decoupled_weight_decay": True, "weight_decay": 1e-2, **settings})
+
+    def _adopt(self, swap: SwapManager) -> None:
+        shards = swap.paging.paged.layout.shards
+        for group in self.param_groups:
+            if group["use_muon"]:
+                check_matrices(group["params"])
+            for parameter in group["params"]:
+                shard = shards[trained_shard(parameter).index]
+                if shard.whole is not group["use_muon"]:
+                    said, named = ("with", "not ") if group["use_muon"] else ("without", "")
+                    raise ConfigError(
+                        f"{shard.name} is in a group {said} use_muon, and was {named}named in PagingOptions.matrices: page the "
+                        "model with the names of what Muon is to update, and no others"
+                    )
+        super()._adopt(swap)
+
+    def _settings(self, group: dict[str, Any]) -> Any:
+        return MuonSettings.of(group) if group["use_muon"] else super()._settings(group)
+
+    def _step_pieces(self, sub: PagedSubGroup, batches: Mapping[Any, list[Piece]], lease: Lease | None) -> None:
+        if not sub.layout.whole:
+            super()._step_pieces(sub, batches, lease)
+            return
+        momentum = sub.view(self._fields[MATRIX_MOMENTS[0]], lease)
+        for settings, batch in batches.items():
+            for piece in batch:
+                shape, buffer = piece.stepping.shard.shape, momentum[piece.place]
+                if piece.stepping.first:
+                    buffer.zero_()
+                with sub.part_of_master(piece.place.start, piece.place.stop, lease) as master:
+                    grad = piece.scaled().view(shape)
+                    muon_(settings, master=master.view(shape), grad=grad, momentum_buffer=buffer.view(shape))
+        if not sub.layout.split:
+            sub.set_master(sub.view(Field.MASTER, lease), lease)
