@@ -1,7 +1,7 @@
 """Floor 17. Plain PyTorch held in memory: what a user would run who has the memory, and what a measured step is held to.
 
-`PlainTraining` is the training: a bf16 model, fp32 masters, the fused AdamW, no FSDP2. `PlainTorch` takes its steps in a
-process of its own, so that neither side has the other's heap, threads or page faults. Used by one thread.
+`PlainTraining` is the training: a bf16 model, fp32 masters, torch's optimizer (the fused one), no FSDP2. `PlainTorch` takes its
+steps in a process of its own, so that neither side has the other's heap, threads or page faults. Used by one thread.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 
 from infinity.host_memory import available_bytes
 from infinity.kernel_files import text_of
+from infinity.optim.muon import MuonAdamW, is_for_muon
 from infinity.plan.transformer import Transformer as Shape
 from infinity.runtime.resolved import compute_device
 from infinity.units import GIB, format_bytes
@@ -32,6 +33,23 @@ STATE_BYTES = 18
 
 PROCESS_BYTES = GIB // 2
 """Python and torch, and the bf16 gradients that are on their way to fp32."""
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def _muon(masters: Named) -> torch.optim.Optimizer:
+    matrices = [master for name, master in masters if is_for_muon(name, master.shape)]
+    others = [master for name, master in masters if not is_for_muon(name, master.shape)]
+    return MuonAdamW([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False, "fused": True}])
+
+
+OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "AdamW": lambda masters: torch.optim.AdamW(masters, fused=True),
+    "Adam": lambda masters: torch.optim.Adam(masters, fused=True),
+    "SGD": lambda masters: torch.optim.SGD(masters, lr=1e-3, momentum=0.9),
+    "Muon": _muon,
+}
+"""Makes torch's optimizer over named masters."""
 
 Make = Callable[[torch.device], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]]
 """Makes, on a device, an fp32 model and what computes its loss on a new batch. It is pickled."""
@@ -60,8 +78,9 @@ class PlainTraining:
     must have a gradient in every backward.
     """
 
-    def __init__(self, model: nn.Module, *, clipping: float) -> None:
-        """clipping: largest norm of the whole gradient; 0 does not clip."""
+    def __init__(self, model: nn.Module, *, clipping: float, optimizer: str = "AdamW") -> None:
+        """clipping: largest norm of the whole gradient; 0 does not clip. optimizer: one of `OPTIMIZERS`."""
+        names = [name for name, _ in model.named_parameters()]
         self.model = model
         self._clipping = clipping
         self._params: list[torch.Tensor] = list(model.parameters())
@@ -71,7 +90,7 @@ class PlainTraining:
         for param, master in zip(self._params, self._masters, strict=True):
             master.grad = torch.zeros_like(master)
             param.register_post_accumulate_grad_hook(self._taking(master.grad))
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True)
+        self._optimizer = OPTIMIZERS[optimizer](list(zip(names, self._masters, strict=True)))
         self._accumulates = False
 
     @property
@@ -119,11 +138,19 @@ class PlainTorch:
     Where a step is None, the process ended: `report` was told why, in a line.
     """
 
-    def __init__(self, make: Make, *, clipping: float, micro_batches: int, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        make: Make,
+        *,
+        clipping: float,
+        micro_batches: int,
+        report: Callable[[str], None],
+        optimizer: str = "AdamW",
+    ) -> None:
         spawn = multiprocessing.get_context("spawn")  # a forked one would inherit OpenMP's threads as dead
         self._report = report
         self._orders, orders = spawn.Pipe()
-        arguments = (orders, make, clipping, micro_batches, torch.get_num_threads())
+        arguments = (orders, make, clipping, micro_batches, optimizer, torch.get_num_threads())
         self._process = spawn.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -183,7 +210,14 @@ def why_not(shape: Shape, samples: int) -> str | None:
 
 @contextlib.contextmanager
 def plain_torch(
-    make: Make, *, shape: Shape, samples: int, clipping: float, report: Callable[[str], None], micro_batches: int = 1
+    make: Make,
+    *,
+    shape: Shape,
+    samples: int,
+    clipping: float,
+    report: Callable[[str], None],
+    micro_batches: int = 1,
+    optimizer: str = "AdamW",
 ) -> Iterator[PlainTorch | None]:
     """Plain PyTorch in a process of its own; None where the memory that is left can't hold it, which `report` is told.
 
@@ -193,7 +227,7 @@ def plain_torch(
         report(reason)
         yield None
         return
-    with PlainTorch(make, clipping=clipping, micro_batches=micro_batches, report=report) as plain:
+    with PlainTorch(make, clipping=clipping, micro_batches=micro_batches, optimizer=optimizer, report=report) as plain:
         yield plain
 
 
@@ -203,7 +237,7 @@ def end_first_without_memory() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _serve(orders: Connection, make: Make, clipping: float, micro_batches: int, threads: int) -> None:
+def _serve(orders: Connection, make: Make, clipping: float, micro_batches: int, optimizer: str, threads: int) -> None:
     """The process: a step for each order, until the other side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other side, which ends this one
     end_first_without_memory()
@@ -215,7 +249,7 @@ def _serve(orders: Connection, make: Make, clipping: float, micro_batches: int, 
             try:
                 if training is None:
                     model, loss_of = make(compute_device())
-                    training = PlainTraining(model, clipping=clipping)
+                    training = PlainTraining(model, clipping=clipping, optimizer=optimizer)
                 orders.send(_timed_step(training, loss_of, micro_batches))
             except (RuntimeError, MemoryError) as error:  # no memory, as the allocator tells it
                 orders.send(str(error).splitlines()[0] if str(error) else repr(error))

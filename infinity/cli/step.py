@@ -58,6 +58,11 @@ _DRIVE_SECONDS = 0.15
 """Of a trial of each kind, in every round."""
 
 
+OPTIMIZERS = {"AdamW": 2, "Adam": 2, "SGD": 1, "Muon": 1}
+"""Types of the config, and how many numbers each keeps of an element (Muon of one of a matrix)."""
+_SETTINGS: dict[str, dict[str, Any]] = {"Adam": {"adam_w_mode": False}, "SGD": {"momentum": 0.9}}
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `step` to the commands of `infinity-bench`."""
     parser = subparsers.add_parser(
@@ -85,6 +90,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--clipping", type=norm, metavar="NORM", help="largest norm of the gradient; 0 does not clip (default: 1.0)"
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW", help="of the training (default: AdamW)")
     parser.add_argument("--pinned-bytes-max", default="auto", help='pinned memory, such as "512MiB" (default: auto)')
     parser.add_argument(
         "--cache",
@@ -161,6 +167,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     report = functools.partial(_show, options)
     machine = measure_machine(options.nvme_path, shape, samples=options.batch_size, report=report)
     scheme = scheme_from(options, accumulation=options.accumulation, schedule=options.schedule)
+    scheme = dataclasses.replace(scheme, moments=OPTIMIZERS[options.optimizer])
     work = Work(
         shape,
         samples=options.batch_size,
@@ -182,6 +189,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
             "samples": options.batch_size,
             "clipping": options.clipping,
             "micro_batches": options.accumulation,
+            "optimizer": options.optimizer,
         }
         with _drive_test(options) as drive, plain_torch(make, report=report, **limits) as plain:
             if plain is not None:
@@ -210,12 +218,15 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         "schedule": options.schedule,
         "seq": options.seq,
         "clipping": options.clipping,
+        "optimizer": options.optimizer,
         "master_weights": scheme.master_weights,
         "update": scheme.update,
         **summarize(rounds, planned_bytes=planned_bytes, numel=numel, backend=backend),
         "predicted_seconds": _predicted_seconds(
             work, machine, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
-        ),
+        )
+        if options.optimizer != "Muon"  # of which the planner knows no seconds
+        else None,
         "pinned_bytes": stats.pinned_bytes,
         "cache_bytes": stats.cached_bytes,
         "arena_bytes": stats.arena_bytes,
@@ -304,6 +315,7 @@ def _engine(options: argparse.Namespace, shape: Shape) -> Iterator[infinity.Engi
         "gradient_accumulation_steps": options.accumulation,
         "bf16": {"enabled": True},
         "gradient_clipping": options.clipping,
+        "optimizer": {"type": options.optimizer, "params": _SETTINGS.get(options.optimizer, {})},
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": drive},
         "infinity": {

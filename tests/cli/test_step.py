@@ -25,7 +25,7 @@ KEYS = {
     "minor_faults_per_step", "torch_in_memory_cpu_seconds_per_step", "torch_in_memory_minor_faults_per_step",
     "torch_in_memory_peak_rss_bytes", "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive",
     "pinned_bytes", "arena_bytes", "peak_rss_bytes", "cache_bytes", "master_weights", "update", "trace",
-    "accumulation", "schedule",
+    "accumulation", "schedule", "optimizer",
 }  # fmt: skip
 
 
@@ -69,6 +69,15 @@ def test_how_a_model_is_stepped_is_asked_for(nvme_path: Path) -> None:
     result: dict[str, Any] = json.loads(done.stdout)
     assert (result["master_weights"], result["update"], result["clipping"]) == ("full", "step", 0.25)
     assert 0 < result["cache_bytes"] <= 1 << 20
+
+
+@pytest.mark.parametrize(("optimizer", "written"), [("Adam", 12), ("SGD", 8), ("Muon", 8)])
+def test_each_optimizer_is_stepped_beside_torch_s(optimizer: str, written: int, nvme_path: Path) -> None:
+    done = small(nvme_path, "--optimizer", optimizer, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["optimizer"] == optimizer and result["torch_in_memory_seconds"] > 0
+    assert written - 0.1 < result["written_bytes_per_param"] < written + 2
 
 
 def test_a_vertical_step_reads_as_much_for_any_number_of_micro_batches(nvme_path: Path) -> None:
