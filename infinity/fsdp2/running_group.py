@@ -87,7 +87,7 @@ class RunningGroup:
     def give_sums(self) -> None:
         """FSDP2 is about to reduce, and no gradient follows."""
         for parameter, total in self._sums.items():
-            parameter.unsharded_accumulated_grad = total.view(parameter._unsharded_param.shape)
+            _set_unreduced(parameter, total)
         self._sums.clear()
 
     def end(self) -> None:
@@ -135,13 +135,17 @@ class RunningGroup:
                 "several micro-batches pass through a group at once, and one of them uses its parameters in another way than "
                 'its forward does: checkpoint with use_reentrant=False, or set infinity.schedule to "horizontal"'
             )
+        if not self.is_held and parameter in self._sums and _sums_in_unsharded(parameter):
+            return  # autograd has added it to the sum, which is there
         self._add(parameter, unsharded)
 
     def _give_to_fsdp(self, parameter: Any, leaf: torch.Tensor) -> None:
         unsharded = parameter._unsharded_param
         if unsharded.grad is not None:
             self._reduce()
-        unsharded.grad, leaf.grad = leaf.grad, None
+        assert leaf.grad is not None
+        # After a reduction it takes no other dtype than that in which FSDP2 sums, from torch 2.15 on.
+        unsharded.grad, leaf.grad = leaf.grad.to(unsharded.grad_dtype or leaf.grad.dtype), None
 
     def _add(self, parameter: Any, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None and self._buffers is not None
@@ -155,7 +159,7 @@ class RunningGroup:
             return
         total = self._sums[parameter] = self._as_sum(grad)
         if not self.is_held:
-            parameter.unsharded_accumulated_grad = total.view(parameter._unsharded_param.shape)
+            _set_unreduced(parameter, total)
 
     def _as_sum(self, grad: torch.Tensor) -> torch.Tensor:
         if not grad.is_cpu:
@@ -173,6 +177,21 @@ class RunningGroup:
                     group.post_backward()
             finally:
                 group.reshard_after_backward = reshards
+
+
+def _sums_in_unsharded(parameter: Any) -> bool:
+    """Whether FSDP2 lets autograd sum a parameter's unreduced gradients, where the gathered parameter has its gradient: from
+    torch 2.15 on. Before, FSDP2 sums them itself, in an attribute that is a property over that gradient now."""
+    return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+def _set_unreduced(parameter: Any, total: torch.Tensor) -> None:
+    """Give FSDP2 a sum (1-D, fp32) as what there is of a parameter's unreduced gradient."""
+    grad = total.view(parameter._unsharded_param.shape)
+    if _sums_in_unsharded(parameter):
+        parameter._unsharded_param.grad = grad
+    else:
+        parameter.unsharded_accumulated_grad = grad
 
 
 def _take(group: weakref.ref[RunningGroup], parameter: weakref.ref[Any], leaf: torch.Tensor) -> None:
