@@ -43,6 +43,7 @@ FLOORS: dict[str, int] = {
     "_optim": 1,  # the compiled half of optim
     "errors": 0,
     "kernel_files": 0,
+    "torch_versions": 0,
     "units": 0,
 }
 

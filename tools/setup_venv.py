@@ -15,10 +15,10 @@ Needs nothing but a Python of 3.10 or newer and its standard library. The steps,
 .venv/.infinity-setup.json, and a step whose digest stands there is not run. A step is named there as `running` before
 it starts: found there at the next start, it was interrupted, and what it left half done is cleared away first.
 
-[Note: Which torch] A torch of 2.8 or newer that the venv already has stays. If instead the Python that the venv is made
-with has one, the venv is made to see it: nobody wants a second copy of several GB, nor another build than the one their
-machine was set up with. Otherwise one is installed:
-  - with an NVIDIA GPU: the newest from the package index, which comes with CUDA;
+[Note: Which torch] A torch that the venv already has stays, if infinity is tested on it: 2.13 to 2.15. If instead the
+Python that the venv is made with has one, the venv is made to see it: nobody wants a second copy of several GB, nor
+another build than the one their machine was set up with. Otherwise one is installed:
+  - with an NVIDIA GPU: the newest of these from the package index, which comes with CUDA;
   - without: the CPU build. It is known by its local version, 2.13.0+cpu, which only the index of CPU builds carries (or
     a wheel at hand); asking for exactly that version makes sure that pip cannot prefer the CUDA build of the same
     number, which is what the ordinary index holds. `--no-deps` asks the CPU index for torch and nothing else; what
@@ -49,7 +49,8 @@ from pathlib import Path
 from typing import Any
 
 PYTHON_OLDEST = (3, 10)
-TORCH_OLDEST = (2, 8)
+TORCH_OLDEST = (2, 13)
+TORCH_UNTESTED = (2, 16)
 TORCH_CPU = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -215,13 +216,14 @@ def make_venv() -> None:
 
 
 def torch_of_this_python() -> tuple[str | None, Path]:
-    """Version and folder of a torch, new enough, that this Python has."""
+    """Version and folder of a torch that this Python has, if infinity is tested on it."""
     try:
         torch = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
         return None, Path()
-    if not new_enough(torch.version):
-        say(f"this Python's torch {torch.version} is older than {dotted(TORCH_OLDEST)}: .venv gets its own")
+    if not is_tested(torch.version):
+        tested = f"{dotted(TORCH_OLDEST)} or newer, below {dotted(TORCH_UNTESTED)}"
+        say(f"infinity is not tested on torch {torch.version}, which this Python has: .venv gets its own ({tested})")
         return None, Path()
     return torch.version, Path(str(torch.locate_file(""))).resolve()
 
@@ -251,12 +253,12 @@ def clear_half_installed() -> None:
 
 def install_torch(stamp: Stamp) -> None:
     there = ask_venv()["torch"]
-    if there is not None and new_enough(there):
+    if there is not None and is_tested(there):
         return
-    with stamp.step("torch", digest(TORCH_CPU, str(TORCH_OLDEST)), there=False):
+    with stamp.step("torch", digest(TORCH_CPU, str(TORCH_OLDEST), str(TORCH_UNTESTED)), there=False):
         if nvidia_gpu():
             say("installing torch with CUDA, for the NVIDIA GPU of this machine (several GB: this takes a while)")
-            pip("install", f"torch>={dotted(TORCH_OLDEST)}")
+            pip("install", f"torch>={dotted(TORCH_OLDEST)},<{dotted(TORCH_UNTESTED)}")
             return
         say(f"no NVIDIA GPU here: installing torch {TORCH_CPU}, the CPU build")
         impatient = ["--retries", "1", "--timeout", "20"]
@@ -271,9 +273,9 @@ def nvidia_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 
 
-def new_enough(version: str) -> bool:
+def is_tested(version: str) -> bool:
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= TORCH_OLDEST
+    return numbers is not None and TORCH_OLDEST <= (int(numbers[1]), int(numbers[2])) < TORCH_UNTESTED
 
 
 # What the system must bring

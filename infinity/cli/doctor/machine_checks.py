@@ -15,6 +15,7 @@ from infinity.cli.doctor.findings import Mark, Section, count_text, size_text
 from infinity.cli.environment import Container, HugePages, Limits, Machine
 from infinity.cli.program import signals_held
 from infinity.kernel_files import text_of
+from infinity.torch_versions import REQUIREMENT, TESTED, why_too_old, why_untested
 from infinity.units import GIB, MIB, format_bytes
 
 SLAB_BYTES = 64 * MIB
@@ -41,12 +42,21 @@ def check_software(section: Section) -> None:
         section.add("torch", Mark.FAIL, f"torch can't be loaded: {error}", "install torch again: pip install torch")
     else:
         section.facts["torch_version"] = torch.__version__
-        section.add("torch", Mark.OK, torch.__version__)
+        _check_torch(section, torch.__version__)
     try:
         from infinity import _aio  # noqa: F401
     except ImportError as error:
         move = "build it for this Python: make setup in a checkout, or pip install again"
         section.add("core", Mark.FAIL, f"the compiled core can't be loaded: {error}", move)
+
+
+def _check_torch(section: Section, version: str) -> None:
+    move = f"install one that infinity is tested on: pip install '{REQUIREMENT}'"
+    if why_too_old(version) is not None:
+        section.add("torch", Mark.FAIL, f"{version}; infinity needs {TESTED}", move)
+    else:
+        untested = why_untested(version) is not None
+        section.warn_if(untested, "torch", f"{version}; infinity is tested on {TESTED}" if untested else version, move)
 
 
 def check_machine(section: Section, machine: Machine) -> None:
