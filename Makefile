@@ -20,7 +20,7 @@ CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-dev setup-docs docs demo test test-long torture fuzz test-deepspeed test-transformers \
-	test-lightning test-deepspeed-own test-integrations lint lint-style lint-layout lint-types lint-cxx format clean distclean
+	test-lightning test-deepspeed-own test-integrations test-torch lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -69,6 +69,9 @@ test-integrations: ## all of them, side by side, without what takes minutes
 	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target --keep-going SHORT='-m "not long"' \
 		test-deepspeed test-transformers test-lightning
 
+test-torch: ## the suite on each torch that we say it works on (TORCH="2.14.1 2.15.0" for others)
+	tools/test_torch_versions.sh "$(TORCH)" --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+
 docs: setup-docs ## README and docs/ as a site, with a picture of a step taken here (ARGS="--help" for its options)
 	$(VENV_PYTHON) tools/build_docs.py $(ARGS)
 
@@ -96,5 +99,5 @@ clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info infinity/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks .nvme
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and .venv with those of the integrations
+distclean: clean ## the same, and .venv with those that stand on it
 	rm -rf .venv .venv-*

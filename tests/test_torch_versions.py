@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,15 @@ def test_what_is_packaged_installed_and_said_is_one_range() -> None:
     setup = (ROOT / "tools/setup_venv.py").read_text()
     assert f"TORCH_OLDEST = ({major}, {oldest})\nTORCH_UNTESTED = ({major}, {newest + 1})\n" in setup
     assert f"tested on it: {torch_versions.TESTED}." in setup
+
+
+def test_make_test_torch_runs_each_of_the_range() -> None:
+    (major, oldest), (_, newest) = torch_versions.OLDEST, torch_versions.NEWEST
+    tool = (ROOT / "tools/test_torch_versions.sh").read_text()
+    versions = re.search(r"^versions=\((.*)\)", tool, re.MULTILINE)
+    assert versions is not None
+    releases = [tuple(map(int, version.split(".")[:2])) for version in versions[1].split()]
+    assert releases == [(major, minor) for minor in range(oldest, newest + 1)]
 
 
 @pytest.mark.parametrize(
