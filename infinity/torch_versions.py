@@ -16,6 +16,10 @@ REQUIREMENT = "torch>=2.13,<2.16"
 """For pip."""
 
 
+ANYWAY = "INFINITY_ANY_TORCH"
+"""The environment variable that has an older torch tried: for machines whose torch is given."""
+
+
 def why_too_old(version: str) -> str | None:
     """Why infinity can't run on this torch (`torch.__version__`), where that is known."""
     if _release(version) >= OLDEST:

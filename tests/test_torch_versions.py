@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from infinity import torch_versions
 from infinity.cli.doctor import machine_checks
 from infinity.cli.doctor.findings import Mark, Section
-from infinity.torch_versions import REQUIREMENT, why_too_old, why_untested
+from infinity.torch_versions import ANYWAY, REQUIREMENT, why_too_old, why_untested
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,7 +67,12 @@ def test_versions_outside_the_range_are_named_with_it(version: str, too_old: boo
 def test_an_older_torch_ends_the_import_in_one_sentence(use: str) -> None:
     code = f"import infinity, torch; torch.__version__ = '2.12.1'\n{use}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1] == f"ImportError: {why_too_old('2.12.1')}"
+    assert done.stderr.splitlines()[-1] == f"ImportError: {why_too_old('2.12.1')}, or set {ANYWAY}=1 to try this one"
+
+
+def test_an_older_torch_is_tried_where_that_is_asked_for() -> None:
+    code = "import infinity, torch; torch.__version__ = '2.12.1'\nimport infinity.swap"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, ANYWAY: "1"}, check=True)
 
 
 @pytest.mark.parametrize(("version", "mark"), [("2.12.1", Mark.FAIL), ("2.13.0+cpu", Mark.OK), ("2.99.0", Mark.WARN)])
