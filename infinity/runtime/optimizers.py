@@ -17,7 +17,7 @@ from infinity.config import AdamConfig, Config, MuonConfig, SGDConfig
 from infinity.errors import ConfigError
 from infinity.fsdp2.names import parameter_names, parameters_by_name
 from infinity.optim.hosted import Stepper
-from infinity.optim.muon import MuonAdamW, is_for_muon
+from infinity.optim.muon import MuonAdamW, check_matrices, is_for_muon
 from infinity.runtime.lr_schedules import make_lr_scheduler
 from infinity.swap import HostedOptimizer, PagedAdam, PagedMuon, SwapManager
 from infinity.swap.hosted_optimizer import stand_in
@@ -75,6 +75,7 @@ def split_for_muon(groups: Groups, model: nn.Module, chosen: MuonConfig, *, fuse
     for settings, names in groups:
         wanted = settings.get("use_muon")
         by_muon = [n for n in names if (is_for_muon(n, parameters[n].shape) if wanted is None else wanted)]
+        check_matrices(parameters[name] for name in by_muon)
         by_adam = [name for name in names if name not in by_muon]
         given = {name: value for name, value in settings.items() if name != "use_muon"}
         split += [({**kind, **given}, part) for kind, part in ((matrices, by_muon), (others, by_adam)) if part]

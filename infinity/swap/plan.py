@@ -13,6 +13,7 @@ from itertools import count
 
 import torch
 
+from infinity.errors import ConfigError
 from infinity.fsdp2.sharding import GroupOutline, padded_shape
 from infinity.schedule.pinned import (
     ACCESS_BYTES,
@@ -61,9 +62,10 @@ def plan_model(
         pinned_bytes: the budget; None takes what the model needs to run at full speed.
         memory_bytes: this rank's share of the memory that is available, `budget.memory_of_rank`.
 
-    Raises BudgetError where the budget, or the memory available, is too small.
+    Raises BudgetError where the budget, or the memory available, is too small, ConfigError for matrices that aren't whole.
     """
     groups, dtype = model.groups, model.dtype
+    _check_matrices(model, options)
     shards = _shards(model, options)
     foreign = _foreign_parts(model)
     numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, SUB_GROUP_NUMEL_DEFAULT)
@@ -109,6 +111,18 @@ def plan_model(
     )
     budget.check_budget(pinned, need, groups[largest].name, largest_bytes)
     return layout, pinned
+
+
+def _check_matrices(model: ModelOutline, options: PagingOptions) -> None:
+    if options.matrices and model.ranks > 1:
+        raise ConfigError(
+            f"PagingOptions.matrices needs whole matrices, and each is sharded over {model.ranks} ranks: use one rank"
+        )
+    shapes = {parameter.name: parameter.shape for group in model.groups for parameter in group.parameters}
+    wrong = sorted(name for name in options.matrices if name not in shapes or len(shapes[name]) != 2)
+    if wrong:
+        others = ", ..." if len(wrong) > 3 else ""
+        raise ConfigError(f"PagingOptions.matrices: {', '.join(wrong[:3])}{others} is no matrix of the model")
 
 
 def _shards(model: ModelOutline, options: PagingOptions) -> list[Shard]:

@@ -31,7 +31,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, Se
 
 import infinity
 from infinity.config import load_config
+from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
 from infinity.runtime.resolved import resolve
+from infinity.swap.plan import ModelOutline, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -377,6 +379,20 @@ def test_muon_takes_matrices_only(nvme_path: Path) -> None:
             model=trained, model_parameters=groups, config=config(nvme_path, optimizer={"type": "Muon", "params": {}})
         )
     assert not list(nvme_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "matrices", "why"),
+    [(2, {"w"}, "each is sharded over 2 ranks"), (1, {"w", "v", "b"}, "matrices: b, v is no matrix of the model")],
+)
+def test_matrices_that_are_not_there_whole_are_refused(ranks: int, matrices: set[str], why: str) -> None:
+    parameters = tuple(
+        ParameterOutline(name, torch.Size(shape), trained=True) for name, shape in {"w": (64, 64), "b": (64,)}.items()
+    )
+    outline = ModelOutline([GroupOutline("root", parameters, gathers=1)], ranks, torch.float32)
+    options = infinity.PagingOptions(matrices=frozenset(matrices), matrix_moments=("momentum_buffer",))
+    with pytest.raises(infinity.ConfigError, match=why):
+        plan_model(outline, options, None, 1 << 40)
 
 
 def test_muon_on_several_ranks_is_refused(nvme_path: Path) -> None:
