@@ -76,7 +76,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for group in params:
             if group["use_muon"]:
                 check_matrices(group["params"])
-            groups.append(with_defaults(group) if group["use_muon"] else {**adam.defaults, **group})
+            groups.append({**adam.defaults, **(with_defaults(group) if group["use_muon"] else group)})
         super().__init__(groups, {})
         self._parts = {True: torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))]), False: adam}
 

@@ -431,3 +431,20 @@ def test_muon_in_a_loop_of_one_s_own(nvme_path: Path) -> None:
             losses.append(loss.item())
         assert losses == expected[0][::3]
         assert all(p.data.full_tensor().equal(q) for p, q in zip(trained.parameters(), expected[1], strict=True))
+
+
+@pytest.mark.parametrize("saved_in", ["none", "nvme"])
+def test_a_checkpoint_of_muon_goes_on_in_memory_and_on_nvme(saved_in: str, nvme_path: Path) -> None:
+    def made(device: str) -> infinity.Engine:
+        path = nvme_path / "swap" if device == "nvme" else None
+        chosen = {"type": "Muon", "params": {"lr": 2e-2, "adam_lr": 3e-3}}
+        return infinity.initialize(model=model(), config=config(path, device, optimizer=chosen))[0]
+
+    with made(saved_in) as engine:
+        train(engine, range(2))
+        engine.save_checkpoint(nvme_path / "saved")
+        expected = train(engine, range(2, STEPS))
+    for device in ("none", "nvme"):
+        with made(device) as engine:
+            engine.load_checkpoint(nvme_path / "saved")
+            assert train(engine, range(2, STEPS)) == expected
