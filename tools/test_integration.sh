@@ -5,6 +5,7 @@
 #   tools/test_integration.sh deepspeed|transformers|lightning [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/stacked_venv.sh
 
 name=${1:-}
 case $name in
@@ -17,14 +18,7 @@ esac
 
 make_venv() {
     echo "test_integration: making .venv-$name: $name, on top of .venv"
-    rm -rf ".venv-$name"
-    local sight=()
-    grep -qi 'system-site-packages *= *true' .venv/pyvenv.cfg && sight=(--system-site-packages)
-    .venv/bin/python -m venv --without-pip "${sight[@]}" ".venv-$name"
-    local own below
-    own=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    below=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo "import site; site.addsitedir('$below')" >"$own/infinity-below.pth"
+    make_stacked_venv ".venv-$name"
     # `+cpu` is a build of torch that only its own index, or a wheel at hand, has; the one of .venv has to stay.
     local torch
     torch=$(.venv/bin/python -c 'import importlib.metadata; print(importlib.metadata.version("torch"))')

@@ -6,6 +6,7 @@
 #   tools/test_torch_versions.sh ["VERSION ..."] [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/stacked_venv.sh
 
 versions=(2.13.0 2.14.1 2.15.0)
 [[ -z ${1:-} ]] || read -ra versions <<<"$1"
@@ -14,14 +15,7 @@ shift $(($# > 0))
 make_venv() {
     local version=$1 venv=.venv-torch-$1
     echo "test_torch_versions: making $venv"
-    rm -rf "$venv"
-    local sight=()
-    grep -qi 'system-site-packages *= *true' .venv/pyvenv.cfg && sight=(--system-site-packages)
-    .venv/bin/python -m venv --without-pip "${sight[@]}" "$venv"
-    local packages below
-    packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    below=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo "import site; site.addsitedir('$below')" >"$packages/infinity-below.pth"
+    make_stacked_venv "$venv"
     # --ignore-installed: a torch that is seen here already, in .venv or below that, doesn't count.
     local pip=("$venv/bin/python" -m pip install --quiet --no-compile --retries 1 --timeout 30)
     "${pip[@]}" --ignore-installed --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "torch==$version+cpu" \
