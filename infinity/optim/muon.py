@@ -45,10 +45,19 @@ def is_for_muon(name: str, shape: Sequence[int]) -> bool:
 
 
 def with_defaults(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group of matrices with torch's settings where it has none. Raises ConfigError where torch has no Muon."""
+    """A parameter group of matrices with torch's settings where it has none. Raises ConfigError for what torch refuses, some of
+    it in the midst of a step, and where torch has no Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise ConfigError(f"optimizer Muon needs torch 2.9 or newer, and this is {torch.__version__}")
-    return {**torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))]).defaults, **group}
+    asked = {field.name: group[field.name] for field in fields(MuonSettings) if field.name in group}
+    matrix = nn.Parameter(torch.zeros(1, 1))
+    matrix.grad = torch.zeros(1, 1)
+    try:
+        tried = torch.optim.Muon([matrix], **asked)
+        tried.step()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer Muon: {error}, with {asked}") from error
+    return {**tried.defaults, **group}
 
 
 def muon_(settings: MuonSettings, *, master: torch.Tensor, grad: torch.Tensor, momentum_buffer: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, Se
 import infinity
 from infinity.config import load_config
 from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
+from infinity.optim.muon import MuonAdamW
 from infinity.runtime.resolved import resolve
 from infinity.swap.plan import ModelOutline, plan_model
 
@@ -78,7 +79,11 @@ def plain(
 ) -> tuple[list[float], list[torch.Tensor]]:
     trained = model()
     optimizer = make(trained.parameters())
-    moves = schedule(optimizer) if schedule else None
+    return loop(trained, optimizer, schedule(optimizer) if schedule else None), [p.data for p in trained.parameters()]
+
+
+def loop(trained: nn.Module, optimizer: Optimizer, moves: Any = None) -> list[float]:
+    """As a program without an engine trains; losses and learning rates. `moves`: a schedule."""
     losses = []
     for step in range(STEPS):
         loss = trained(batch(step)).square().mean()
@@ -88,7 +93,7 @@ def plain(
         if moves is not None:
             moves.step()
         losses += [loss.item(), *(group["lr"] for group in optimizer.param_groups)]
-    return losses, [p.data for p in trained.parameters()]
+    return losses
 
 
 def same(expected: tuple[list[float], list[torch.Tensor]], got: tuple[list[float], list[torch.Tensor]]) -> bool:
@@ -371,6 +376,17 @@ def test_a_group_says_what_muon_updates(nvme_path: Path) -> None:
         assert sum(sub.nbytes for sub in engine.swap.paged.layout.sub_groups if sub.whole) == 8 * numel  # fp32 masters
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [({"ns_steps": 100}, "less than 100"), ({"lr": -1.0}, ">= 0"), ({"adjust_lr_fn": "no"}, "no is not")],
+)
+@pytest.mark.parametrize("make", [MuonAdamW, infinity.PagedMuon])
+def test_muon_refuses_at_once_what_torch_refuses_in_a_step(make: Any, wrong: dict[str, Any], why: str) -> None:
+    more: Any = {"swap": None} if make is infinity.PagedMuon else {}
+    with pytest.raises(infinity.ConfigError, match=f"optimizer Muon: .*{why}"):
+        make([{"params": [nn.Parameter(torch.zeros(2, 2))], "use_muon": True, **wrong}], **more)
+
+
 def test_muon_takes_matrices_only(nvme_path: Path) -> None:
     trained = model()
     groups = [{"params": [p for p in trained.parameters() if p.ndim == 1], "use_muon": True}]
@@ -422,14 +438,7 @@ def test_muon_in_a_loop_of_one_s_own(nvme_path: Path) -> None:
         with pytest.raises(infinity.ConfigError, match="is in a group without use_muon, and was named in"):
             infinity.PagedMuon([{"params": [*trained.parameters()]}], swap=swap)
         optimizer = infinity.PagedMuon(groups, swap=swap, fused=True, weight_decay=0.1)
-        losses = []
-        for step in range(STEPS):
-            loss = trained(batch(step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses == expected[0][::3]
+        assert loop(trained, optimizer) == expected[0]
         assert all(p.data.full_tensor().equal(q) for p, q in zip(trained.parameters(), expected[1], strict=True))
 
 
