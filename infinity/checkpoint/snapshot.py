@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from infinity.store.commit import ArenaLayout
@@ -104,8 +103,8 @@ def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
                 pieces = pieces_of(part, shards, where, at, cut.numel)
                 if part.whole and any(piece.numel != shards[piece.shard].numel for piece in pieces):
                     raise ValueError(f"sub-group {index} cuts a matrix that is whole")
-                sub = SubGroup(index, space, at, cut.numel, trained, itemsize, pieces, cut.split)
-                sub_groups.append(replace(sub, moments=moments, whole=part.whole))
+                of_sub = (index, space, at, cut.numel, trained, itemsize, pieces, cut.split)
+                sub_groups.append(SubGroup(*of_sub, moments=moments, whole=part.whole))
                 at += cut.numel
     if next(stored, None) is not None:
         raise ValueError("it has more sub-groups than its parameters need")

@@ -288,8 +288,8 @@ def plan_layout(
             for start, numel in _cut_part(part, place, keep, sub_group_numel_max):
                 pieces = pieces_of(part, shards, place, start, numel)
                 split = split_master and trained and itemsize > 0 and not hold_state
-                sub = SubGroup(count, space, start, numel, trained, itemsize, pieces, split, held)
-                sub = replace(sub, moments=of_part, whole=part.whole)
+                of_sub = (count, space, start, numel, trained, itemsize, pieces, split, held)
+                sub = SubGroup(*of_sub, moments=of_part, whole=part.whole)
                 gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
                 in_cache = keep.fields_of(sub, start - part.start)
                 cuts.append(replace(sub, cached=in_cache, gradient_itemsize=gradient))
