@@ -48,7 +48,7 @@ def abandon_unfinished_pass(model: nn.Module, *, root_may_run: bool = False) -> 
     and from torch 2.15 on drops the reduced gradients too, of backward passes before this one: they are kept here.
     """
     assert isinstance(model, FSDPModule)
-    if not _is_in_pass(model, root_may_run=root_may_run):
+    if not is_in_pass(model, root_may_run=root_may_run):
         return False
     if not hasattr(model, "reset_iter_state"):
         raise InfinityError(
@@ -69,17 +69,17 @@ def abandon_unfinished_pass(model: nn.Module, *, root_may_run: bool = False) -> 
 
 def is_at_rest(model: nn.Module, *, gathered: bool) -> bool:
     """Whether no pass of this root is going on. `gathered`: whether something of it may be gathered all the same."""
-    assert isinstance(model, FSDPModule)
-    return not _is_in_pass(model) and (gathered or all(group.is_sharded for group in _all_groups(model)))
+    return not is_in_pass(model) and (gathered or all(group.is_sharded for group in _all_groups(model)))
 
 
 def gathered_groups(model: nn.Module) -> list[int]:
     """The numbers of the groups that are gathered."""
-    assert isinstance(model, FSDPModule)
     return [number for number, group in enumerate(_all_groups(model)) if not group.is_sharded]
 
 
-def _is_in_pass(model: FSDPModule, *, root_may_run: bool = False) -> bool:
+def is_in_pass(model: nn.Module, *, root_may_run: bool = False) -> bool:
+    """Whether a pass of this root is going on, or was ended by an exception. `root_may_run`: see `abandon_unfinished_pass`."""
+    assert isinstance(model, FSDPModule)
     root = model._get_fsdp_state()
     shared = root._state_ctx
     if shared.post_backward_final_callback_queued or (shared.iter_forward_root is not None and not root_may_run):
@@ -89,8 +89,9 @@ def _is_in_pass(model: FSDPModule, *, root_may_run: bool = False) -> bool:
     return any(holder._training_state.name != "IDLE" and holder not in running for holder in holders)
 
 
-def _all_groups(model: FSDPModule) -> list[Any]:
+def _all_groups(model: nn.Module) -> list[Any]:
     """Of a root; none before its first forward."""
+    assert isinstance(model, FSDPModule)
     return [group for state in model._get_fsdp_state()._state_ctx.all_states for group in param_groups_of(state)]
 
 
@@ -266,12 +267,19 @@ def gathers_nothing_alone() -> bool:
     return "_all_gather_output" in FSDPParamGroup.__init__.__code__.co_names
 
 
-def is_gathered_for_its_forward(module: nn.Module) -> bool:
-    """Whether a group is being gathered for a forward of its own module, and freed when that ends."""
-    assert isinstance(module, FSDPModule)
-    groups = param_groups_of(module._get_fsdp_state())
-    in_forward = all(group._training_state.name == "FORWARD" for group in groups)
-    return in_forward and all(group._reshard_after_forward for group in groups)
+def is_in_forward(module: FSDPModule) -> bool:
+    """Whether a forward of the group's module is going on, or about to."""
+    return all(group._training_state.name == "FORWARD" for group in param_groups_of(module._get_fsdp_state()))
+
+
+def is_running(module: FSDPModule) -> bool:
+    """Whether a pass through the group is going on, or was ended by an exception."""
+    return any(group._training_state.name != "IDLE" for group in param_groups_of(module._get_fsdp_state()))
+
+
+def resharding_after_forward(module: FSDPModule) -> bool:
+    """Whether FSDP2 frees the group when its forward ends."""
+    return all(group._reshard_after_forward for group in param_groups_of(module._get_fsdp_state()))
 
 
 def replace_collectives(module: FSDPModule, gather: AllGather, reduction: ReduceScatter) -> None:

@@ -82,11 +82,17 @@ class UnshardedMemory:
         parameter.data = elements.view(parameter.shape)
         self._lent = _Lent(parameter, before, elements, freed, _holders(elements), parameter._version)
 
-    def take_back(self) -> None:
-        """What was lent may change: if FSDP2 hasn't freed the parameter, it has a copy of its own."""
+    @property
+    def was_written(self) -> bool:
+        """Whether what is lent was written to."""
+        return self._lent is not None and self._lent.parameter._version != self._lent.version
+
+    def take_back(self, *, copy: bool) -> None:
+        """What was lent may change: if FSDP2 hasn't freed the parameter, it has a copy of its own, or is to free it now."""
         lent = self._lent
         if lent is not None:
-            self.fill(lambda storage: storage.copy_(lent.elements))
+            if copy:
+                self.fill(lambda storage: storage.copy_(lent.elements))
             lent.parameter.data = lent.before
             self._lent = None
 
@@ -117,10 +123,10 @@ class UnshardedMemory:
         if lent is None:
             self.tensor.untyped_storage().resize_(0)
             return
-        self._lent = None
+        written, self._lent = self.was_written, None
         lent.parameter.data = lent.before
         outlives = _holders(lent.elements) > lent.holders - 1  # the parameter was one of them
-        lent.freed(lent.parameter._version != lent.version)
+        lent.freed(written)
         if outlives:
             raise InfinityError(
                 f"a view of a frozen weight of shape {tuple(lent.parameter.shape)} is held after its group's forward, which "

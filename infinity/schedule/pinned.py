@@ -25,6 +25,7 @@ at worst the shorter of the two times is lost. This is for speed alone, so it le
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.units import MIB, align_up
@@ -72,6 +73,11 @@ class PinnedBudget:
 def gather_bytes(group_bytes_max: int) -> int:
     """Bytes that gathering needs when the largest group has `group_bytes_max`."""
     return GROUPS_HELD * align_up(group_bytes_max)
+
+
+def whole_bytes(group_bytes: Sequence[int]) -> int:
+    """Bytes that a pool needs to hold all groups of a model at once, by their bytes, and to gather one of them all the same."""
+    return sum(map(align_up, group_bytes)) + gather_bytes(max(group_bytes, default=0)) + ACCESS_BYTES
 
 
 def pipeline_bytes(group_bytes_max: int, sub_group_bytes: int) -> int:

@@ -13,6 +13,7 @@ devices; what they do is the training thread's.)
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +35,10 @@ from infinity.fsdp2.sharding import (
     in_backward,
     install,
     is_at_rest,
+    is_in_pass,
 )
 from infinity.fsdp2.vertical import micro_batches_in, reductions_in
-from infinity.schedule.pinned import sub_groups_ahead
+from infinity.schedule.pinned import sub_groups_ahead, whole_bytes
 from infinity.store.arena import Arena
 from infinity.store.commit import ArenaLayout
 from infinity.store.layout import Field
@@ -103,7 +105,7 @@ class Paging:
         look_ahead_bytes = options.look_ahead_bytes(paged.compute_dtype)
         self.policy = StagingPolicy(paged, options, self._room_bytes - spilling, look_ahead_bytes)
         ahead = self._make_ahead(machinery, look_ahead_bytes)
-        lending = Lending(paged, allowed=self.fills_parameters)
+        lending = Lending(paged, allowed=self.fills_parameters, holds_all=self._room_bytes >= _whole_bytes(paged))
         self.parameters = ParameterLap(paged, self.policy, machinery.direct, ahead, lending, alone=alone)
         self._lock = threading.RLock()
         """Held in whatever another floor sets off here: see `entered`."""
@@ -150,6 +152,10 @@ class Paging:
         index_of = {cast(nn.Module, group.module): index for index, group in enumerate(groups)}
         for experts in routed_experts(model):
             experts.coming = partial(_read_experts, weakref.ref(self), [index_of[expert] for expert in experts])
+        if self.parameters.lending.for_good:
+            for paged, group in zip(self.paged.groups, groups, strict=True):
+                hook = partial(self._begin_group, paged)
+                cast(nn.Module, group.module).register_forward_pre_hook(hook, prepend=True)  # before FSDP2 gathers
         if self.options.update == "backward":
             for number, group in enumerate(groups):
                 cast(nn.Module, group.module).register_forward_pre_hook(partial(self._count_forward, number))
@@ -291,8 +297,10 @@ class Paging:
         model = self._model()
         assert model is not None
         began = self.policy.in_pass or self._in_use or self._broken
-        self.parameters.lending.take_back()
-        unfinished = abandon_unfinished_pass(model, root_may_run=at_root and not began)
+        root_may_run = at_root and not began
+        if began or is_in_pass(model, root_may_run=root_may_run):
+            self.parameters.lending.take_back()
+        unfinished = abandon_unfinished_pass(model, root_may_run=root_may_run)
         if unfinished and self.paged.health.state is Health.PART_STEPPED:
             self.paged.health.tear("a backward that an exception ended")
         if unfinished or began:
@@ -319,6 +327,9 @@ class Paging:
             self.paged.health.check_whole()  # before FSDP2 begins a pass that is then refused at its first gather
             trains = module.training and torch.is_grad_enabled()
             self.policy.begin_pass(trains=trains, micro_batches=micro_batches_in(args), reductions=reductions_in(args))
+
+    def _begin_group(self, group: PagedGroup, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.parameters.lending.begin_forward(group)
 
     def _count_forward(self, group: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.is_grad_enabled() and not in_backward():
@@ -385,6 +396,14 @@ class Paging:
                 'read, for updates in the backward or from a cache (infinity.update "forward" or "step")'
             )
         return DeviceAhead(self.policy, bytes_max=largest)
+
+
+def _whole_bytes(paged: PagedModel) -> float:
+    """What the pool takes to hold all of a model at once, beside groups that come and go; infinite where it would not be in
+    the form in which it is computed with."""
+    as_computed = all(shard.lies_in(paged.compute_dtype) for shard in paged.shards if shard.resident is None)
+    nbytes = [group.chunk.lease_bytes for group in paged.groups if group.chunk is not None]
+    return whole_bytes(nbytes) if as_computed and not paged.layout.cached_bytes else math.inf
 
 
 def _read_experts(paging: weakref.ref[Paging], groups: Sequence[int], numbers: Sequence[int]) -> None:

@@ -16,13 +16,13 @@ import torch
 from infinity.errors import ConfigError
 from infinity.fsdp2.sharding import GroupOutline, padded_shape
 from infinity.schedule.pinned import (
-    ACCESS_BYTES,
     GATHERS_IN_USE,
     SUB_GROUP_NUMEL_DEFAULT,
     PinnedBudget,
     comfortable_bytes,
     gather_bytes,
     pipeline_bytes,
+    whole_bytes,
 )
 from infinity.schedule.scheme import Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES, groups_that_spill
@@ -102,8 +102,7 @@ def plan_model(
         held = _held_gradient_bytes(layout, options) if options.update == "backward" else 0
         pinned = comfortable_bytes(gather, stepped, waiting, memory_bytes, held) + reserved
         if not any(shard.trained for shard in shards):  # it is only run: what the pool holds of it is not read again
-            whole = gather + ACCESS_BYTES + sum(group_bytes) + reserved
-            pinned = max(pinned, int(min(whole, memory_bytes // 2)))
+            pinned = max(pinned, int(min(whole_bytes(group_bytes) + reserved, memory_bytes // 2)))
     budget.check_available(pinned, memory_bytes)
     pipeline = pipeline_bytes(largest_bytes, stepped)
     need = PinnedBudget(

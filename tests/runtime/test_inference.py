@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import infinity
 from infinity.errors import ConfigError, InfinityError
+from infinity.fsdp2.unsharded import UnshardedMemory
 
 CASE = Case(width=512)
 
@@ -138,8 +139,8 @@ class Uses(torch.nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.weight = torch.nn.Parameter(torch.empty(256, 256))
-        self.none = torch.nn.Parameter(torch.empty(0, 256))
+        self.weight = torch.nn.Parameter(torch.empty(512, 512))
+        self.none = torch.nn.Parameter(torch.empty(0, 512))
         self.view: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,16 +156,20 @@ class Uses(torch.nn.Module):
         return x @ self.weight
 
 
-def using(how: str, weights: Path) -> infinity.InferenceEngine:
+TIGHT = "10MiB"
+"""Too little for all of `using`'s model."""
+
+
+def using(how: str, weights: Path, pinned: str = TIGHT) -> infinity.InferenceEngine:
     torch.manual_seed(4)
-    tensors = {f"{i}.weight": torch.randn(256, 256) / 16 for i in range(4)}
+    tensors = {f"{i}.weight": torch.randn(512, 512) / 16 for i in range(4)}
     weights.mkdir(parents=True, exist_ok=True)
-    save_file(tensors | {f"{i}.none": torch.empty(0, 256) for i in range(4)}, weights / "model.safetensors")
+    save_file(tensors | {f"{i}.none": torch.empty(0, 512) for i in range(4)}, weights / "model.safetensors")
     with infinity.init_empty():
         model = torch.nn.Sequential(*(Uses(how) for _ in range(4)))
     config = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
-        "infinity": {"wrap": ["Uses"]},
+        "infinity": {"wrap": ["Uses"], "pinned_bytes_max": pinned},
     }
     return infinity.init_inference(model, config, weights=weights)
 
@@ -172,7 +177,7 @@ def using(how: str, weights: Path) -> infinity.InferenceEngine:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("how", ["saves", "holds"])
 def test_a_view_that_would_outlive_what_is_lent_is_refused(how: str, nvme_path: Path) -> None:
-    x = torch.ones(2, 256)
+    x = torch.ones(2, 512)
     with using(how, nvme_path / "weights") as engine:
         engine(x)  # the first gather copies
         with pytest.raises(InfinityError, match=r"a view of a frozen weight of shape .* is held"):
@@ -185,16 +190,81 @@ def test_a_view_that_would_outlive_what_is_lent_is_refused(how: str, nvme_path: 
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_a_forward_writes_into_a_lent_weight_is_forgotten(nvme_path: Path) -> None:
-    with using("writes", nvme_path / "weights") as engine:
-        made = [engine(torch.ones(2, 256)) for _ in range(4)]
-        assert engine.swap is not None and not any(group.in_use for group in engine.swap.paging.paged.groups)
+    made = []
+    for pinned in (TIGHT, "auto"):
+        with using("writes", nvme_path / "weights", pinned) as engine:
+            made += [engine(torch.ones(2, 512)) for _ in range(4)]
+            assert lent_groups(engine) == (0 if pinned == TIGHT else 4)
     assert all(torch.equal(made[0], other) for other in made)
 
 
+def lent_groups(engine: infinity.InferenceEngine) -> int:
+    assert engine.swap is not None
+    return sum(group.in_use for group in engine.swap.paging.paged.groups)
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_what_is_gathered_by_hand_is_not_lent(nvme_path: Path) -> None:
-    x = torch.ones(2, 256)
-    with using("", nvme_path / "weights") as engine:
+def test_where_the_pool_holds_the_model_each_group_is_gathered_once(nvme_path: Path) -> None:
+    weights = adapted.save(nvme_path, CASE)
+    expected, _ = run(weights, "none", rounds=8)
+    with infinity.init_empty():
+        model = adapted.Model(CASE.width)
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+        "infinity": {"wrap": ["Block"]},
+    }
+    with infinity.init_inference(model, config, weights=weights) as engine:
+        assert engine.swap is not None
+        gathers: list[str] = []
+        lap = engine.swap.paging.parameters
+        begin = lap._begin
+        lap._begin = lambda shard, *args: (gathers.append(shard.group.name), begin(shard, *args))[1]
+        losses = [engine(adapted.tokens(0)).item(), engine(adapted.tokens(1)).item()]
+        gathers.clear()
+        seen: list[bool] = []
+        where_it_computes(engine, seen)
+        losses.append(engine(adapted.tokens(2)).item())
+        assert seen == [True] * adapted.BLOCKS and not gathers
+
+        # An exception: nothing of what isn't being computed with is copied, and nothing is lost.
+        where_it_computes(engine, [], stop_at=2)
+        with pytest.raises(ValueError, match="in the middle"):
+            engine(adapted.tokens(3))
+        for block in engine.module.blocks:
+            block.norm._forward_pre_hooks.clear()
+        copies: list[int] = []
+        fill = UnshardedMemory.fill
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                UnshardedMemory, "fill", lambda self, write: (copies.append(self.nbytes), fill(self, write))[1]
+            )
+            losses.append(engine(adapted.tokens(3)).item())
+        large = 2 * CASE.width * CASE.width * 2
+        assert copies.count(large) == 2 and len(set(gathers)) >= adapted.BLOCKS  # those of one block
+        losses.append(engine(adapted.tokens(4)).item())
+
+        # With gradients, autograd keeps views: what is lent is freed first.
+        inputs = torch.randn(2, 256, CASE.width, requires_grad=True)
+        made = engine.module.blocks[1](inputs)
+        made.float().square().mean().backward()
+        assert inputs.grad is not None and inputs.grad.isfinite().all()
+        losses.append(engine(adapted.tokens(5)).item())
+
+        # So is it for a look at the values.
+        values = engine.module.state_dict()
+        assert lent_groups(engine) == 0 and len(values) > 4
+        gathers.clear()
+        losses += [engine(adapted.tokens(number)).item() for number in (6, 7)]
+        assert len(set(gathers)) > adapted.BLOCKS and lent_groups(engine) >= adapted.BLOCKS
+    assert losses == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("pinned", [TIGHT, "auto"])
+def test_what_is_gathered_by_hand_is_not_lent(nvme_path: Path, pinned: str) -> None:
+    x = torch.ones(2, 512)
+    with using("", nvme_path / "weights", pinned) as engine:
         expected = engine(x), engine(x)
         for module in engine.module:
             with torch.no_grad():
@@ -210,9 +280,10 @@ def test_what_is_gathered_by_hand_is_not_lent(nvme_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_engine_that_is_closed_in_a_forward_says_so(nvme_path: Path) -> None:
-    x = torch.ones(2, 256)
-    with using("", nvme_path / "weights") as engine:
+@pytest.mark.parametrize("pinned", [TIGHT, "auto"])
+def test_an_engine_that_is_closed_in_a_forward_says_so(nvme_path: Path, pinned: str) -> None:
+    x = torch.ones(2, 512)
+    with using("", nvme_path / "weights", pinned) as engine:
         expected = engine(x)
         engine(x)
         made: list[torch.Tensor] = []
