@@ -6,7 +6,7 @@
 Every way updates the same number of elements, sub-group by sub-group: scales the fp32 gradients, does one step of AdamW, and
 leaves a bf16 copy of the new weights, but for those called "alone", which only do the step. Ways run in an order that
 changes from round to round; figures are medians. GB/s counts the bytes that must move for what a way leaves, however often it
-moves them: 28 an element where the master is kept as copy and remainder (26 with bf16 gradients), 30 where it is kept in full,
+moves them: 28 an element where the master is kept as copy and remainder (26 with bf16 gradients, 20 with bf16 moments), 30 where it is kept in full,
 28 for the step alone. `memory` is a pass over one field of the same memory, read and written. Prints a table and, last, one
 JSON line; --save appends it to bench/results/adam.jsonl.
 """
@@ -39,6 +39,7 @@ SECONDS_MIN = 0.1  # of one measurement; a way is repeated until it took as long
 MUST_MOVE = {
     "kernel split": 28,
     "kernel split, bf16 gradients": 26,
+    "kernel split, bf16 moments": 20,
     "kernel full": 30,
     "torch split": 28,
     "torch": 30,
@@ -78,6 +79,7 @@ class Sets:
         self.master, self.grad, self.exp_avg, self.exp_avg_sq = (field(numel, torch.float32) for _ in range(4))
         self.exp_avg_sq.abs_()
         self.grad16 = field(numel, torch.bfloat16)
+        self.moments16 = field(numel, torch.bfloat16), field(numel, torch.bfloat16).abs_()
         self.copy = field(numel, torch.bfloat16)
         self.remainder = field(numel, torch.int16)
         self.ties = {
@@ -86,6 +88,7 @@ class Sets:
         self.ways: dict[str, Callable[[slice], None]] = {
             "kernel split": self.kernel_split,
             "kernel split, bf16 gradients": self.kernel_split16,
+            "kernel split, bf16 moments": self.kernel_small_moments,
             "kernel full": self.kernel_full,
             "torch split": self.torch_split,
             "torch": self.torch,
@@ -106,14 +109,17 @@ class Sets:
             update(place)
         return perf_counter() - began
 
-    def kernel_split(self, at: slice, grad: torch.Tensor | None = None) -> None:
+    def kernel_split(
+        self, at: slice, grad: torch.Tensor | None = None, moments: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        exp_avg, exp_avg_sq = moments or (self.exp_avg, self.exp_avg_sq)
         self.ties[at.start] = kernel.update(
             SETTINGS,
             step=STEP,
             grad_scale=GRAD_SCALE,
-            pieces=[GradPiece(0, self.grad[at] if grad is None else grad[at])],
-            exp_avg=self.exp_avg[at],
-            exp_avg_sq=self.exp_avg_sq[at],
+            pieces=[GradPiece(0, self.grad[at] if grad is None else grad[at], key=1, place=at.start)],
+            exp_avg=exp_avg[at],
+            exp_avg_sq=exp_avg_sq[at],
             compute_param=self.copy[at],
             remainder=self.remainder[at],
             ties=self.ties[at.start],
@@ -121,6 +127,9 @@ class Sets:
 
     def kernel_split16(self, at: slice) -> None:
         self.kernel_split(at, self.grad16)
+
+    def kernel_small_moments(self, at: slice) -> None:
+        self.kernel_split(at, moments=self.moments16)
 
     def kernel_full(self, at: slice) -> None:
         kernel.update(

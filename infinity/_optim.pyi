@@ -25,7 +25,8 @@ def update(
     grad_scale: float,
     grad_dtype: str,
     compute_dtype: str,
-    pieces: Sequence[tuple[int, int, int, int, int]],
+    moments_dtype: str,
+    pieces: Sequence[tuple[int, int, int, int, int, int, int]],
     numel: int,
     exp_avg: int,
     exp_avg_sq: int,
@@ -38,7 +39,7 @@ def update(
     threads: int,
     instructions: str,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
-    """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel), ascending.
+    """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel, key, place), ascending.
 
     Of the addresses `master`, `copy` and `remainder`, 0 means none. `compute_dtype` is that of what lies at `copy` beside a
     master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.

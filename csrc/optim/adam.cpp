@@ -58,6 +58,7 @@ void check(const std::vector<Piece>& pieces, int64_t numel) {
   for (const Piece& piece : pieces) {
     bool fits = piece.numel >= 0 && piece.offset >= behind && piece.offset + piece.numel <= numel;
     if (!fits) throw std::invalid_argument("pieces must ascend without overlap, and end within their sub-group");
+    if (piece.place < 0) throw std::invalid_argument("a piece begins in front of its parameter");
     if (piece.start < 0 || piece.start + piece.numel > piece.shard_numel) {
       throw std::invalid_argument("a piece reaches out of its shard");
     }
@@ -69,18 +70,43 @@ int64_t itemsize(Grad grad) {
   return grad == Grad::kFloat32 ? 4 : 2;
 }
 
+int64_t itemsize(Moments moments) {
+  return moments == Moments::kFloat32 ? 4 : 2;
+}
+
+// Steele, Lea and Flood's mixing function ("Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+uint64_t mixed(uint64_t bits) {
+  bits += 0x9e3779b97f4a7c15;
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
+  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
+  return bits ^ (bits >> 31);
+}
+
+constexpr int64_t kNumbers = int64_t{1} << 32;  // elements with one seed: see [Note: Rounded by chance]
+
+uint32_t seed_of(uint64_t key, double step, int64_t place) {
+  uint64_t of_step = mixed(key ^ mixed(static_cast<uint64_t>(step)));
+  return static_cast<uint32_t>(mixed(of_step ^ static_cast<uint64_t>(place / kNumbers)));
+}
+
 // The spans of all pieces, in order, each within one block: kBlockNumel elements from a multiple of that on.
-std::vector<Span> spans_of(const std::vector<Piece>& pieces, const Fields& fields, Grad grad) {
+std::vector<Span> spans_of(const std::vector<Piece>& pieces, const Fields& fields, Grad grad, double step) {
   std::vector<Span> spans;
+  auto moment_at = [&](void* field, int64_t index) {
+    return static_cast<void*>(static_cast<std::byte*>(field) + index * itemsize(fields.moments));
+  };
   auto at = [](auto* field, int64_t index) { return field == nullptr ? nullptr : field + index; };
   for (const Piece& piece : pieces) {
     int64_t tail = std::clamp<int64_t>(tail_of(piece.shard_numel) - piece.start, 0, piece.numel);
     for (int64_t begin = 0, numel; begin < piece.numel; begin += numel) {
       int64_t index = piece.offset + begin;
-      numel = std::min(kBlockNumel - index % kBlockNumel, (begin < tail ? tail : piece.numel) - begin);
-      spans.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad), at(fields.exp_avg, index),
-                       at(fields.exp_avg_sq, index), at(fields.master, index), at(fields.compute_param, index),
-                       at(fields.remainder, index), index, numel, begin >= tail});
+      int64_t place = piece.place + begin;
+      numel = std::min({kBlockNumel - index % kBlockNumel, (begin < tail ? tail : piece.numel) - begin,
+                        kNumbers - place % kNumbers});
+      spans.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad), moment_at(fields.exp_avg, index),
+                       moment_at(fields.exp_avg_sq, index), at(fields.master, index), at(fields.compute_param, index),
+                       at(fields.remainder, index), index, numel, begin >= tail, seed_of(piece.key, step, place),
+                       static_cast<uint32_t>(place % kNumbers)});
     }
   }
   return spans;
@@ -91,11 +117,11 @@ class PagesOfBlocks {
  public:
   PagesOfBlocks(Pages& pages, const Fields& fields) : pages_(pages), numel_(fields.numel) {
     pages_.wrong = -1;
-    add(fields.exp_avg);
-    add(fields.exp_avg_sq);
-    add(fields.master);
-    add(fields.compute_param);
-    add(fields.remainder);
+    add(fields.exp_avg, itemsize(fields.moments));
+    add(fields.exp_avg_sq, itemsize(fields.moments));
+    add(fields.master, sizeof(float));
+    add(fields.compute_param, sizeof(uint16_t));
+    add(fields.remainder, sizeof(uint16_t));
     if (numel_ % kPageNumel != 0) throw std::invalid_argument("only whole pages can be verified and summed");
   }
 
@@ -129,13 +155,11 @@ class PagesOfBlocks {
     int64_t itemsize;
   };
 
-  template <typename T>
-  void add(const T* field) {
+  void add(const void* field, int64_t itemsize) {
     auto at = reinterpret_cast<uintptr_t>(field), begin = reinterpret_cast<uintptr_t>(pages_.begin);
     auto bytes = static_cast<uintptr_t>(pages_.count * kPageBytes);
     if (field == nullptr || at < begin || at >= begin + bytes) return;
     auto offset = static_cast<int64_t>(at - begin);
-    int64_t itemsize = sizeof(T);
     if (offset % kPageBytes != 0 || offset + numel_ * itemsize > pages_.count * kPageBytes) {
       throw std::invalid_argument("a field must begin with a page and end with one of those that are summed");
     }
@@ -242,10 +266,11 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
   check(ties, fields.numel);
   check(pieces, fields.numel);
   const Scalars scalars = scalars_of(settings);
-  const std::vector<Span> spans = spans_of(pieces, fields, grad);
+  const std::vector<Span> spans = spans_of(pieces, fields, grad, settings.step);
   std::optional<PagesOfBlocks> guarded;
   if (pages != nullptr) guarded.emplace(*pages, fields);
-  auto* kernel = kernels_named(means.instructions).update[static_cast<size_t>(grad)][static_cast<size_t>(kind)];
+  auto& of_grad = kernels_named(means.instructions).update[static_cast<size_t>(grad)];
+  auto* kernel = of_grad[static_cast<size_t>(kind)][static_cast<size_t>(fields.moments)];
   auto rounded_up = run_blocks(fields.numel, ties, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
     if (guarded.has_value() && !guarded->verify(begin)) return;
     auto lies_before = [begin](const Span& span) { return span.index < begin; };

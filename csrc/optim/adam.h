@@ -16,6 +16,9 @@ enum class Grad { kFloat32, kBfloat16, kFloat16 };
 // [Note: Ties].
 enum class Master { kSplit, kFull, kFullWithBfloat16, kFullWithFloat16 };
 
+// How the moments are kept. As bfloat16 they are rounded by chance: see [Note: Rounded by chance] in kernels.inc.
+enum class Moments { kFloat32, kBfloat16 };
+
 // The hyper-parameters, named as in torch.optim.AdamW; `step` counts from 1.
 struct Settings {
   double lr;
@@ -32,21 +35,24 @@ struct Settings {
 // The fields of a sub-group of `numel` elements; what its `Master` does not have is null.
 struct Fields {
   int64_t numel;
-  float* exp_avg;
-  float* exp_avg_sq;
+  Moments moments;
+  void* exp_avg;
+  void* exp_avg_sq;
   float* master;
   uint16_t* compute_param;
   uint16_t* remainder;
 };
 
 // `numel` gradients for the elements of a sub-group from `offset` on, which are those of a shard of `shard_numel`
-// elements from `start` on.
+// elements from `start` on. The first one is number `place` of a parameter whose random numbers are those of `key`.
 struct Piece {
   const void* grad;
   int64_t offset;
   int64_t numel;
   int64_t start;
   int64_t shard_numel;
+  uint64_t key;
+  int64_t place;
 };
 
 // Ascending indices of elements in a sub-group.

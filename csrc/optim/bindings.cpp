@@ -47,6 +47,12 @@ Grad grad_of(const std::string& dtype) {
   throw py::value_error("gradients must be float32, bfloat16 or float16, got " + dtype);
 }
 
+Moments moments_of(const std::string& dtype) {
+  if (dtype == "float32") return Moments::kFloat32;
+  if (dtype == "bfloat16") return Moments::kBfloat16;
+  throw py::value_error("moments must be float32 or bfloat16, got " + dtype);
+}
+
 Master master_of(const Fields& fields, const std::string& compute_dtype) {
   if (fields.remainder != nullptr) return Master::kSplit;
   if (fields.compute_param == nullptr) return Master::kFull;
@@ -58,13 +64,13 @@ Means means_of(int threads, const std::string& instructions) {
   return {threads, instructions};
 }
 
-using PieceFields = std::tuple<Address, int64_t, int64_t, int64_t, int64_t>;
+using PieceFields = std::tuple<Address, int64_t, int64_t, int64_t, int64_t, uint64_t, int64_t>;
 
 std::vector<Piece> pieces_of(const std::vector<PieceFields>& rows) {
   std::vector<Piece> pieces;
   pieces.reserve(rows.size());
-  for (const auto& [grad, offset, numel, start, shard_numel] : rows) {
-    pieces.push_back({at<const void>(grad), offset, numel, start, shard_numel});
+  for (const auto& [grad, offset, numel, start, shard_numel, key, place] : rows) {
+    pieces.push_back({at<const void>(grad), offset, numel, start, shard_numel, key, place});
   }
   return pieces;
 }
@@ -74,14 +80,15 @@ using SumsArray = py::array_t<uint32_t, py::array::c_style>;
 // The ties; where pages were to be verified and summed, their sums, and the number of the first wrong one or -1.
 py::tuple update_fields(double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled,
                         bool maximize, double step, double grad_scale, const std::string& grad_dtype,
-                        const std::string& compute_dtype, const std::vector<PieceFields>& rows, int64_t numel,
-                        Address exp_avg, Address exp_avg_sq, Address master, Address compute_param, Address remainder,
-                        const TiesArray& ties, Address pages, const SumsArray& expected, int threads,
-                        const std::string& instructions) {
+                        const std::string& compute_dtype, const std::string& moments_dtype,
+                        const std::vector<PieceFields>& rows, int64_t numel, Address exp_avg, Address exp_avg_sq,
+                        Address master, Address compute_param, Address remainder, const TiesArray& ties, Address pages,
+                        const SumsArray& expected, int threads, const std::string& instructions) {
   Settings settings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, step, static_cast<float>(grad_scale)};
   Fields fields{numel,
-                at<float>(exp_avg),
-                at<float>(exp_avg_sq),
+                moments_of(moments_dtype),
+                at<void>(exp_avg),
+                at<void>(exp_avg_sq),
                 at<float>(master),
                 at<uint16_t>(compute_param),
                 at<uint16_t>(remainder)};
@@ -137,10 +144,10 @@ PYBIND11_MODULE(_optim, module) {
   module.def("instruction_sets", &optim::instruction_sets);
   module.def("update", &optim::update_fields, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
-             py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("pieces"),
-             py::arg("numel"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"), py::arg("copy"),
-             py::arg("remainder"), py::arg("ties"), py::arg("pages"), py::arg("expected"), py::arg("threads"),
-             py::arg("instructions"));
+             py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("moments_dtype"),
+             py::arg("pieces"), py::arg("numel"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"),
+             py::arg("copy"), py::arg("remainder"), py::arg("ties"), py::arg("pages"), py::arg("expected"),
+             py::arg("threads"), py::arg("instructions"));
   module.def("join", &optim::join_fields, py::kw_only(), py::arg("copy"), py::arg("remainder"), py::arg("numel"),
              py::arg("ties"), py::arg("master"), py::arg("threads"), py::arg("instructions"));
   module.def("split", &optim::split_fields, py::kw_only(), py::arg("master"), py::arg("numel"), py::arg("copy"),

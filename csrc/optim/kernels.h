@@ -28,14 +28,16 @@ struct Scalars {
 // Consecutive elements, the first of which is number `index` of the sub-group.
 struct Span {
   const void* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  void* exp_avg;
+  void* exp_avg_sq;
   float* master;
   uint16_t* compute_param;
   uint16_t* remainder;
   int64_t index;
   int64_t numel;
-  bool tail;  // [Note: Tails]
+  bool tail;        // [Note: Tails]
+  uint32_t seed;    // of the random numbers: [Note: Rounded by chance]
+  uint32_t number;  // of the first element among these
 };
 
 // [Note: Ties]
@@ -54,7 +56,7 @@ struct TiesOnTheWay {
 
 struct Kernels {
   const char* name;
-  void (*update[3][4])(const Scalars&, const Span&, TiesOnTheWay&);  // by Grad and Master
+  void (*update[3][4][2])(const Scalars&, const Span&, TiesOnTheWay&);  // by Grad, Master and Moments
   void (*join)(const uint16_t* compute_param, const uint16_t* remainder, int64_t index, int64_t numel, TiesOnTheWay&,
                float* master);
   void (*split)(const float* master, int64_t index, int64_t numel, uint16_t* compute_param, uint16_t* remainder,

@@ -80,6 +80,37 @@ struct Lanes {
     __m256i high = _mm256_blend_epi16(_mm256_castps_si256(a.high), _mm256_setzero_si256(), 0xAA);
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), kMiddleSwapped);
   }
+
+  struct Words {
+    __m256i low, high;
+  };
+  INLINE static Words words(uint32_t value) {
+    __m256i all = _mm256_set1_epi32(static_cast<int32_t>(value));
+    return {all, all};
+  }
+  INLINE static Words numbered_from(uint32_t first) {
+    return add(words(first),
+               {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)});
+  }
+  INLINE static Words add(Words a, Words b) {
+    return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+  }
+  INLINE static Words multiply(Words a, Words b) {
+    return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
+  }
+  INLINE static Words bit_and(Words a, Words b) {
+    return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
+  }
+  INLINE static Words bit_xor(Words a, Words b) {
+    return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)};
+  }
+  template <int kBits>
+  INLINE static Words shifted_right(Words a) {
+    return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
+  }
+  INLINE static Words as_words(Floats a) { return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}; }
+  INLINE static Floats as_floats(Words a) { return {_mm256_castsi256_ps(a.low), _mm256_castsi256_ps(a.high)}; }
+
   INLINE static Floats from_float16(Halves a) {
     return {_mm256_cvtph_ps(_mm256_castsi256_si128(a)), _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1))};
   }

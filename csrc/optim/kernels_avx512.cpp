@@ -54,6 +54,23 @@ struct Lanes {
     return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_maskz_srli_epi32(kAll, _mm512_castps_si512(a), 16));
   }
   INLINE static Halves lower_halves(Floats a) { return _mm512_maskz_cvtepi32_epi16(kAll, _mm512_castps_si512(a)); }
+
+  using Words = __m512i;
+  INLINE static Words words(uint32_t value) { return _mm512_set1_epi32(static_cast<int32_t>(value)); }
+  INLINE static Words numbered_from(uint32_t first) {
+    return _mm512_add_epi32(words(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  }
+  INLINE static Words add(Words a, Words b) { return _mm512_add_epi32(a, b); }
+  INLINE static Words multiply(Words a, Words b) { return _mm512_mullo_epi32(a, b); }
+  INLINE static Words bit_and(Words a, Words b) { return _mm512_and_si512(a, b); }
+  INLINE static Words bit_xor(Words a, Words b) { return _mm512_xor_si512(a, b); }
+  template <int kBits>
+  INLINE static Words shifted_right(Words a) {
+    return _mm512_maskz_srli_epi32(kAll, a, kBits);
+  }
+  INLINE static Words as_words(Floats a) { return _mm512_castps_si512(a); }
+  INLINE static Floats as_floats(Words a) { return _mm512_castsi512_ps(a); }
+
   INLINE static Floats from_float16(Halves a) { return _mm512_maskz_cvtph_ps(kAll, a); }
   INLINE static Halves to_float16(Floats a) {
     return _mm512_maskz_cvtps_ph(kAll, a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -73,6 +73,21 @@ struct Lanes {
   }
   static Halves upper_halves(Floats a) { return static_cast<Halves>(bits_as<uint32_t>(a) >> 16); }
   static Halves lower_halves(Floats a) { return static_cast<Halves>(bits_as<uint32_t>(a)); }
+
+  using Words = uint32_t;
+  static Words words(uint32_t value) { return value; }
+  static Words numbered_from(uint32_t first) { return first; }
+  static Words add(Words a, Words b) { return a + b; }
+  static Words multiply(Words a, Words b) { return a * b; }
+  static Words bit_and(Words a, Words b) { return a & b; }
+  static Words bit_xor(Words a, Words b) { return a ^ b; }
+  template <int kBits>
+  static Words shifted_right(Words a) {
+    return a >> kBits;
+  }
+  static Words as_words(Floats a) { return bits_as<uint32_t>(a); }
+  static Floats as_floats(Words a) { return bits_as<float>(a); }
+
   static Floats from_float16(Halves a) { return float16_to_float(a); }
   static Halves to_float16(Floats a) { return float_to_float16(a); }
 };

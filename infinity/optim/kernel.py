@@ -24,6 +24,7 @@ INSTRUCTIONS: tuple[str, ...] = tuple(_optim.instruction_sets())
 
 _GRAD_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _COMPUTE_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_MOMENT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _BITS = (torch.int16, torch.uint16)
 
 
@@ -34,20 +35,23 @@ class GradPiece:
     grad: fp32, bf16 or fp16, 1-D and contiguous, in host memory; its length is numel. start, shard_numel: the elements are
     those from `start` on of a shard of `shard_numel` (the piece is the whole shard, if left out). torch rounds the last few
     elements of a shard in another way, so this decides to which of its results the kernel is equal: to that for the shard,
-    however it was cut.
+    however it was cut. key, place: for moments in bf16, the key of the parameter's random numbers (`small_moments.key_of`), and
+    the number of the first element in the whole parameter.
     """
 
     offset: int
     grad: torch.Tensor
     start: int = 0
     shard_numel: int | None = None
+    key: int = 0
+    place: int = 0
 
     @property
-    def row(self) -> tuple[int, int, int, int, int]:
+    def row(self) -> tuple[int, int, int, int, int, int, int]:
         """As the compiled kernel takes it."""
         numel = self.grad.numel()
         whole = self.start + numel if self.shard_numel is None else self.shard_numel
-        return self.grad.data_ptr(), self.offset, numel, self.start, whole
+        return self.grad.data_ptr(), self.offset, numel, self.start, whole, self.key, self.place
 
 
 @dataclass
@@ -85,24 +89,26 @@ def update(
 ) -> torch.Tensor:
     """One step of Adam on the elements of a sub-group that `pieces` name, in place.
 
-    exp_avg and exp_avg_sq (fp32) are the whole sub-group. So is the master: either `master` (fp32), and compute_param (bf16 or
-    fp16) is set from it where given; or compute_param (bf16), remainder (int16 or uint16) and ties, as `split` makes them. All
-    are 1-D and contiguous, in host memory, of one length. Pieces ascend without overlap, and their gradients have one dtype.
-    `step` counts this step, from 1. Gradients are multiplied by `grad_scale` in fp32 (clipping, loss scale, averaging).
-    `threads` share the work (torch's number if None); the calling thread is one of them, and the GIL is released. `sums`: to be
-    verified and made anew on the way.
+    exp_avg and exp_avg_sq (both fp32, or both bf16, rounded as small_moments.py says) are the whole sub-group. So is the
+    master: either `master` (fp32), and compute_param (bf16 or fp16) is set from it where given; or compute_param (bf16),
+    remainder (int16 or uint16) and ties, as `split` makes them. All are 1-D and contiguous, in host memory, of one length.
+    Pieces ascend without overlap, and their gradients have one dtype. `step` counts this step, from 1. Gradients are multiplied
+    by `grad_scale` in fp32 (clipping, loss scale, averaging). `threads` share the work (torch's number if None); the calling
+    thread is one of them, and the GIL is released. `sums`: to be verified and made anew on the way.
 
     Returns the ties of the whole sub-group anew, where the master is split: those that lie in no piece are the old ones. The
     numbers are those of torch's fused kernel: see `matches_torch`. Raises ValueError for tensors of another kind and for pieces
     that do not fit.
     """
     numel = exp_avg.numel()
+    _check([exp_avg, exp_avg_sq], tuple(_MOMENT_DTYPES), "exp_avg and exp_avg_sq", numel)
+    if exp_avg.dtype is not exp_avg_sq.dtype:
+        raise ValueError(f"both moments have one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")
     if master is not None and remainder is None:
-        _check([exp_avg, exp_avg_sq, master], (torch.float32,), "exp_avg, exp_avg_sq and master", numel)
+        _check([master], (torch.float32,), "the master", numel)
         if compute_param is not None:
             _check([compute_param], tuple(_COMPUTE_DTYPES), "the compute parameter", numel)
     elif master is None and compute_param is not None and remainder is not None:
-        _check([exp_avg, exp_avg_sq], (torch.float32,), "exp_avg and exp_avg_sq", numel)
         _check_split(compute_param, remainder, numel)
     else:
         raise ValueError("the master is given in full, or as compute parameter and remainder")
@@ -126,6 +132,7 @@ def update(
         grad_scale=grad_scale,
         grad_dtype=_GRAD_DTYPES[grad_dtype],
         compute_dtype=_COMPUTE_DTYPES[compute_param.dtype] if compute_param is not None else "bfloat16",
+        moments_dtype=_MOMENT_DTYPES[exp_avg.dtype],
         pieces=[piece.row for piece in pieces],
         numel=numel,
         exp_avg=exp_avg.data_ptr(),

@@ -1,0 +1,65 @@
+"""Floor 6. Moments in 16 bits: how they are rounded, in plain PyTorch. The kernel gives the same, bit for bit.
+
+[Note: Rounded by chance] in csrc/optim/kernels.inc says why: bfloat16 has steps of a hundredth, and a second moment changes by
+a thousandth. A moment is rounded up with a chance of what lies between the two neighbours, by random bits that depend on the
+parameter's name, the step and the element's number in the whole parameter alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+_64_BITS = (1 << 64) - 1
+_32_BITS = (1 << 32) - 1
+_16_BITS = (1 << 16) - 1
+
+
+def key_of(name: str) -> int:
+    """The key (64 bits) of a parameter's random numbers."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def random_words(key: int, step: int, place: int, numel: int) -> torch.Tensor:
+    """The 32 random bits (int64, 1-D) of elements [place, place + numel) of a parameter with this key, in this step.
+
+    The sources of the two hashes stand in csrc/optim: kernels.inc has that of a word, adam.cpp that of a seed.
+    """
+    numbers = torch.arange(place, place + numel)
+    of_step = _mixed(key ^ _mixed(step))
+    seeds = {high: _mixed(of_step ^ high) & _32_BITS for high in range(place >> 32, ((place + numel - 1) >> 32) + 1)}
+    words = torch.empty_like(numbers)
+    for high, seed in seeds.items():
+        of_seed = (numbers >> 32) == high
+        words[of_seed] = (numbers[of_seed] & _32_BITS) ^ seed
+    words ^= words >> 16
+    words = (words * 0x7FEB352D) & _32_BITS
+    words ^= words >> 15
+    words = (words * 0x846CA68B) & _32_BITS
+    return words ^ (words >> 16)
+
+
+def rounded_by_chance(moment: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """`moment` (fp32) in bf16, rounded up where its lower 16 bits and those of `random` (int64, below 2**16) carry.
+
+    A NaN stays a NaN, what bf16 can't hold may become infinite.
+    """
+    bits = moment.view(torch.int32).to(torch.int64) + random
+    rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(moment.isnan(), torch.full_like(rounded, torch.nan), rounded)
+
+
+def round_moments(
+    exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *, key: int, step: int, place: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments (fp32, 1-D) of elements from number `place` on of a parameter, as they are kept after this step (bf16)."""
+    words = random_words(key, step, place, exp_avg.numel())
+    return rounded_by_chance(exp_avg, words & _16_BITS), rounded_by_chance(exp_avg_sq, words >> 16)
+
+
+def _mixed(bits: int) -> int:
+    bits = (bits + 0x9E3779B97F4A7C15) & _64_BITS
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _64_BITS
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _64_BITS
+    return bits ^ (bits >> 31)
