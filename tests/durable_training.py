@@ -41,6 +41,7 @@ class Case:
     meta: bool = False
     gradient_bytes_max: int | str = "auto"
     optimizer: str = "AdamW"
+    moments: str = "fp32"
 
 
 CASES = {
@@ -57,6 +58,7 @@ CASES = {
     "SGD": Case(optimizer="SGD", accumulation=2),
     "SGD without momentum": Case(optimizer="SGD without momentum", update="backward", threshold=0),
     "Muon": Case(optimizer="Muon", clipping=1.0, threshold=0),
+    "bf16 moments": Case(moments="bf16", clipping=1e3, threshold=0),
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -119,6 +121,7 @@ def config(path: Path | str | list[str], case: Case, **own: Any) -> dict[str, An
             "pinned_bytes_max": "12MiB",
             "update": case.update,
             "master_weights": case.master,
+            "moments_dtype": case.moments,
             "durability": "step",
             "gradient_bytes_max": case.gradient_bytes_max,
             **own,

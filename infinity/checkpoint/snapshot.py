@@ -104,7 +104,8 @@ def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
                 if part.whole and any(piece.numel != shards[piece.shard].numel for piece in pieces):
                     raise ValueError(f"sub-group {index} cuts a matrix that is whole")
                 of_sub = (index, space, at, cut.numel, trained, itemsize, pieces, cut.split)
-                sub_groups.append(SubGroup(*of_sub, moments=moments, whole=part.whole))
+                moment_itemsize = _ITEMSIZES[layout.moments_dtype]
+                sub_groups.append(SubGroup(*of_sub, moments=moments, whole=part.whole, moment_itemsize=moment_itemsize))
                 at += cut.numel
     if next(stored, None) is not None:
         raise ValueError("it has more sub-groups than its parameters need")

@@ -85,8 +85,12 @@ class RankState:
             out = values[done : done + count]
             if field is Field.MASTER and sub.split:
                 self._join(sub, first, out)
-            else:
+            elif sub.itemsize(field) == out.itemsize:
                 self.read_field(sub, field, out, first)
+            else:
+                small = torch.empty(count, dtype=torch.bfloat16)
+                self.read_field(sub, field, small, first)
+                out.copy_(small)
             done += count
         assert done == numel, "a shard that its sub-groups don't make up"
         return values

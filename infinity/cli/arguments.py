@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from infinity.errors import ConfigError
-from infinity.schedule.scheme import MasterWeights, Schedule, Scheme, Update, choose_update, passes_of
+from infinity.schedule.scheme import (
+    MOMENT_BYTES_OF,
+    MasterWeights,
+    Schedule,
+    Scheme,
+    Update,
+    choose_update,
+    passes_of,
+)
 from infinity.units import MIB, parse_bytes
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -109,6 +117,13 @@ def add_scheme(parser: argparse._ActionsContainer) -> None:
         help="how masters are kept on NVMe: as compute parameter and remainder, or in full (default: split)",
     )
     parser.add_argument(
+        "--moments-dtype",
+        choices=[*MOMENT_BYTES_OF],
+        default="fp32",
+        help="how AdamW's two moments are kept on NVMe; bf16 takes 4 bytes less of each parameter, and changes the numbers "
+        "(default: fp32)",
+    )
+    parser.add_argument(
         "--update",
         choices=("auto", *get_args(Update)),
         default="auto",
@@ -137,4 +152,5 @@ def scheme_from(options: argparse.Namespace, *, accumulation: int = 1, schedule:
         accumulation=passes_of(schedule, accumulation),
         loss_scaling=False,
     )
-    return Scheme(options.master_weights, update, speculative=speculative)
+    moment_bytes = MOMENT_BYTES_OF[options.moments_dtype]
+    return Scheme(options.master_weights, update, moment_bytes=moment_bytes, speculative=speculative)

@@ -18,6 +18,7 @@ from infinity.config.rules import (
     Flag,
     MasterWeights,
     Mix,
+    MomentsDtype,
     Positive,
     ReduceDtype,
     Schedule,
@@ -127,6 +128,12 @@ class InfinityConfig(Block):
         "split",
         "How an fp32 master weight rests on NVMe beside its bf16 compute parameter: split keeps the 16 bits that this "
         "lacks, full keeps all 32. The numbers are the same.",
+    )
+    moments_dtype: Annotated[MomentsDtype, choice(MomentsDtype)] = key(
+        "fp32",
+        "In which Adam's two moments are kept on NVMe. bf16 takes 8 bytes of state per parameter where fp32 takes 12, and "
+        "changes the numbers: each moment is rounded up or down by chance, with random bits that depend on the parameter, "
+        "the element and the step alone, so a run can be repeated bit for bit on any number of ranks.",
     )
     update: Annotated[Update, choice(Update)] = key(
         "auto",

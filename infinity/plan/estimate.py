@@ -16,7 +16,7 @@ from infinity.plan.strategy import Strategy
 from infinity.plan.work import DEFAULT_SCHEME, Work
 from infinity.schedule import pinned
 from infinity.schedule.residency import choose_resident
-from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, state_bytes
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme
 from infinity.schedule.spilling import GRADIENT_BYTES
 from infinity.units import GIB, PAGE_BYTES
 
@@ -189,7 +189,7 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
     masters = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
     user = f"optimizer state: {masters} and moments" if scheme.moments else f"optimizer state: {masters}"
-    home[user] = (other_state_bytes or state_bytes(scheme.moments)) * shard
+    home[user] = (other_state_bytes or scheme.state_bytes) * shard
     if strategy.all_gradients_wait(scheme):
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.keeps_compute:

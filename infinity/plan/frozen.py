@@ -29,7 +29,7 @@ from infinity.plan.estimate import (
 from infinity.plan.frozen_groups import FrozenGroups
 from infinity.plan.machine import Machine
 from infinity.plan.planner import USABLE, why_memory_lacks
-from infinity.plan.program import CAST_BYTES, CLIP_BYTES, MOMENT_TRAFFIC_BYTES, NORM_BYTES, PARAMETER_BYTES
+from infinity.plan.program import CAST_BYTES, CLIP_BYTES, NORM_BYTES, PARAMETER_BYTES
 from infinity.plan.work import Work
 from infinity.schedule import pinned
 from infinity.schedule.scheme import COMPUTE_BYTES
@@ -313,7 +313,7 @@ def _lora_seconds(work: Work, machine: Machine, rank: int, *, expert_gathers: fl
     tokens = work.tokens / work.ranks
     flops = tokens * ((4 + again) * work.model.active_numel + (6 + again) * work.model.adapter_numel(rank))
     uses = work.micro_batches * (2 * (len(work.group_numels) + expert_gathers) - 1)
-    per_element = PARAMETER_BYTES + work.scheme.moments * MOMENT_TRAFFIC_BYTES + CAST_BYTES
+    per_element = PARAMETER_BYTES + work.scheme.moments * 2 * work.scheme.moment_bytes + CAST_BYTES
     per_element += NORM_BYTES + CLIP_BYTES if work.clipping else 0
     traffic = per_element * work.model.adapter_numel(rank) / work.ranks
     update_seconds = traffic / (machine.host_bytes_per_s / machine.ranks_per_node)

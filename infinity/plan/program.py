@@ -13,18 +13,15 @@ from infinity.plan.machine import Machine
 from infinity.plan.step import Pause, Program, Step, SubGroup, Use
 from infinity.plan.strategy import Strategy
 from infinity.plan.work import Work
-from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, Scheme
+from infinity.schedule.scheme import ADAM_MOMENTS, COMPUTE_BYTES, MASTER_BYTES, MOMENT_BYTES, Scheme
 from infinity.schedule.spilling import BUFFER_SHARES, GRADIENT_BYTES, IN_HAND_SHARES
 
 PARAMETER_BYTES = 12
 """Memory traffic of a fused update per element: parameter and gradient read, the parameter written. A split master is the
 compute parameter and its remainder."""
 
-MOMENT_TRAFFIC_BYTES = 8
-"""The same for each moment: read and written."""
-
-ADAM_BYTES = PARAMETER_BYTES + ADAM_MOMENTS * MOMENT_TRAFFIC_BYTES
-"""The same for AdamW."""
+ADAM_BYTES = PARAMETER_BYTES + ADAM_MOMENTS * 2 * MOMENT_BYTES
+"""The same for AdamW, whose moments are read and written, too."""
 
 CAST_BYTES = 6
 """The same for a compute parameter that torch makes: fp32 read, 16 bits written. The kernel for state on NVMe writes it in the
@@ -273,7 +270,7 @@ class _ProgramOfRank:
 
 def update_bytes(strategy: Strategy, scheme: Scheme) -> int:
     """Memory traffic of an update per element, the norm and clipping aside."""
-    fused = PARAMETER_BYTES + scheme.moments * MOMENT_TRAFFIC_BYTES
+    fused = PARAMETER_BYTES + scheme.moments * 2 * scheme.moment_bytes
     if not strategy.on_host:
         return fused
     if strategy.optimizer != "nvme":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update, state_bytes
+from infinity.schedule.scheme import COMPUTE_BYTES, Scheme, Update
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,7 @@ class Strategy:
         """Bytes on NVMe of each element: of its compute parameter, and of its other state."""
         if self.optimizer != "nvme":
             return 0, 0
-        return (
-            (COMPUTE_BYTES, scheme.other_state_bytes())
-            if self.parameters == "nvme"
-            else (0, state_bytes(scheme.moments))
-        )
+        return (COMPUTE_BYTES, scheme.other_state_bytes()) if self.parameters == "nvme" else (0, scheme.state_bytes)
 
     @property
     def keeps_compute(self) -> bool:

@@ -30,6 +30,7 @@ from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
 from infinity.runtime.in_memory import InMemory, NoCommits, Storage, Updater
 from infinity.runtime.optimizers import (
+    check_moments_dtype,
     make_early,
     make_optimizer,
     make_schedule,
@@ -119,6 +120,7 @@ def initialize(
             groups = trained_names(model, model_parameters, optimizer)
             if settled.uses_nvme:
                 stepper = stepper_for(settled, early, groups)
+                check_moments_dtype(settled, stepper)
             if optimizer is None and isinstance(settled.optimizer, MuonConfig):
                 groups = split_for_muon(groups, model, settled.optimizer, fused=settled.infinity.fused)
             resolved = resolve(

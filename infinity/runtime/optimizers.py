@@ -104,6 +104,15 @@ def stepper_for(config: Config, given: torch.optim.Optimizer | None, groups: Gro
     return Stepper(given)
 
 
+def check_moments_dtype(config: Config, stepper: Stepper | None) -> None:
+    """Raise ConfigError where moments are to be small, and what steps isn't our Adam."""
+    if config.infinity.moments_dtype != "fp32" and stepper is not None:
+        raise ConfigError(
+            f"infinity.moments_dtype {config.infinity.moments_dtype} is for Adam and AdamW alone: leave it out for "
+            f"{stepper.kind}"
+        )
+
+
 def make_optimizer(
     model: nn.Module,
     config: Config,

@@ -19,7 +19,7 @@ from infinity.config.rules import Schedule
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
 from infinity.optim.muon import MATRIX_MOMENTS
-from infinity.schedule.scheme import choose_update, passes_of, state_bytes
+from infinity.schedule.scheme import MOMENT_BYTES_OF, choose_update, passes_of, state_bytes
 from infinity.schedule.spilling import gradient_itemsize
 from infinity.swap.options import PagingOptions
 
@@ -115,6 +115,11 @@ def resolve(
             f"optimizer Muon needs whole matrices, and each is sharded over {shard_ranks} ranks: on NVMe it runs on one rank; "
             "else use AdamW, or leave parameters and optimizer state off NVMe"
         )
+    if infinity.moments_dtype != "fp32" and not config.uses_nvme:
+        raise ConfigError(
+            f"infinity.moments_dtype {infinity.moments_dtype} is for optimizer state that infinity steps: put it on NVMe "
+            "(offload_optimizer), or leave moments_dtype out"
+        )
     compute_dtype = _compute_dtype(config)
     return Resolved(
         config=config,
@@ -203,7 +208,7 @@ def _paging_options(
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
         max_in_cpu=zero.offload_param.max_in_cpu,
-        host_cache_bytes=_cache_bytes(config, state_bytes(len(moments)) * numel // shard_ranks),
+        host_cache_bytes=_cache_bytes(config, _state_bytes(config, moments) * numel // shard_ranks),
         prefetch_bucket_size=None if prefetch == "auto" else prefetch,
         update=update,
         speculative=speculative,
@@ -214,9 +219,14 @@ def _paging_options(
         gradient_bytes_max=None if infinity.gradient_bytes_max == "auto" else infinity.gradient_bytes_max,
         activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
         moments=moments,
+        moments_dtype=torch.bfloat16 if infinity.moments_dtype == "bf16" else torch.float32,
         matrices=matrices,
         matrix_moments=MATRIX_MOMENTS if matrices else (),
     )
+
+
+def _state_bytes(config: Config, moments: tuple[str, ...]) -> int:
+    return state_bytes(len(moments), MOMENT_BYTES_OF[config.infinity.moments_dtype])
 
 
 def _cache_bytes(config: Config, whole_state_bytes: int) -> int:

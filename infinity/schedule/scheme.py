@@ -18,7 +18,8 @@ read); updated in its backward, it has them already, and reads the full master (
 Where the backward's updates are speculative, a step that accepts them moves what "backward" says. One that discards them has
 read the other state and written all of it for nothing; the next forward makes the updates as "forward" does.
 
-An optimizer with fewer numbers per element than Adam's two moments moves 4 bytes less, both ways, for each that it lacks.
+An optimizer with fewer numbers per element than Adam's two moments moves 4 bytes less, both ways, for each that it lacks; one
+with moments in bf16 moves 2 bytes less for each.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ COMPUTE_BYTES = 2
 
 MASTER_BYTES = 4
 MOMENT_BYTES = 4
+MOMENT_BYTES_OF = {"fp32": MOMENT_BYTES, "bf16": 2}
+"""By the config's name of their dtype."""
 
 ADAM_MOMENTS = 2
 """Numbers that Adam keeps of each element. SGD keeps one, its momentum, or none without."""
@@ -48,20 +51,30 @@ def passes_of(schedule: str, micro_batches: int) -> int:
     return 1 if schedule == "vertical" else micro_batches
 
 
-def state_bytes(moments: int = ADAM_MOMENTS) -> int:
+def state_bytes(moments: int = ADAM_MOMENTS, moment_bytes: int = MOMENT_BYTES) -> int:
     """Master and moments of one element; of a split master the compute parameter is a part."""
-    return MASTER_BYTES + moments * MOMENT_BYTES
+    return MASTER_BYTES + moments * moment_bytes
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """See [Note: Schemes]. `moments`: how many numbers (fp32) the optimizer keeps of each element. `speculative`: whether the
-    step accepts or discards updates in the backward."""
+    """See [Note: Schemes]. `moments`: how many numbers the optimizer keeps of each element, of `moment_bytes` each.
+    `speculative`: whether the step accepts or discards updates in the backward."""
 
     master_weights: MasterWeights = "split"
     update: Update = "forward"
     moments: int = ADAM_MOMENTS
+    moment_bytes: int = MOMENT_BYTES
     speculative: bool = False
+
+    def __post_init__(self) -> None:
+        if self.moment_bytes != MOMENT_BYTES and self.moments != ADAM_MOMENTS:
+            raise ConfigError("small moments are for the two of Adam and AdamW: leave moments_dtype at fp32")
+
+    @property
+    def state_bytes(self) -> int:
+        """Master and moments of one element; of a split master the compute parameter is a part."""
+        return state_bytes(self.moments, self.moment_bytes)
 
     def compute_is_state(self, compute_itemsize: int = COMPUTE_BYTES) -> bool:
         """Whether the compute parameter is a part of the state: of a split master, or as the fp32 master itself."""
@@ -69,7 +82,7 @@ class Scheme:
 
     def other_state_bytes(self) -> int:
         """State per element without the compute parameter: remainder and moments, moments alone, or master and moments."""
-        return state_bytes(self.moments) - (COMPUTE_BYTES if self.compute_is_state() else 0)
+        return self.state_bytes - (COMPUTE_BYTES if self.compute_is_state() else 0)
 
     def compute_reads(self, gathers: int, compute_itemsize: int = COMPUTE_BYTES) -> int:
         """How often a step reads a trained compute parameter that it gathers `gathers` times and that isn't cached."""
@@ -83,7 +96,7 @@ class Scheme:
     def discarded_bytes(self) -> tuple[int, int]:
         """Bytes (read, written) per element that a discarded update costs beyond an accepted one: the next forward reads the
         state, and spares a gather."""
-        return state_bytes(self.moments) - COMPUTE_BYTES, self.other_state_bytes() + COMPUTE_BYTES
+        return self.state_bytes - COMPUTE_BYTES, self.other_state_bytes() + COMPUTE_BYTES
 
 
 def choose_update(

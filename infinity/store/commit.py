@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,10 +23,10 @@ from infinity.store.layout import MOMENTS, Layout
 from infinity.store.layout import Field as LayoutField
 from infinity.units import GIB
 
-VERSION = 4
-_READ = (1, 2, 3, VERSION)
+VERSION = 5
+_READ = (1, 2, 3, 4, VERSION)
 """Formats that are read. In the first, the unpaged state was larger; the first two have older names of fields; the first three
-know no whole matrices."""
+know no whole matrices, and the first four no moments but fp32."""
 _RENAMED = 3
 """The first format with the names of today."""
 _OLDER_NAMES = {
@@ -85,6 +85,7 @@ class ArenaLayout:
         pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
         moments: the optimizer's names for its numbers per element, in the order of the fields. Older records, which are
             Adam's, have none. matrix_moments: how many of these, the last ones, are of whole matrices, which have no others.
+        moments_dtype: of all of them.
     """
 
     rank: _Count
@@ -98,6 +99,7 @@ class ArenaLayout:
     sub_groups: tuple[StoredSubGroup, ...]
     moments: Annotated[tuple[_Name, ...], Field(max_length=len(MOMENTS))] = ("exp_avg", "exp_avg_sq")
     matrix_moments: Annotated[int, Field(ge=0, le=len(MOMENTS))] = 0
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def moments_of(self, *, whole: bool) -> dict[str, LayoutField]:
         """The fields of what the optimizer keeps of each element, by its names: of whole matrices, or of the others."""
@@ -225,6 +227,7 @@ def describe(
     compute_dtype: str,
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
     matrix_moments: Sequence[str] = (),
+    moments_dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> ArenaLayout:
     """The arena layout of a model with `layout`, without its drives. `shapes`: of the whole parameters, in the order of the
     layout's shards."""
@@ -248,6 +251,7 @@ def describe(
         ),
         moments=(*moments, *matrix_moments),
         matrix_moments=len(matrix_moments),
+        moments_dtype=moments_dtype,
     )
 
 
@@ -267,6 +271,11 @@ def differences(there: ArenaLayout, here: ArenaLayout) -> Iterator[str]:
     if there.moments != here.moments:
         before, now = kept_in_words(there.moments), kept_in_words(here.moments)
         yield f"its optimizer kept {before}, and keeps {now} now: use the one of that run"
+    if there.moments_dtype != here.moments_dtype:
+        yield (
+            f"its moments are {there.moments_dtype}, and are {here.moments_dtype} now: set infinity.moments_dtype as it was; "
+            "a checkpoint can be loaded into another one"
+        )
     theirs = {parameter.name: parameter for parameter in there.parameters}
     ours = {parameter.name: parameter for parameter in here.parameters}
     for complaint, names in (

@@ -11,10 +11,10 @@ A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-
     | compute parameter (16-bit) | master (fp32)      | moment 1 (fp32) | moment 2 (fp32) |   trained, the master kept in full
     | compute parameter (16-bit) | master (fp32)      |                                       frozen
 
-The moments are the numbers that the optimizer keeps per element: Adam has two, SGD its momentum, or none. Matrices that Muon
-updates, which needs all of one, are cut between each other only, and have a moment of their own. A bf16 compute
-parameter and the remainder that rounding left make the master (infinity/optim/kernel.py): 12 bytes an element with Adam,
-instead of 14. Every field has the same element offsets, and fields begin at multiples of 4 KiB. So the optimizer reads a
+The moments are the numbers that the optimizer keeps per element: Adam has two, which may be bf16, SGD its momentum, or none.
+Matrices that Muon updates, which needs all of one, are cut between each other only, and have a moment of their own. A bf16
+compute parameter and the remainder that rounding left make the master (infinity/optim/kernel.py): 12 bytes an element with
+Adam, instead of 14. Every field has the same element offsets, and fields begin at multiples of 4 KiB. So the optimizer reads a
 sub-group's state with one read and writes all of it with one write; and the compute parameters of a group's sub-groups, read
 one behind the other, give the group's flat space without a gap, shards that a boundary cuts included. Where compute runs in
 fp32 there is no compute parameter: the master is gathered. Nor is there one in the space of resident shards, where nobody
@@ -117,9 +117,11 @@ class SubGroup:
     gradient_itemsize: int = 0
     """Bytes per element of a gradient that waits for its update on NVMe; 0 where it waits in host memory."""
     moments: tuple[Field, ...] = MOMENTS[:2]
-    """The numbers (fp32) that the optimizer keeps of each element, where it is trained."""
+    """The numbers that the optimizer keeps of each element, where it is trained."""
     whole: bool = False
     """Whether its shards are matrices that are updated whole."""
+    moment_itemsize: int = 4
+    """Bytes of each of these numbers."""
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
@@ -144,7 +146,9 @@ class SubGroup:
         """Bytes per element of a field."""
         if field is Field.COMPUTE:
             return self.compute_itemsize
-        return 2 if field is Field.REMAINDER else 4
+        if field is Field.REMAINDER:
+            return 2
+        return 4 if field is Field.MASTER else self.moment_itemsize
 
     @cached_property
     def state(self) -> tuple[Field, ...]:
@@ -255,6 +259,7 @@ def plan_layout(
     gradient_itemsizes: Mapping[int, int] | None = None,
     moments: int = 2,
     matrix_moments: int = 0,
+    moment_itemsize: int = 4,
     foreign: Sequence[ForeignPart] | None = None,
 ) -> Layout:
     """Lay out `shards`, which belong to groups 0 to groups - 1. See [Note: Flat spaces].
@@ -269,6 +274,7 @@ def plan_layout(
         cached: which fields stay in pinned memory, by (flat space, trained or frozen part); none of whole matrices.
         gradient_itemsizes: bytes per element of the gradients that wait on NVMe, by flat space; others wait in host memory.
         moments: numbers that the optimizer keeps of each element. matrix_moments: of those of whole matrices, instead.
+        moment_itemsize: bytes of each of these (4, or 2 as bf16).
         foreign: by group, where its shards are that rest in files of the user.
     """
     if sub_group_numel_max < SPACE_ALIGN:
@@ -289,7 +295,7 @@ def plan_layout(
                 pieces = pieces_of(part, shards, place, start, numel)
                 split = split_master and trained and itemsize > 0 and not hold_state
                 of_sub = (count, space, start, numel, trained, itemsize, pieces, split, held)
-                sub = SubGroup(*of_sub, moments=of_part, whole=part.whole)
+                sub = SubGroup(*of_sub, moments=of_part, whole=part.whole, moment_itemsize=moment_itemsize)
                 gradient = (gradient_itemsizes or {}).get(space, 0) if trained else 0
                 in_cache = keep.fields_of(sub, start - part.start)
                 cuts.append(replace(sub, cached=in_cache, gradient_itemsize=gradient))

@@ -246,6 +246,7 @@ class SwapManager:
                 layout=layout,
                 group_names=[group.name for group in groups],
                 shapes=[(p.local.shape, p.padded_shape) for group in groups for p in group.parameters],
+                shard_rank=outline.rank,
                 compute_dtype=dtype,
                 options=options,
                 durable=self.run is not None,
@@ -461,6 +462,7 @@ def _checked_place(
         compute_dtype=kind,
         moments=options.moments,
         matrix_moments=options.matrix_moments,
+        moments_dtype="float32" if options.moments_dtype is torch.float32 else "bfloat16",
     )
     if run is None or run.resumed is None:
         return place

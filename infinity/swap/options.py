@@ -70,8 +70,11 @@ class PagingOptions:
     """So many bytes of the pinned memory are for saved activations on their way to NVMe and back (the config's
     `offload_activations.buffer_bytes`): see `SwapManager.activation_buffers`."""
     moments: tuple[str, ...] = ADAM_MOMENTS
-    """What the optimizer keeps of each element, 4 bytes each, by the names in its `state`: Adam's two, `("momentum_buffer",)`
-    for SGD, `()` for SGD without momentum."""
+    """What the optimizer keeps of each element, by the names in its `state`: Adam's two, `("momentum_buffer",)` for SGD, `()`
+    for SGD without momentum."""
+    moments_dtype: torch.dtype = torch.float32
+    """In which it keeps them: fp32, or bf16 for Adam's, which takes 4 bytes less per element and changes the numbers. See
+    [Note: Rounded by chance] in csrc/optim/kernels.inc."""
     matrices: frozenset[str] = frozenset()
     """The parameters, by name, that the optimizer updates as whole matrices. Of these it keeps `matrix_moments` instead of
     `moments`: Muon a `("momentum_buffer",)`."""
@@ -89,6 +92,13 @@ class PagingOptions:
             raise ConfigError(
                 f"the optimizer keeps {len(names)} numbers of each parameter ({', '.join(names)}), and "
                 f"{len(FIELDS)} can be paged: use another one, or leave parameters and optimizer state off NVMe"
+            )
+        if self.moments_dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"moments_dtype is {self.moments_dtype}: it must be torch.float32 or torch.bfloat16")
+        if self.moments_dtype is not torch.float32 and names != ADAM_MOMENTS:
+            raise ConfigError(
+                f"moments_dtype {self.moments_dtype} is for the two moments of Adam and AdamW, and this optimizer keeps "
+                f"{' and '.join(names) or 'nothing'}: use torch.float32"
             )
         _check_one_of("update", self.update, get_args(Update))
         _check_one_of("master_weights", self.master_weights, get_args(MasterWeights))

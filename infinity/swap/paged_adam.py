@@ -16,6 +16,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.adam import MOMENTS
 from infinity.optim.kernel import GradPiece, PageSums
+from infinity.optim.small_moments import round_moments
 from infinity.store.layout import MOMENTS as FIELDS
 from infinity.store.layout import Field
 from infinity.swap.chunk import Span
@@ -38,6 +39,7 @@ class PagedAdam(PagedOptimizer, torch.optim.Adam):
     """
 
     moments: tuple[str, ...] = MOMENTS
+    rounds_moments: bool = True
 
     def __init__(
         self,
@@ -147,7 +149,8 @@ def _alike(batch: list[Piece]) -> dict[tuple[float, float, torch.dtype], list[Gr
     for piece in batch:
         stepped = piece.stepping
         key = (float(stepped.steps), stepped.grad_scale, piece.grad.dtype)
-        grad = GradPiece(piece.offset, piece.grad, piece.start, stepped.numel)
+        shard = stepped.shard
+        grad = GradPiece(piece.offset, piece.grad, piece.start, stepped.numel, shard.key, shard.first + piece.start)
         alike.setdefault(key, []).append(grad)
     return alike
 
@@ -201,13 +204,20 @@ def _narrow_compute(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | N
 def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease | None) -> None:
     """With torch's own operations, one after the other."""
     master = sub.master(lease)
-    exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
+    fields = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
+    exp_avgs, exp_avg_sqs = ([moment[piece.place].float() for piece in batch] for moment in fields)
     adam_(
         settings,
         masters=[master[piece.place] for piece in batch],
         grads=[piece.scaled() for piece in batch],
-        exp_avgs=[exp_avg[piece.place] for piece in batch],
-        exp_avg_sqs=[exp_avg_sq[piece.place] for piece in batch],
+        exp_avgs=exp_avgs,
+        exp_avg_sqs=exp_avg_sqs,
         steps=[piece.stepping.steps.clone() for piece in batch],  # a shard in two pieces makes one step
     )
+    if fields[0].dtype is not torch.float32:
+        for piece, exp_avg, exp_avg_sq in zip(batch, exp_avgs, exp_avg_sqs, strict=True):
+            shard, step = piece.stepping.shard, int(piece.stepping.steps) + 1
+            rounded = round_moments(exp_avg, exp_avg_sq, key=shard.key, step=step, place=shard.first + piece.start)
+            for moment, values in zip(fields, rounded, strict=True):
+                moment[piece.place] = values
     sub.set_master(master, lease)

@@ -59,6 +59,7 @@ class PagedModel:
         group_names: Sequence[str],
         shapes: Sequence[tuple[torch.Size, torch.Size]],
         compute_dtype: torch.dtype,
+        shard_rank: int = 0,
         options: PagingOptions | None = None,
         durable: bool = False,
         stager: Stager,
@@ -103,7 +104,7 @@ class PagedModel:
             has_compute_field=any(Field.COMPUTE in sub.fields for sub in layout.sub_groups),
         )
         self._residents: HostBuffer | None = None
-        self.shards = self._make_shards(shapes, host_memory)
+        self.shards = self._make_shards(shapes, shard_rank, host_memory)
 
     def may_go_direct(self, group: PagedGroup) -> bool:
         """Whether a group's compute parameters go past host memory when they are read only to be gathered: see [Note: Past host
@@ -223,7 +224,7 @@ class PagedModel:
             self.health.tear(why)
 
     def _make_shards(
-        self, shapes: Sequence[tuple[torch.Size, torch.Size]], host_memory: HostBuffers | None
+        self, shapes: Sequence[tuple[torch.Size, torch.Size]], shard_rank: int, host_memory: HostBuffers | None
     ) -> list[PagedShard]:
         """All shards, and the memory of those that stay resident: those of a group lie one behind the other."""
         pieces: list[list[PieceOf]] = [[] for _ in shapes]
@@ -260,6 +261,7 @@ class PagedModel:
                     self.compute_dtype,
                     pieces[index],
                     self._values,
+                    first=shard_rank * padded.numel(),
                 )
                 shards.append(shard)
                 if spec.resident:

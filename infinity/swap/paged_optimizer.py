@@ -43,6 +43,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
     """What is taken of each element, by its names in `state`."""
     counts_steps: bool = True
     """Whether `state` holds a "step"."""
+    rounds_moments: bool = False
+    """Whether it steps with moments that are kept in 16 bits."""
 
     def _adopt(self, swap: SwapManager) -> None:
         """At the end of making one. Raises ConfigError for parameters that `swap` did not page, or that were frozen when it
@@ -53,6 +55,11 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             raise ConfigError(
                 f"{type(self).__name__} keeps {kept_in_words(self.moments)} of each element, and there is room for "
                 f"{kept_in_words(self._fields)}: page the model with swap.page(model, PagingOptions(moments={self.moments!r}))"
+            )
+        if not self.rounds_moments and self._paging.options.moments_dtype is not torch.float32:
+            raise ConfigError(
+                f"{type(self).__name__} keeps its numbers in fp32, and the model was paged for "
+                f"{self._paging.options.moments_dtype}: leave moments_dtype out, or use Adam or AdamW"
             )
         for group in self.param_groups:
             self._settings(group)

@@ -79,8 +79,9 @@ def plan_model(
         hold_state=options.hold_state,
         moments=len(options.moments),
         matrix_moments=len(options.matrix_moments),
+        moment_itemsize=options.moments_dtype.itemsize,
     )
-    scheme = Scheme(options.master_weights, options.update, len(options.moments))
+    scheme = Scheme(options.master_weights, options.update, len(options.moments), options.moments_dtype.itemsize)
     bare = make(sub_group_numel_max=numel)
     cached = plan_cache(bare, scheme, [group.gathers for group in groups], options.host_cache_bytes)
     make = partial(make, gradient_itemsizes=_spilled(bare, options))

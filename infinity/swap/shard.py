@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from infinity.fsdp2.unsharded import UnshardedMemory
 from infinity.optim.kernel import join, split
+from infinity.optim.small_moments import key_of
 from infinity.store.layout import Field
 from infinity.swap.group import Delivery, PagedGroup
 from infinity.swap.sub_group import PagedSubGroup
@@ -46,7 +48,8 @@ class PagedShard:
     """This rank's piece of one parameter.
 
     shape: of the piece as FSDP2 and the user see it. padded_shape: as it is gathered. `delivery`: brings its compute parameter
-    to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `resident` is its
+    to the device, among others of its group; `place`: its bytes there; `gathered_dtype`: what they are. `first`: the number of
+    its first element in the whole parameter. `resident` is its
     compute parameter where that stays in host memory (1-D, padded). `unsharded`: the memory of the gathered parameter where the
     model is sharded over one rank, once it was gathered. `filled`: whether it was ever given values. `stepped`:
     whether its moments were ever written; if not, they read as zero.
@@ -63,11 +66,17 @@ class PagedShard:
     gathered_dtype: torch.dtype
     pieces: Sequence[PieceOf] = field(repr=False)
     values: Values = field(repr=False)
+    first: int = 0
     resident: torch.Tensor | None = field(default=None, repr=False)
     unsharded: UnshardedMemory | None = field(default=None, repr=False)
     filled: bool = False
     stepped: bool = False
     gradient: GradientState = GradientState.NONE
+
+    @cached_property
+    def key(self) -> int:
+        """Of the random numbers by which its moments are rounded, where these have 16 bits."""
+        return key_of(self.name)
 
     @property
     def sub_groups(self) -> list[PagedSubGroup]:

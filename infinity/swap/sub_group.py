@@ -116,7 +116,9 @@ class PagedSubGroup:
         """Of the field's elements."""
         if name is Field.COMPUTE:
             return self.compute_dtype
-        return torch.int16 if name is Field.REMAINDER else torch.float32
+        if name is Field.REMAINDER:
+            return torch.int16
+        return torch.bfloat16 if self.layout.itemsize(name) == 2 else torch.float32
 
     def view(self, name: Field, lease: Lease | None) -> torch.Tensor:
         """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease` (None where nothing moves)."""

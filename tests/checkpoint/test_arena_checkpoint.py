@@ -24,7 +24,7 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
-from arena_checkpoints import INSTANTS
+from arena_checkpoints import INSTANTS, moments_of
 from durable_training import CASES, Case, Outcome, differences, evaluate, step, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -161,6 +161,36 @@ def test_it_is_put_together_where_the_state_lies_otherwise(name: str, nvme_path:
         with make(nvme_path, changed, where) as engine:
             engine.load_checkpoint(tmp_path)
             assert not differences(expected, (train(engine, END), weights(engine)))
+
+
+@pytest.mark.parametrize("format", ["arena", "dcp"])
+def test_moments_are_converted_where_they_are_kept_in_another_dtype(
+    format: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    small, large = CASES["bf16 moments"], replace(CASES["bf16 moments"], moments="fp32", sub_group_size=2048)
+    with make(nvme_path, small) as engine:
+        train(engine, SAVED)
+        engine.save_checkpoint(tmp_path / "small", format=format)
+        kept = moments_of(engine)
+        expected: Outcome = (train(engine, END), weights(engine))
+    assert any(moment.any() for moment in kept.values())
+    assert all(torch.equal(moment.bfloat16().float(), moment) for moment in kept.values())
+    with make(nvme_path, large) as engine:
+        engine.load_checkpoint(tmp_path / "small")
+        found = moments_of(engine)
+        assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept)
+        engine.save_checkpoint(tmp_path / "back", format=format)
+        engine.finish_checkpoint()
+        train(engine, END)
+        engine.save_checkpoint(tmp_path / "large", format=format)
+        kept = moments_of(engine)
+    for case in (small, replace(small, sub_group_size=2048, master="full")):
+        with make(nvme_path, case) as engine:
+            engine.load_checkpoint(tmp_path / "back")
+            assert not differences(expected, (train(engine, END), weights(engine)))
+            engine.load_checkpoint(tmp_path / "large")
+            found = moments_of(engine)
+            assert all(torch.equal(found[name], kept[name].bfloat16().float()) for name in kept)
 
 
 def test_a_durable_run_goes_on_from_it(nvme_path: Path, tmp_path: Path) -> None:

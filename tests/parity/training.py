@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.optim.small_moments import key_of, round_moments
 
 VOCABULARY = 53  # uneven over 2 and 3 ranks
 HIDDEN = 64
@@ -43,6 +45,7 @@ class Case:
     reduce_dtype: str = "fp32"
     loss_scale: float | None = None  # fp16; 0 adapts
     whole_steps: bool = False  # by train_batch, where it is on NVMe
+    moments: str = "fp32"
     # What only the NVMe side has.
     backend: str = "auto"
     pinned_bytes_max: int | str = "16MiB"
@@ -102,6 +105,21 @@ CASES = {
     "Muon, gradients on NVMe": Case(optimizer="Muon", clipping=1.0, gradients_in_memory=0, persistence_threshold=0),
     "Muon, only parameters on NVMe": Case(optimizer="Muon", state_on="none", sub_group_size=8192),
     "Muon, only the optimizer on NVMe": Case(optimizer="Muon", parameters_on="none", sub_group_size=8192),
+    "bf16 moments": Case(moments="bf16"),
+    "bf16 moments, accumulation and clipping": Case(moments="bf16", accumulation=2, clipping=0.5, sub_group_size=4096),
+    "bf16 moments, the plain kernel": Case(moments="bf16", fused=False, sub_group_size=4096, persistence_threshold=0),
+    "bf16 moments, Adam, masters in full": Case(
+        moments="bf16", optimizer="Adam", master="full", update="step", evaluate=True, persistence_threshold=0
+    ),
+    "bf16 moments, fp32": Case(moments="bf16", bf16=False, update="forward", sub_group_size=4096, frozen=True),
+    "bf16 moments, fp16": Case(moments="bf16", bf16=False, loss_scale=0, clipping=0.5),
+    "bf16 moments, updated in backward": Case(moments="bf16", update="backward", persistence_threshold=0),
+    "bf16 moments, speculative": Case(moments="bf16", update="backward", clipping=1e3, sub_group_size=4096),
+    "bf16 moments, speculative, clipped": Case(moments="bf16", update="backward", clipping=0.5, evaluate=True),
+    "bf16 moments, half cached": Case(moments="bf16", cached=0.5, persistence_threshold=0),
+    "bf16 moments, only parameters on NVMe": Case(moments="bf16", state_on="none", sub_group_size=8192),
+    "bf16 moments, only the optimizer on NVMe": Case(moments="bf16", parameters_on="none", sub_group_size=8192),
+    "bf16 moments, gradients on NVMe": Case(moments="bf16", gradients_in_memory=0, clipping=1.0, sub_group_size=4096),
     "bf16 reduction": Case(reduce_dtype="bf16"),
     "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
@@ -239,6 +257,7 @@ ON_SEVERAL_RANKS = (
     "updated in forward, small sub-groups",
     "updated in backward, small sub-groups",
     "speculative, clipped",
+    "bf16 moments, accumulation and clipping",
     "updated in the step",
     "some that stay, some ahead",
     "train_batch, vertical, clipped",
@@ -377,10 +396,13 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
             "schedule": case.schedule if nvme_path else "auto",
             "master_weights": case.master,
             "fused": case.fused,
+            "moments_dtype": case.moments if nvme_path else "fp32",
             "reduce_dtype": case.reduce_dtype,
         },
     }
     engine, _, _, _ = infinity.initialize(model=model, config=config)
+    if case.moments == "bf16" and not nvme_path:
+        engine.optimizer.register_step_post_hook(partial(round_after_step, engine.module))
     losses = []
     with engine:
         for step in range(STEPS):
@@ -397,6 +419,22 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         return losses, full_weights(engine.module)
 
 
+def round_after_step(model: nn.Module, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """What a step leaves of the moments, where they are kept in bf16."""
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter)
+        if not state:
+            continue
+        sharded = parameter.data
+        rows = -(-sharded.shape[0] // sharded.device_mesh.size())
+        place = dist.get_rank() * rows * math.prod(sharded.shape[1:])
+        moments = [state[moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
+        flat = [moment.flatten() for moment in moments]
+        rounded = round_moments(*flat, key=key_of(name), step=int(state["step"]), place=place)
+        for moment, values in zip(moments, rounded, strict=True):
+            moment.copy_(values.view_as(moment))
+
+
 IN_MEMORY = (
     *(
         "accumulation",
@@ -410,6 +448,7 @@ IN_MEMORY = (
         "reduce_dtype",
         "loss_scale",
         "whole_steps",
+        "moments",
     ),
 )
 """What of a case its training in memory depends on: cases that differ in the rest have it in common."""

@@ -32,8 +32,10 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, Se
 import infinity
 from infinity.config import load_config
 from infinity.fsdp2.sharding import GroupOutline, ParameterOutline
+from infinity.optim.hosted import Stepper
 from infinity.optim.muon import MuonAdamW
 from infinity.runtime.resolved import resolve
+from infinity.swap import HostedOptimizer
 from infinity.swap.plan import ModelOutline, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -457,3 +459,44 @@ def test_a_checkpoint_of_muon_goes_on_in_memory_and_on_nvme(saved_in: str, nvme_
         with made(device) as engine:
             engine.load_checkpoint(nvme_path / "saved")
             assert train(engine, range(2, STEPS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "value", "why"),
+    [
+        ("SGD", "nvme", "bf16", r"moments_dtype bf16 is for Adam and AdamW alone: leave it out for SGD"),
+        (
+            "Muon",
+            "nvme",
+            "bf16",
+            r"for the two moments of Adam and AdamW, and this optimizer keeps exp_avg and .* momentum",
+        ),
+        ("AdamW", "none", "bf16", r"put it on NVMe \(offload_optimizer\), or leave moments_dtype out"),
+        ("AdamW", "nvme", "fp16", r"infinity\.moments_dtype: got .fp16., expected one of fp32, bf16"),
+        ("RAdam", "nvme", "bf16", r"alone: leave it out for RAdam"),
+    ],
+)
+def test_small_moments_are_adam_s_on_nvme(kind: str, where: str, value: str, why: str, nvme_path: Path) -> None:
+    place = {"device": where, "nvme_path": str(nvme_path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"moments_dtype": value},
+    }
+    made = model()
+    given = RAdam(made.parameters()) if kind == "RAdam" else None
+    if given is None:
+        config["optimizer"] = {"type": kind, "params": {}}
+    with pytest.raises(infinity.ConfigError, match=why):
+        infinity.initialize(model=made, optimizer=given, config=config)
+    assert not [*nvme_path.iterdir()]
+
+
+def test_an_optimizer_of_a_loop_of_one_s_own_says_that_it_has_no_small_moments(nvme_path: Path) -> None:
+    with infinity.SwapManager(nvme_path, pinned_bytes_max="16MiB") as swap:
+        made = model()
+        fully_shard(made)
+        swap.page(made, infinity.PagingOptions(moments_dtype=torch.bfloat16))
+        with pytest.raises(infinity.ConfigError, match=r"keeps its numbers in fp32.*paged for torch\.bfloat16"):
+            HostedOptimizer(made.parameters(), swap=swap, like=Stepper(RAdam([torch.zeros(2)])))
+        infinity.PagedAdamW(made.parameters(), swap=swap)

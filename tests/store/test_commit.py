@@ -51,6 +51,7 @@ def test_a_record_of_before_other_optimizers_is_adam_s() -> None:
     older = record()
     place = json.loads(older.layout.as_json)
     assert place.pop("moments") == ["exp_avg", "exp_avg_sq"] and place.pop("matrix_moments") == 0
+    assert place.pop("moments_dtype") == "float32"
     object.__setattr__(older.layout, "as_json", json.dumps(place).encode())
     found = parse_record(older.to_bytes())
     assert found.layout == record().layout and b"moments" not in older.to_bytes()
@@ -60,6 +61,11 @@ def test_another_optimizer_is_said_in_words() -> None:
     here = dataclasses.replace(place(), moments=())
     assert list(differences(place(), here)) == [
         "its optimizer kept exp_avg and exp_avg_sq, and keeps nothing now: use the one of that run"
+    ]
+    small = dataclasses.replace(place(), moments_dtype="bfloat16")
+    assert list(differences(place(), small)) == [
+        "its moments are float32, and are bfloat16 now: set infinity.moments_dtype as it was; a checkpoint can be loaded into "
+        "another one"
     ]
 
 
@@ -85,7 +91,7 @@ def test_a_record_that_says_an_older_format_is_refused(older: bytes) -> None:
     """As one flipped bit can: the hash is not of that number."""
     content = record().to_bytes()
     with pytest.raises(ValueError, match="has the names of another"):
-        parse_record(content.replace(b"infinity-commit 4", b"infinity-commit " + older))
+        parse_record(content.replace(b"infinity-commit 5", b"infinity-commit " + older))
 
 
 @pytest.mark.inputs
@@ -113,8 +119,10 @@ def test_a_hash_that_is_right_excuses_no_content(changed: dict[str, object]) -> 
 
 
 def test_another_version_is_named() -> None:
-    newer = record().to_bytes().replace(b"infinity-commit 4 ", b"infinity-commit 5 ", 1)
-    with pytest.raises(ValueError, match="format 5, and this version of infinity reads formats 1 and 2 and 3 and 4"):
+    newer = record().to_bytes().replace(b"infinity-commit 5 ", b"infinity-commit 6 ", 1)
+    with pytest.raises(
+        ValueError, match="format 6, and this version of infinity reads formats 1 and 2 and 3 and 4 and 5"
+    ):
         parse_record(newer)
 
 

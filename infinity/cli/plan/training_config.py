@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infinity.plan.planner import Plan
+from infinity.schedule.scheme import MOMENT_BYTES, MOMENT_BYTES_OF
 
 
 def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
@@ -31,6 +32,9 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
             "pinned_bytes_max": plan.pipeline.pinned_bytes + plan.cache.nbytes + work.activation_buffer_bytes,
             "host_cache_bytes": plan.cache.nbytes,
         }
+        if work.scheme.moment_bytes != MOMENT_BYTES:
+            names = {nbytes: name for name, nbytes in MOMENT_BYTES_OF.items()}
+            options["moments_dtype"] = names[work.scheme.moment_bytes]
         if work.scheme.update != "backward":  # else "auto" is what was planned
             options["update"] = strategy.update_of(work.scheme)
         if work.gradient_bytes_max is not None:
