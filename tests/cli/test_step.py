@@ -25,6 +25,7 @@ KEYS = {
     "minor_faults_per_step", "torch_in_memory_cpu_seconds_per_step", "torch_in_memory_minor_faults_per_step",
     "torch_in_memory_peak_rss_bytes", "predicted_seconds", "read_bytes_per_param", "written_bytes_per_param", "drive",
     "pinned_bytes", "arena_bytes", "peak_rss_bytes", "cache_bytes", "master_weights", "update", "trace",
+    "moments_dtype",
     "accumulation", "schedule", "optimizer",
 }  # fmt: skip
 
@@ -64,10 +65,13 @@ def test_steps_are_timed_and_counted(nvme_path: Path) -> None:
 
 def test_how_a_model_is_stepped_is_asked_for(nvme_path: Path) -> None:
     asked = ("--master-weights", "full", "--update", "step", "--cache", "1MiB", "--clipping", "0.25")
+    asked += ("--moments-dtype", "bf16")
     done = small(nvme_path, "--json", "-", *asked)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     assert (result["master_weights"], result["update"], result["clipping"]) == ("full", "step", 0.25)
+    assert result["moments_dtype"] == "bf16"
+    assert 5 < result["written_bytes_per_param"] < 9.9  # 14 in full, 4 less, and less what is cached
     assert 0 < result["cache_bytes"] <= 1 << 20
 
 

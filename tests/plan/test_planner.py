@@ -102,6 +102,7 @@ def test_the_published_example_simulated() -> None:
         (Scheme("full", "forward"), 14, 14),
         (Scheme("full", "backward"), 16, 14),
         (Scheme("split", "backward", speculative=True), 14, 12),
+        (Scheme("split", "backward", moment_bytes=2), 10, 8),
         (Scheme("full", "backward", speculative=True), 16, 14),
     ],
 )
