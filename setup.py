@@ -2,7 +2,8 @@
 everything else about the package stands in pyproject.toml.
 
 The extensions link neither torch nor CUDA, so one build serves every torch. liburing is used where a test program
-compiles and links against it; without it the other I/O backends are built alone.
+compiles and links against it, its archive rather than its library: what is built then runs where no liburing is. Without
+either the other I/O backends are built alone.
 
 Environment: INFINITY_DEV=1 turns warnings into errors and keeps asserts; INFINITY_BUILD_JOBS is the number of compilers
 at a time.
@@ -48,15 +49,19 @@ int main() {
 """
 
 
+# The archive first; its names are nobody else's. Some systems have none, or one that can't go into a shared object.
+LIBURING = (["-l:liburing.a", "-Wl,--exclude-libs,liburing.a"], ["-luring"])
+
+
 class BuildExt(pybind11_build_ext):
     def build_extensions(self) -> None:
-        have_liburing = liburing_links(self.compiler.compiler_cxx)
-        if not have_liburing:
+        liburing = next((flags for flags in LIBURING if links(self.compiler.compiler_cxx, flags)), [])
+        if not liburing:
             print("liburing (2.3 or newer) not found: building without io_uring; install liburing-dev to have it")
         for extension in self.extensions:
-            if have_liburing and extension.name == "infinity._aio":
+            if liburing and extension.name == "infinity._aio":
                 extension.define_macros.append(("INFINITY_HAVE_LIBURING", "1"))
-                extension.libraries.append("uring")
+                extension.extra_link_args += liburing
         self.build_temp = str(self.objects_folder())
         super().build_extensions()
 
@@ -70,13 +75,14 @@ class BuildExt(pybind11_build_ext):
         return Path("build") / f"objects-{digest}"
 
 
-def liburing_links(compiler: list[str]) -> bool:
-    """Whether a program that uses liburing compiles and links."""
+def links(compiler: list[str], liburing: list[str]) -> bool:
+    """Whether a shared object that uses liburing compiles and links."""
     flags = [flag for name in ("CPPFLAGS", "CXXFLAGS", "LDFLAGS") for flag in shlex.split(os.environ.get(name, ""))]
+    flags += ["-shared", "-fPIC", "-Wl,-z,defs", *liburing]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(LIBURING_PROBE)
-        command = [*compiler, "-std=c++17", str(source), *flags, "-luring", "-o", str(source.with_suffix(""))]
+        command = [*compiler, "-std=c++17", str(source), *flags, "-o", str(source.with_suffix(""))]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
