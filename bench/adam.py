@@ -4,11 +4,11 @@
     python bench/adam.py --deepspeed-python ../ds/bin/python      # a Python that has deepspeed and its cpu_adam
 
 Every way updates the same number of elements, sub-group by sub-group: scales the fp32 gradients, does one step of AdamW, and
-leaves a bf16 copy of the new weights, but for those called "alone", which only do the step. Ways run in an order that
-changes from round to round; figures are medians. GB/s counts the bytes that must move for what a way leaves, however often it
-moves them: 28 an element where the master is kept as copy and remainder (26 with bf16 gradients, 20 with bf16 moments), 30 where it is kept in full,
-28 for the step alone. `memory` is a pass over one field of the same memory, read and written. Prints a table and, last, one
-JSON line; --save appends it to bench/results/adam.jsonl.
+leaves a bf16 copy of the new weights, but for those called "alone", which only do the step. Ways run in an order that changes
+from round to round; figures are medians. GB/s counts the bytes that must move for what a way leaves, however often it moves
+them: 28 an element where the master is kept as copy and remainder (26 with bf16 gradients, 20 with bf16 moments), 30 where it
+is kept in full, 28 for the step alone. `memory` is a pass over one field of the same memory, read and written. Prints a table
+and, last, one JSON line; --save appends it to bench/results/adam.jsonl.
 """
 
 from __future__ import annotations

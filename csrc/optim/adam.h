@@ -35,12 +35,12 @@ struct Settings {
 // The fields of a sub-group of `numel` elements; what its `Master` does not have is null.
 struct Fields {
   int64_t numel;
-  Moments moments;
   void* exp_avg;
   void* exp_avg_sq;
   float* master;
   uint16_t* compute_param;
   uint16_t* remainder;
+  Moments moments = Moments::kFloat32;
 };
 
 // `numel` gradients for the elements of a sub-group from `offset` on, which are those of a shard of `shard_numel`
@@ -51,8 +51,8 @@ struct Piece {
   int64_t numel;
   int64_t start;
   int64_t shard_numel;
-  uint64_t key;
-  int64_t place;
+  uint64_t key = 0;
+  int64_t place = 0;
 };
 
 // Ascending indices of elements in a sub-group.

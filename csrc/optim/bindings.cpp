@@ -86,12 +86,12 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
                         const SumsArray& expected, int threads, const std::string& instructions) {
   Settings settings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, step, static_cast<float>(grad_scale)};
   Fields fields{numel,
-                moments_of(moments_dtype),
                 at<void>(exp_avg),
                 at<void>(exp_avg_sq),
                 at<float>(master),
                 at<uint16_t>(compute_param),
-                at<uint16_t>(remainder)};
+                at<uint16_t>(remainder),
+                moments_of(moments_dtype)};
   Grad grad = grad_of(grad_dtype);
   Master kind = master_of(fields, compute_dtype);
   Means means = means_of(threads, instructions);
