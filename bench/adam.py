@@ -6,9 +6,9 @@
 Every way updates the same number of elements, sub-group by sub-group: scales the fp32 gradients, does one step of AdamW, and
 leaves a bf16 copy of the new weights, but for those called "alone", which only do the step. Ways run in an order that changes
 from round to round; figures are medians. GB/s counts the bytes that must move for what a way leaves, however often it moves
-them: 28 an element where the master is kept as copy and remainder (26 with bf16 gradients, 20 with bf16 moments), 30 where it
-is kept in full, 28 for the step alone. `memory` is a pass over one field of the same memory, read and written. Prints a table
-and, last, one JSON line; --save appends it to bench/results/adam.jsonl.
+them: 28 an element where the master is kept as copy and remainder (26 with bf16 gradients, 20 with bf16 moments, 16 with 8-bit
+ones), 30 where it is kept in full, 28 for the step alone. `memory` is a pass over one field of the same memory, read and
+written. Prints a table and, last, one JSON line; --save appends it to bench/results/adam.jsonl.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from adam_deepspeed import BETAS, EPS, GRAD_SCALE, LR, WEIGHT_DECAY, field
 from results import machine, save
 
 from infinity.optim import AdamSettings, adam_, kernel
+from infinity.optim.coded_moments import BLOCK_NUMEL, blocks_of
 from infinity.optim.kernel import GradPiece
 
 SETTINGS = AdamSettings(LR, BETAS, EPS, WEIGHT_DECAY, decoupled_weight_decay=True, maximize=False, fused=True)
@@ -40,6 +41,7 @@ MUST_MOVE = {
     "kernel split": 28,
     "kernel split, bf16 gradients": 26,
     "kernel split, bf16 moments": 20,
+    "kernel split, 8-bit moments": 16,
     "kernel full": 30,
     "torch split": 28,
     "torch": 30,
@@ -80,6 +82,8 @@ class Sets:
         self.exp_avg_sq.abs_()
         self.grad16 = field(numel, torch.bfloat16)
         self.moments16 = field(numel, torch.bfloat16), field(numel, torch.bfloat16).abs_()
+        self.codes = [field(numel, torch.float32).mul_(40).add_(127).to(torch.uint8) for _ in range(2)]
+        self.scales = torch.full((2 * blocks_of(numel),), 1e-3)
         self.copy = field(numel, torch.bfloat16)
         self.remainder = field(numel, torch.int16)
         self.ties = {
@@ -89,6 +93,7 @@ class Sets:
             "kernel split": self.kernel_split,
             "kernel split, bf16 gradients": self.kernel_split16,
             "kernel split, bf16 moments": self.kernel_small_moments,
+            "kernel split, 8-bit moments": self.kernel_coded_moments,
             "kernel full": self.kernel_full,
             "torch split": self.torch_split,
             "torch": self.torch,
@@ -110,7 +115,11 @@ class Sets:
         return perf_counter() - began
 
     def kernel_split(
-        self, at: slice, grad: torch.Tensor | None = None, moments: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        at: slice,
+        grad: torch.Tensor | None = None,
+        moments: tuple[torch.Tensor, torch.Tensor] | None = None,
+        scales: torch.Tensor | None = None,
     ) -> None:
         exp_avg, exp_avg_sq = moments or (self.exp_avg, self.exp_avg_sq)
         self.ties[at.start] = kernel.update(
@@ -120,6 +129,7 @@ class Sets:
             pieces=[GradPiece(0, self.grad[at] if grad is None else grad[at], key=1, place=at.start)],
             exp_avg=exp_avg[at],
             exp_avg_sq=exp_avg_sq[at],
+            scales=scales,
             compute_param=self.copy[at],
             remainder=self.remainder[at],
             ties=self.ties[at.start],
@@ -130,6 +140,10 @@ class Sets:
 
     def kernel_small_moments(self, at: slice) -> None:
         self.kernel_split(at, moments=self.moments16)
+
+    def kernel_coded_moments(self, at: slice) -> None:
+        scales = self.scales[2 * at.start // BLOCK_NUMEL : 2 * blocks_of(at.stop)]
+        self.kernel_split(at, moments=(self.codes[0], self.codes[1]), scales=scales)
 
     def kernel_full(self, at: slice) -> None:
         kernel.update(

@@ -1,7 +1,8 @@
 """Floor 2.5, compiled from csrc/optim: Adam in one pass over memory, and the master weight as copy and remainder.
 
 Memory crosses as addresses: the caller answers for what lies there, and keeps it. infinity/optim/kernel.py is the face that
-checks. Any thread may call; the GIL is released while memory is worked on. Dtypes are "float32", "bfloat16", "float16".
+checks. Any thread may call; the GIL is released while memory is worked on. Dtypes are "float32", "bfloat16", "float16", and
+"uint8" for coded moments, which have scales.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ def update(
     numel: int,
     exp_avg: int,
     exp_avg_sq: int,
+    scales: int,
     master: int,
     copy: int,
     remainder: int,
@@ -41,8 +43,8 @@ def update(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint32], int]:
     """Update the elements of `pieces`: (address of the gradient, offset, numel, start, shard_numel, key, place), ascending.
 
-    Of the addresses `master`, `copy` and `remainder`, 0 means none. `compute_dtype` is that of what lies at `copy` beside a
-    master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
+    Of the addresses `scales`, `master`, `copy` and `remainder`, 0 means none. `compute_dtype` is that of what lies at `copy`
+    beside a master. Returns the ties of the sub-group, and nothing in the other two, without `pages`.
 
     `pages`: address of as many pages of 4096 bytes as there are `expected` checksums (0 for one that nobody knows), or 0. The
     fields that lie in them are verified before they change, and summed after. Returns the new checksums (0 for pages of no

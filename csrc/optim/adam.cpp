@@ -53,7 +53,11 @@ int64_t tail_of(int64_t numel) {
   return numel - numel % kTorchLanes;
 }
 
-void check(const std::vector<Piece>& pieces, int64_t numel) {
+void check(const std::vector<Piece>& pieces, const Fields& fields) {
+  const int64_t numel = fields.numel;
+  const bool coded = fields.moments == Moments::kCoded;
+  if (coded && fields.scales == nullptr) throw std::invalid_argument("coded moments have scales");
+  if (coded && numel % kCodedNumel != 0) throw std::invalid_argument("only whole blocks can be coded");
   int64_t behind = 0;
   for (const Piece& piece : pieces) {
     bool fits = piece.numel >= 0 && piece.offset >= behind && piece.offset + piece.numel <= numel;
@@ -61,6 +65,9 @@ void check(const std::vector<Piece>& pieces, int64_t numel) {
     if (piece.place < 0) throw std::invalid_argument("a piece begins in front of its parameter");
     if (piece.start < 0 || piece.start + piece.numel > piece.shard_numel) {
       throw std::invalid_argument("a piece reaches out of its shard");
+    }
+    if (coded && piece.offset % kCodedNumel != 0) {
+      throw std::invalid_argument("a piece must begin with a block of coded moments");
     }
     behind = piece.offset + piece.numel;
   }
@@ -71,6 +78,7 @@ int64_t itemsize(Grad grad) {
 }
 
 int64_t itemsize(Moments moments) {
+  if (moments == Moments::kCoded) return 1;
   return moments == Moments::kFloat32 ? 4 : 2;
 }
 
@@ -96,23 +104,27 @@ std::vector<Span> spans_of(const std::vector<Piece>& pieces, const Fields& field
     return static_cast<void*>(static_cast<std::byte*>(field) + index * itemsize(fields.moments));
   };
   auto at = [](auto* field, int64_t index) { return field == nullptr ? nullptr : field + index; };
+  const int64_t scales = fields.numel / kCodedNumel;
   for (const Piece& piece : pieces) {
     int64_t tail = std::clamp<int64_t>(tail_of(piece.shard_numel) - piece.start, 0, piece.numel);
     for (int64_t begin = 0, numel; begin < piece.numel; begin += numel) {
       int64_t index = piece.offset + begin;
       int64_t place = piece.place + begin;
-      numel = std::min({kBlockNumel - index % kBlockNumel, (begin < tail ? tail : piece.numel) - begin,
-                        kNumbers - place % kNumbers});
+      numel = std::min(kBlockNumel - index % kBlockNumel, piece.numel - begin);
+      if (fields.moments == Moments::kBfloat16) numel = std::min(numel, kNumbers - place % kNumbers);
       spans.push_back({static_cast<const char*>(piece.grad) + begin * itemsize(grad), moment_at(fields.exp_avg, index),
-                       moment_at(fields.exp_avg_sq, index), at(fields.master, index), at(fields.compute_param, index),
-                       at(fields.remainder, index), index, numel, begin >= tail, seed_of(piece.key, step, place),
+                       moment_at(fields.exp_avg_sq, index), at(fields.scales, index / kCodedNumel),
+                       at(fields.scales, scales + index / kCodedNumel), at(fields.master, index),
+                       at(fields.compute_param, index), at(fields.remainder, index), index, numel,
+                       std::clamp<int64_t>(tail - begin, 0, numel), seed_of(piece.key, step, place),
                        static_cast<uint32_t>(place % kNumbers)});
     }
   }
   return spans;
 }
 
-// The pages of the elements of the block that begins with number `begin`, field by field: see [Note: Sums on the way].
+// The pages of the fields: see [Note: Sums on the way]. Those of the scales, of which a page belongs to several blocks,
+// are verified before all blocks and summed after.
 class PagesOfBlocks {
  public:
   PagesOfBlocks(Pages& pages, const Fields& fields) : pages_(pages), numel_(fields.numel) {
@@ -122,61 +134,83 @@ class PagesOfBlocks {
     add(fields.master, sizeof(float));
     add(fields.compute_param, sizeof(uint16_t));
     add(fields.remainder, sizeof(uint16_t));
+    int64_t scale_bytes = 2 * numel_ / kCodedNumel * static_cast<int64_t>(sizeof(float));
+    if (auto offset = offset_of(fields.scales, scale_bytes)) scales_ = pages_of(*offset, scale_bytes);
     if (numel_ % kPageNumel != 0) throw std::invalid_argument("only whole pages can be verified and summed");
   }
 
-  // Whether all of them are as they must be.
+  // Whether the pages of the elements of the block that begins with number `begin` are as they must be.
   bool verify(int64_t begin) {
     bool whole = true;
-    for_each_field(begin, [&](size_t first, size_t count, const PageSum* sums) {
-      for (size_t i = first; i < first + count; ++i) {
-        if (pages_.expected[i] == sums[i - first] || pages_.expected[i] == kUnknownPage) continue;
-        note_wrong(static_cast<int64_t>(i));
-        whole = false;
-        return;
-      }
-    });
+    for (Place place : places_) whole = verify(pages_of(place, begin)) && whole;
     return whole;
   }
 
   void sum(int64_t begin) {
-    for_each_field(
-        begin, [&](size_t first, size_t count, const PageSum* sums) { std::copy_n(sums, count, pages_.sums + first); });
+    for (Place place : places_) sum(pages_of(place, begin));
   }
+
+  bool verify_scales() { return verify(scales_); }
+  void sum_scales() { sum(scales_); }
 
   // To be called once, when all blocks are done.
   void tell() { pages_.wrong = wrong_ == kNone ? -1 : wrong_.load(); }
 
  private:
   static constexpr int64_t kNone = INT64_MAX;
+  static constexpr size_t kAtATime = kBlockNumel * 4 / kPageBytes;
 
   struct Place {
     int64_t offset;  // from the first page on, in bytes
     int64_t itemsize;
   };
 
-  void add(const void* field, int64_t itemsize) {
+  struct Range {
+    size_t first = 0;
+    size_t count = 0;
+  };
+
+  // Nothing for a field that is not among the pages.
+  std::optional<int64_t> offset_of(const void* field, int64_t nbytes) const {
     auto at = reinterpret_cast<uintptr_t>(field), begin = reinterpret_cast<uintptr_t>(pages_.begin);
     auto bytes = static_cast<uintptr_t>(pages_.count * kPageBytes);
-    if (field == nullptr || at < begin || at >= begin + bytes) return;
+    if (field == nullptr || at < begin || at >= begin + bytes) return std::nullopt;
     auto offset = static_cast<int64_t>(at - begin);
-    if (offset % kPageBytes != 0 || offset + numel_ * itemsize > pages_.count * kPageBytes) {
+    if (offset % kPageBytes != 0 || offset + nbytes > pages_.count * kPageBytes) {
       throw std::invalid_argument("a field must begin with a page and end with one of those that are summed");
     }
-    places_.push_back({offset, itemsize});
+    return offset;
   }
 
-  template <typename Body>
-  void for_each_field(int64_t begin, const Body& body) {
-    std::array<PageSum, static_cast<size_t>(kBlockNumel * 4 / kPageBytes)> sums;
-    int64_t numel = std::min(kBlockNumel, numel_ - begin);
-    for (const Place& place : places_) {
-      int64_t offset = place.offset + begin * place.itemsize;
-      auto count = static_cast<size_t>(numel * place.itemsize / kPageBytes);
-      sum_pages(pages_.begin + offset, count, sums.data());
-      body(static_cast<size_t>(offset / kPageBytes), count, sums.data());
-    }
+  void add(const void* field, int64_t itemsize) {
+    if (auto offset = offset_of(field, numel_ * itemsize)) places_.push_back({*offset, itemsize});
   }
+
+  static Range pages_of(int64_t offset, int64_t nbytes) {
+    return {static_cast<size_t>(offset / kPageBytes), static_cast<size_t>((nbytes + kPageBytes - 1) / kPageBytes)};
+  }
+
+  Range pages_of(Place place, int64_t begin) const {
+    int64_t numel = std::min(kBlockNumel, numel_ - begin);
+    return pages_of(place.offset + begin * place.itemsize, numel * place.itemsize);
+  }
+
+  bool verify(Range range) {
+    std::array<PageSum, kAtATime> sums;
+    for (size_t end = range.first + range.count; range.first < end; range.first += kAtATime) {
+      size_t count = std::min(kAtATime, end - range.first);
+      sum_pages(pages_.begin + range.first * kPageBytes, count, sums.data());
+      for (size_t i = 0; i < count; ++i) {
+        PageSum expected = pages_.expected[range.first + i];
+        if (expected == sums[i] || expected == kUnknownPage) continue;
+        note_wrong(static_cast<int64_t>(range.first + i));
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void sum(Range range) { sum_pages(pages_.begin + range.first * kPageBytes, range.count, pages_.sums + range.first); }
 
   void note_wrong(int64_t page) {
     int64_t first = wrong_;
@@ -187,6 +221,7 @@ class PagesOfBlocks {
   Pages& pages_;
   const int64_t numel_;
   std::vector<Place> places_;
+  Range scales_;
   std::atomic<int64_t> wrong_{kNone};
 };
 
@@ -264,13 +299,17 @@ std::vector<std::string> instruction_sets() {
 std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, const Fields& fields,
                             const std::vector<Piece>& pieces, Ties ties, const Means& means, Pages* pages) {
   check(ties, fields.numel);
-  check(pieces, fields.numel);
+  check(pieces, fields);
   const Scalars scalars = scalars_of(settings);
   const std::vector<Span> spans = spans_of(pieces, fields, grad, settings.step);
   std::optional<PagesOfBlocks> guarded;
   if (pages != nullptr) guarded.emplace(*pages, fields);
   auto& of_grad = kernels_named(means.instructions).update[static_cast<size_t>(grad)];
   auto* kernel = of_grad[static_cast<size_t>(kind)][static_cast<size_t>(fields.moments)];
+  if (guarded.has_value() && !guarded->verify_scales()) {
+    guarded->tell();
+    return {};
+  }
   auto rounded_up = run_blocks(fields.numel, ties, means.threads, [&](int64_t begin, int64_t end, TiesOnTheWay& way) {
     if (guarded.has_value() && !guarded->verify(begin)) return;
     auto lies_before = [begin](const Span& span) { return span.index < begin; };
@@ -278,7 +317,10 @@ std::vector<int32_t> update(const Settings& settings, Grad grad, Master kind, co
     for (; span != spans.end() && span->index < end; ++span) kernel(scalars, *span, way);
     if (guarded.has_value()) guarded->sum(begin);
   });
-  if (guarded.has_value()) guarded->tell();
+  if (guarded.has_value()) {
+    guarded->sum_scales();
+    guarded->tell();
+  }
   return kind == Master::kSplit ? renewed(ties, pieces, joined(rounded_up)) : std::vector<int32_t>{};
 }
 

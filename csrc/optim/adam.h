@@ -16,8 +16,11 @@ enum class Grad { kFloat32, kBfloat16, kFloat16 };
 // [Note: Ties].
 enum class Master { kSplit, kFull, kFullWithBfloat16, kFullWithFloat16 };
 
-// How the moments are kept. As bfloat16 they are rounded by chance: see [Note: Rounded by chance] in kernels.inc.
-enum class Moments { kFloat32, kBfloat16 };
+// How the moments are kept. As bfloat16 they are rounded by chance: see [Note: Rounded by chance] in kernels.inc. Coded
+// ones have 8 bits each, and a scale for every block of `kCodedNumel`: see [Note: Codes of eight bits] in codes.inc.
+enum class Moments { kFloat32, kBfloat16, kCoded };
+
+constexpr int64_t kCodedNumel = 256;
 
 // The hyper-parameters, named as in torch.optim.AdamW; `step` counts from 1.
 struct Settings {
@@ -41,10 +44,13 @@ struct Fields {
   uint16_t* compute_param;
   uint16_t* remainder;
   Moments moments = Moments::kFloat32;
+  float* scales = nullptr;  // of coded moments: all of the first's blocks, then all of the second's
 };
 
 // `numel` gradients for the elements of a sub-group from `offset` on, which are those of a shard of `shard_numel`
 // elements from `start` on. The first one is number `place` of a parameter whose random numbers are those of `key`.
+// Where moments are coded, a block is of one piece alone: `offset` is the first element of one, and what lies between a
+// piece's last element and the end of its block is padding.
 struct Piece {
   const void* grad;
   int64_t offset;

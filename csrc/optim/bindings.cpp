@@ -50,7 +50,8 @@ Grad grad_of(const std::string& dtype) {
 Moments moments_of(const std::string& dtype) {
   if (dtype == "float32") return Moments::kFloat32;
   if (dtype == "bfloat16") return Moments::kBfloat16;
-  throw py::value_error("moments must be float32 or bfloat16, got " + dtype);
+  if (dtype == "uint8") return Moments::kCoded;
+  throw py::value_error("moments must be float32, bfloat16 or uint8, got " + dtype);
 }
 
 Master master_of(const Fields& fields, const std::string& compute_dtype) {
@@ -82,8 +83,8 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
                         bool maximize, double step, double grad_scale, const std::string& grad_dtype,
                         const std::string& compute_dtype, const std::string& moments_dtype,
                         const std::vector<PieceFields>& rows, int64_t numel, Address exp_avg, Address exp_avg_sq,
-                        Address master, Address compute_param, Address remainder, const TiesArray& ties, Address pages,
-                        const SumsArray& expected, int threads, const std::string& instructions) {
+                        Address scales, Address master, Address compute_param, Address remainder, const TiesArray& ties,
+                        Address pages, const SumsArray& expected, int threads, const std::string& instructions) {
   Settings settings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, step, static_cast<float>(grad_scale)};
   Fields fields{numel,
                 at<void>(exp_avg),
@@ -91,7 +92,8 @@ py::tuple update_fields(double lr, double beta1, double beta2, double eps, doubl
                 at<float>(master),
                 at<uint16_t>(compute_param),
                 at<uint16_t>(remainder),
-                moments_of(moments_dtype)};
+                moments_of(moments_dtype),
+                at<float>(scales)};
   Grad grad = grad_of(grad_dtype);
   Master kind = master_of(fields, compute_dtype);
   Means means = means_of(threads, instructions);
@@ -145,9 +147,9 @@ PYBIND11_MODULE(_optim, module) {
   module.def("update", &optim::update_fields, py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("maximize"), py::arg("step"),
              py::arg("grad_scale"), py::arg("grad_dtype"), py::arg("compute_dtype"), py::arg("moments_dtype"),
-             py::arg("pieces"), py::arg("numel"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"),
-             py::arg("copy"), py::arg("remainder"), py::arg("ties"), py::arg("pages"), py::arg("expected"),
-             py::arg("threads"), py::arg("instructions"));
+             py::arg("pieces"), py::arg("numel"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("scales"),
+             py::arg("master"), py::arg("copy"), py::arg("remainder"), py::arg("ties"), py::arg("pages"),
+             py::arg("expected"), py::arg("threads"), py::arg("instructions"));
   module.def("join", &optim::join_fields, py::kw_only(), py::arg("copy"), py::arg("remainder"), py::arg("numel"),
              py::arg("ties"), py::arg("master"), py::arg("threads"), py::arg("instructions"));
   module.def("split", &optim::split_fields, py::kw_only(), py::arg("master"), py::arg("numel"), py::arg("copy"),

@@ -30,12 +30,14 @@ struct Span {
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
+  float* exp_avg_scales;  // of the blocks of coded moments, from that of the first element on
+  float* exp_avg_sq_scales;
   float* master;
   uint16_t* compute_param;
   uint16_t* remainder;
   int64_t index;
   int64_t numel;
-  bool tail;        // [Note: Tails]
+  int64_t tail;     // [Note: Tails] from this element on
   uint32_t seed;    // of the random numbers: [Note: Rounded by chance]
   uint32_t number;  // of the first element among these
 };
@@ -56,7 +58,7 @@ struct TiesOnTheWay {
 
 struct Kernels {
   const char* name;
-  void (*update[3][4][2])(const Scalars&, const Span&, TiesOnTheWay&);  // by Grad, Master and Moments
+  void (*update[3][4][3])(const Scalars&, const Span&, TiesOnTheWay&);  // by Grad, Master and Moments
   void (*join)(const uint16_t* compute_param, const uint16_t* remainder, int64_t index, int64_t numel, TiesOnTheWay&,
                float* master);
   void (*split)(const float* master, int64_t index, int64_t numel, uint16_t* compute_param, uint16_t* remainder,

@@ -2,7 +2,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "optim/kernels.h"
@@ -107,6 +109,47 @@ struct Lanes {
   template <int kBits>
   INLINE static Words shifted_right(Words a) {
     return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
+  }
+  INLINE static Words subtract(Words a, Words b) {
+    return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)};
+  }
+  INLINE static Words minimum(Words a, Words b) {
+    return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)};
+  }
+  INLINE static Words maximum(Words a, Words b) {
+    return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)};
+  }
+  INLINE static uint32_t largest(Words a) {
+    alignas(32) uint32_t lanes[kWidth];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), a.low);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes + 8), a.high);
+    return *std::max_element(lanes, lanes + kWidth);
+  }
+  INLINE static Words minus_one_where_negative(Words a) {
+    return {_mm256_srai_epi32(a.low, 31), _mm256_srai_epi32(a.high, 31)};
+  }
+  INLINE static Words add_one_where_at_least(Words a, Floats b, Floats c) {
+    return {_mm256_sub_epi32(a.low, _mm256_castps_si256(_mm256_cmp_ps(b.low, c.low, _CMP_GE_OQ))),
+            _mm256_sub_epi32(a.high, _mm256_castps_si256(_mm256_cmp_ps(b.high, c.high, _CMP_GE_OQ)))};
+  }
+  INLINE static Words load_bytes(const uint8_t* from) {
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+  INLINE static void store_bytes(uint8_t* to, Words a) {
+    __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(a.low, a.high), kMiddleSwapped);
+    __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+  }
+  INLINE static Floats to_floats(Words a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+  INLINE static Words truncated(Floats a) { return {_mm256_cvttps_epi32(a.low), _mm256_cvttps_epi32(a.high)}; }
+  INLINE static Words look_up_16(const int32_t* table, Words index) { return look_up_32(table, index); }
+  INLINE static Floats look_up_16(const float* table, Words index) { return look_up_32(table, index); }
+  INLINE static Words look_up_32(const int32_t* table, Words index) {
+    return {_mm256_i32gather_epi32(table, index.low, 4), _mm256_i32gather_epi32(table, index.high, 4)};
+  }
+  INLINE static Floats look_up_32(const float* table, Words index) {
+    return {_mm256_i32gather_ps(table, index.low, 4), _mm256_i32gather_ps(table, index.high, 4)};
   }
   INLINE static Words as_words(Floats a) { return {_mm256_castps_si256(a.low), _mm256_castps_si256(a.high)}; }
   INLINE static Floats as_floats(Words a) { return {_mm256_castsi256_ps(a.low), _mm256_castsi256_ps(a.high)}; }

@@ -2,7 +2,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "optim/kernels.h"
@@ -67,6 +69,38 @@ struct Lanes {
   template <int kBits>
   INLINE static Words shifted_right(Words a) {
     return _mm512_maskz_srli_epi32(kAll, a, kBits);
+  }
+  INLINE static Words subtract(Words a, Words b) { return _mm512_sub_epi32(a, b); }
+  INLINE static Words minimum(Words a, Words b) { return _mm512_maskz_min_epi32(kAll, a, b); }
+  INLINE static Words maximum(Words a, Words b) { return _mm512_maskz_max_epi32(kAll, a, b); }
+  INLINE static uint32_t largest(Words a) {
+    alignas(64) uint32_t lanes[kWidth];
+    _mm512_store_si512(lanes, a);
+    return *std::max_element(lanes, lanes + kWidth);
+  }
+  INLINE static Words minus_one_where_negative(Words a) { return _mm512_maskz_srai_epi32(kAll, a, 31); }
+  INLINE static Words add_one_where_at_least(Words a, Floats b, Floats c) {
+    return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(b, c, _CMP_GE_OQ), a, words(1));
+  }
+  INLINE static Words load_bytes(const uint8_t* from) {
+    return _mm512_maskz_cvtepu8_epi32(kAll, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  INLINE static void store_bytes(uint8_t* to, Words a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(kAll, a));
+  }
+  INLINE static Floats to_floats(Words a) { return _mm512_maskz_cvtepi32_ps(kAll, a); }
+  INLINE static Words truncated(Floats a) { return _mm512_maskz_cvttps_epi32(kAll, a); }
+  INLINE static Words look_up_16(const int32_t* table, Words index) {
+    return _mm512_maskz_permutexvar_epi32(kAll, index, _mm512_load_si512(table));
+  }
+  INLINE static Floats look_up_16(const float* table, Words index) {
+    return _mm512_maskz_permutexvar_ps(kAll, index, _mm512_load_ps(table));
+  }
+  INLINE static Words look_up_32(const int32_t* table, Words index) {
+    return _mm512_permutex2var_epi32(_mm512_load_si512(table), index, _mm512_load_si512(table + 16));
+  }
+  INLINE static Floats look_up_32(const float* table, Words index) {
+    return _mm512_permutex2var_ps(_mm512_load_ps(table), index, _mm512_load_ps(table + 16));
   }
   INLINE static Words as_words(Floats a) { return _mm512_castps_si512(a); }
   INLINE static Floats as_floats(Words a) { return _mm512_castsi512_ps(a); }

@@ -1,6 +1,8 @@
 // One lane, on any CPU. The numbers are those of the other sets; without an FMA instruction they take long.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "optim/kernels.h"
@@ -85,6 +87,20 @@ struct Lanes {
   static Words shifted_right(Words a) {
     return a >> kBits;
   }
+  static Words subtract(Words a, Words b) { return a - b; }
+  static Words minimum(Words a, Words b) { return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b; }
+  static Words maximum(Words a, Words b) { return static_cast<int32_t>(a) > static_cast<int32_t>(b) ? a : b; }
+  static uint32_t largest(Words a) { return a; }
+  static Words minus_one_where_negative(Words a) { return a >> 31 ? ~0u : 0; }
+  static Words add_one_where_at_least(Words a, Floats b, Floats c) { return a + (b >= c ? 1 : 0); }
+  static Words load_bytes(const uint8_t* from) { return *from; }
+  static void store_bytes(uint8_t* to, Words a) { *to = static_cast<uint8_t>(a); }
+  static Floats to_floats(Words a) { return static_cast<float>(static_cast<int32_t>(a)); }
+  static Words truncated(Floats a) { return static_cast<uint32_t>(static_cast<int32_t>(a)); }
+  static Words look_up_16(const int32_t* table, Words index) { return static_cast<uint32_t>(table[index]); }
+  static Floats look_up_16(const float* table, Words index) { return table[index]; }
+  static Words look_up_32(const int32_t* table, Words index) { return static_cast<uint32_t>(table[index]); }
+  static Floats look_up_32(const float* table, Words index) { return table[index]; }
   static Words as_words(Floats a) { return bits_as<uint32_t>(a); }
   static Floats as_floats(Words a) { return bits_as<float>(a); }
 

@@ -15,6 +15,7 @@ import torch
 
 from infinity import _optim
 from infinity.optim.adam import AdamSettings, adam_
+from infinity.optim.coded_moments import blocks_of
 from infinity.units import PAGE_BYTES
 
 log = logging.getLogger("infinity")
@@ -24,7 +25,7 @@ INSTRUCTIONS: tuple[str, ...] = tuple(_optim.instruction_sets())
 
 _GRAD_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _COMPUTE_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_MOMENT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_MOMENT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.uint8: "uint8"}
 _BITS = (torch.int16, torch.uint16)
 
 
@@ -79,6 +80,7 @@ def update(
     pieces: Sequence[GradPiece],
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
+    scales: torch.Tensor | None = None,
     master: torch.Tensor | None = None,
     compute_param: torch.Tensor | None = None,
     remainder: torch.Tensor | None = None,
@@ -89,7 +91,8 @@ def update(
 ) -> torch.Tensor:
     """One step of Adam on the elements of a sub-group that `pieces` name, in place.
 
-    exp_avg and exp_avg_sq (both fp32, or both bf16, rounded as small_moments.py says) are the whole sub-group. So is the
+    exp_avg and exp_avg_sq are the whole sub-group: both fp32; or both bf16, rounded as small_moments.py says; or both uint8,
+    the codes that coded_moments.py makes, with `scales` (fp32): of all blocks of the first, then of the second. So is the
     master: either `master` (fp32), and compute_param (bf16 or fp16) is set from it where given; or compute_param (bf16),
     remainder (int16 or uint16) and ties, as `split` makes them. All are 1-D and contiguous, in host memory, of one length.
     Pieces ascend without overlap, and their gradients have one dtype. `step` counts this step, from 1. Gradients are multiplied
@@ -104,6 +107,10 @@ def update(
     _check([exp_avg, exp_avg_sq], tuple(_MOMENT_DTYPES), "exp_avg and exp_avg_sq", numel)
     if exp_avg.dtype is not exp_avg_sq.dtype:
         raise ValueError(f"both moments have one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")
+    if (scales is not None) != (exp_avg.dtype is torch.uint8):
+        raise ValueError(f"scales are for moments in 8 bits, and these are {exp_avg.dtype}")
+    if scales is not None:
+        _check([scales], (torch.float32,), "the scales", 2 * blocks_of(numel))
     if master is not None and remainder is None:
         _check([master], (torch.float32,), "the master", numel)
         if compute_param is not None:
@@ -137,6 +144,7 @@ def update(
         numel=numel,
         exp_avg=exp_avg.data_ptr(),
         exp_avg_sq=exp_avg_sq.data_ptr(),
+        scales=_address(scales),
         master=_address(master),
         copy=_address(compute_param),
         remainder=_address(remainder),

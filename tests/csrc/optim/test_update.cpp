@@ -157,6 +157,28 @@ TEST_CASE("instruction sets, threads and cuts change no bit") {
   }
 }
 
+TEST_CASE("coded moments end with the last block, whatever a shard's length") {
+  for (int64_t numel : {1, 255, 256, 257, 32768 + 300}) {
+    std::vector<uint8_t> expected;
+    for (const std::string& instructions : instruction_sets()) {
+      State state(numel);
+      int64_t blocks = (numel + kCodedNumel - 1) / kCodedNumel;
+      auto coded = static_cast<size_t>(blocks * kCodedNumel);
+      std::vector<uint8_t> codes(2 * coded, 127);
+      std::vector<float> scales(static_cast<size_t>(2 * blocks), 0.5f);
+      state.master.resize(coded);
+      Fields fields{blocks * kCodedNumel, codes.data(), codes.data() + coded, state.master.data(), nullptr, nullptr,
+                    Moments::kCoded,      scales.data()};
+      for (int step = 0; step < 2; ++step) {
+        update(kSettings, Grad::kFloat32, Master::kFull, fields, {state.piece(0, numel)}, {nullptr, nullptr},
+               {2, instructions});
+      }
+      if (expected.empty()) expected = codes;
+      CHECK(codes == expected);
+    }
+  }
+}
+
 TEST_CASE("gradients are summed with the same bits by every instruction set") {
   constexpr int64_t kNumel = 100'003;
   std::vector<float> grads(kNumel), sums(kNumel, 1.5f);
