@@ -59,6 +59,7 @@ CASES = {
     "SGD without momentum": Case(optimizer="SGD without momentum", update="backward", threshold=0),
     "Muon": Case(optimizer="Muon", clipping=1.0, threshold=0),
     "bf16 moments": Case(moments="bf16", clipping=1e3, threshold=0),
+    "8-bit moments": Case(moments="8bit", clipping=1e3, threshold=0),
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

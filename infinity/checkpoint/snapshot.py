@@ -14,9 +14,20 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from infinity.store.commit import ArenaLayout
-from infinity.store.layout import SPACE_ALIGN, Field, Piece, Shard, SubGroup, moments_of, pieces_of, place_shards
+from infinity.store.layout import (
+    SPACE_ALIGN,
+    Field,
+    Piece,
+    Shard,
+    SubGroup,
+    moments_of,
+    pieces_of,
+    place_shards,
+    shard_align,
+)
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MOMENT_ITEMSIZES = {"float32": 4, "bfloat16": 2, "uint8": 1}
 
 
 class Snapshot:
@@ -80,7 +91,8 @@ def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
     """The sub-groups of the record, which must fill the flat spaces of its parameters."""
     groups = max((param.group for param in layout.parameters), default=-1) + 1
     shards = [Shard(p.name, p.group, p.numel, p.trained, p.resident, whole=p.whole) for p in layout.parameters]
-    where, parts = place_shards(shards, groups)
+    moment_itemsize = _MOMENT_ITEMSIZES[layout.moments_dtype]
+    where, parts = place_shards(shards, groups, shard_align(moment_itemsize))
     stored = iter(enumerate(layout.sub_groups))
     sub_groups: list[SubGroup] = []
     for space, of_space in enumerate(parts):
@@ -104,7 +116,6 @@ def _sub_groups_of(layout: ArenaLayout) -> list[SubGroup]:
                 if part.whole and any(piece.numel != shards[piece.shard].numel for piece in pieces):
                     raise ValueError(f"sub-group {index} cuts a matrix that is whole")
                 of_sub = (index, space, at, cut.numel, trained, itemsize, pieces, cut.split)
-                moment_itemsize = _ITEMSIZES[layout.moments_dtype]
                 sub_groups.append(SubGroup(*of_sub, moments=moments, whole=part.whole, moment_itemsize=moment_itemsize))
                 at += cut.numel
     if next(stored, None) is not None:

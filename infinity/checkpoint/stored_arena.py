@@ -21,10 +21,11 @@ from infinity.checkpoint.manifest import FILE_NAME, FIRST_RECORD, load_manifest,
 from infinity.checkpoint.snapshot import Snapshot, rows_of
 from infinity.checkpoint.training_state import RANDOM_STATES
 from infinity.errors import CheckpointError
+from infinity.optim.coded_moments import blocks_of, decode
 from infinity.optim.kernel import join
 from infinity.store.commit import RECORD_BYTES_MAX, ArenaLayout, Record, StoredParameter, differences, parse_record
 from infinity.store.files import open_regular, read_small
-from infinity.store.layout import Field, SubGroup
+from infinity.store.layout import BLOCK_NUMEL, Field, SubGroup
 
 
 def is_arena_checkpoint(path: Path) -> bool:
@@ -85,6 +86,8 @@ class RankState:
             out = values[done : done + count]
             if field is Field.MASTER and sub.split:
                 self._join(sub, first, out)
+            elif sub.coded and field is not Field.MASTER:
+                self._decode(sub, field, first, out)
             elif sub.itemsize(field) == out.itemsize:
                 self.read_field(sub, field, out, first)
             else:
@@ -94,6 +97,14 @@ class RankState:
             done += count
         assert done == numel, "a shard that its sub-groups don't make up"
         return values
+
+    def _decode(self, sub: SubGroup, moment: Field, start: int, out: torch.Tensor) -> None:
+        first = start // BLOCK_NUMEL * BLOCK_NUMEL
+        codes = torch.empty(start + out.numel() - first, dtype=torch.uint8)
+        scales = torch.empty(blocks_of(codes.numel()))
+        self.read_field(sub, moment, codes, first)
+        self.read_field(sub, Field.SCALES, scales, sub.first_scale(moment) + first // BLOCK_NUMEL)
+        out.copy_(decode(codes, scales, signed=moment is Field.MOMENT_1)[start - first :])
 
     def _join(self, sub: SubGroup, first: int, out: torch.Tensor) -> None:
         compute = torch.empty(out.numel(), dtype=torch.bfloat16)  # others are not split

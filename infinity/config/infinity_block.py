@@ -133,7 +133,9 @@ class InfinityConfig(Block):
         "fp32",
         "In which Adam's two moments are kept on NVMe. bf16 takes 8 bytes of state per parameter where fp32 takes 12, and "
         "changes the numbers: each moment is rounded up or down by chance, with random bits that depend on the parameter, "
-        "the element and the step alone, so a run can be repeated bit for bit on any number of ranks.",
+        "the element and the step alone, so a run can be repeated bit for bit on any number of ranks. 8bit takes 6 bytes: "
+        "each moment is one of 256 values times the largest of its block of 256, as in bitsandbytes' 8-bit Adam; blocks are "
+        "those of a rank's shard, so another number of ranks gives other numbers.",
     )
     update: Annotated[Update, choice(Update)] = key(
         "auto",

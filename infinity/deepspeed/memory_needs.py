@@ -6,6 +6,7 @@ Parameters, gradients and optimizer state as infinity holds them, on the GPUs, i
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import nn
@@ -142,7 +143,7 @@ def _pool_bytes(strategy: Strategy, total_params: int, largest: int, ranks: int)
     shard = -(-(total_params if strategy.keeps_compute else largest) // ranks)
     group = COMPUTE_BYTES * shard if strategy.parameters == "nvme" else 0
     sub_group = sum(strategy.stored_bytes(DEFAULT_SCHEME)) * min(shard, SUB_GROUP_NUMEL_DEFAULT)
-    return comfortable_bytes(gather_bytes(group), sub_group)
+    return comfortable_bytes(gather_bytes(group), math.ceil(sub_group))
 
 
 def _where(gpus_per_node: int, nodes: int) -> str:

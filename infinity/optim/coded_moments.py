@@ -11,8 +11,7 @@ from functools import cache
 
 import torch
 
-BLOCK_NUMEL = 256
-"""Elements with one scale."""
+from infinity.store.layout import BLOCK_NUMEL
 
 _DECADES = 8
 _LEAST_NORMAL = torch.finfo(torch.float32).tiny
@@ -45,7 +44,8 @@ def code_values(*, signed: bool) -> torch.Tensor:
 def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """The moments (fp32) of codes (uint8, 1-D) that begin with a block, and of the scales (fp32) of their blocks."""
     values = _codes(signed).values[codes.long()]
-    return values * scales.repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
+    scale = scales.repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
+    return torch.where(scale == 0, 0.0, values * scale)
 
 
 def encode(moments: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:

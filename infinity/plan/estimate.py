@@ -107,7 +107,7 @@ def second_slot_bytes(work: Work, strategy: Strategy, cache: HostCache = NO_CACH
     """On NVMe, for updates that the step is to accept. A durable run has that place already."""
     if work.durable or not work.scheme.speculative:
         return 0
-    return sum(strategy.stored_bytes(work.scheme)) * sum(updated_in_backward(work, strategy, cache))
+    return math.ceil(sum(strategy.stored_bytes(work.scheme)) * sum(updated_in_backward(work, strategy, cache)))
 
 
 def memory_of(
@@ -189,7 +189,7 @@ def states_of(numel: int, ranks: int, strategy: Strategy, scheme: Scheme = DEFAU
     home = {"none": device, "cpu": host, "nvme": nvme}[strategy.optimizer]
     masters = "remainders" if compute_bytes and scheme.compute_is_state() else "masters"
     user = f"optimizer state: {masters} and moments" if scheme.moments else f"optimizer state: {masters}"
-    home[user] = (other_state_bytes or scheme.state_bytes) * shard
+    home[user] = math.ceil((other_state_bytes or scheme.state_bytes) * shard)
     if strategy.all_gradients_wait(scheme):
         (host if strategy.on_host else device)[_GRADIENTS] = GRADIENT_BYTES * shard
     if strategy.keeps_compute:
@@ -269,7 +269,7 @@ def pipeline_of(
     if not strategy.uses_nvme:
         return Pipeline(0, min(work.shard_numel, pinned.SUB_GROUP_NUMEL_DEFAULT), 0, 1)
     group_bytes = _largest_group_bytes(work, strategy)
-    per_element = sum(strategy.stored_bytes(work.scheme))
+    per_element: float = sum(strategy.stored_bytes(work.scheme))
     spilled = work.gradients_that_spill(strategy)
     if any(spilled):
         per_element += work.gradient_itemsize
@@ -277,12 +277,13 @@ def pipeline_of(
     numel = min(pinned.SUB_GROUP_NUMEL_DEFAULT, cut_from)
     if pinned_bytes is not None:
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
-        numel = max(1, min(numel, room // per_element))
-    gather, stepped = pinned.gather_bytes(group_bytes), numel * per_element
+        numel = max(1, min(numel, int(room / per_element)))
+    gather, stepped = pinned.gather_bytes(group_bytes), math.ceil(numel * per_element)
     pool = pinned_bytes
     if pool is None:
         in_backward = strategy.update_of(work.scheme) == "backward"
-        waiting = sum(sorted(work.group_shards)[-2:]) * (COMPUTE_BYTES + per_element) if in_backward else 0
+        per_element += COMPUTE_BYTES
+        waiting = math.ceil(sum(sorted(work.group_shards)[-2:]) * per_element) if in_backward else 0
         held = work.gradient_itemsize * work.gradients_that_wait(strategy) - sum(spilled) if in_backward else 0
         pool = pinned.comfortable_bytes(gather, stepped, waiting, memory_bytes, held)
     return Pipeline(pool, numel, pinned.look_ahead_room(pool, group_bytes), pinned.sub_groups_ahead(pool, stepped))

@@ -146,7 +146,7 @@ def _plan_lora(work: Work, machine: Machine, rank: int, asked: _Asked) -> Frozen
         **activation_lines(work, activations_move=moves),
     }
     host = {
-        "adapters and their optimizer state": (COMPUTE_BYTES + work.scheme.other_state_bytes()) * shard,
+        "adapters and their optimizer state": math.ceil((COMPUTE_BYTES + work.scheme.other_state_bytes()) * shard),
         "gradients of the adapters": GRADIENT_BYTES * shard,
     }
     if moves:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from infinity.schedule.residency import Candidate, moved_bytes
@@ -33,10 +34,10 @@ def candidates_of(part: Part, scheme: Scheme) -> tuple[Candidate, Candidate]:
     """
     if not part.compute_on_nvme:  # masters rest in full
         full = replace(scheme, master_weights="full")
-        return Candidate(0, 1, 0, 0), Candidate(full.other_state_bytes() * part.numel, 1, 1, 1)
+        return Candidate(0, 1, 0, 0), Candidate(math.ceil(full.other_state_bytes() * part.numel), 1, 1, 1)
     return (
         Candidate(COMPUTE_BYTES * part.numel, 1, scheme.compute_reads(part.gathers), 1),
-        Candidate(scheme.other_state_bytes() * part.numel, 1, 1, 1),
+        Candidate(math.ceil(scheme.other_state_bytes() * part.numel), 1, 1, 1),
     )
 
 

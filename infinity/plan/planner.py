@@ -96,7 +96,7 @@ class Plan:
             return 0, 0
         early = sum(updated_in_backward(self.work, self.strategy, self.cache))
         read, written = self.work.scheme.discarded_bytes
-        return read * early, written * early
+        return math.ceil(read * early), math.ceil(written * early)
 
     def discarding_seconds(self) -> float:
         """A step that discards what the backward updated, and updates in its forward what the one before had discarded."""

@@ -87,7 +87,7 @@ class _ProgramOfRank:
         ]
         """By group: compute parameters on NVMe."""
         self._other_state_bytes = [
-            other * numel - cached for numel, cached in zip(self._shards, cache.other_state, strict=True)
+            math.ceil(other * numel) - cached for numel, cached in zip(self._shards, cache.other_state, strict=True)
         ]
         self.group_bytes = [
             compute * numel if on_nvme else 0 for numel, on_nvme in zip(self._shards, self._compute_bytes, strict=True)
@@ -100,7 +100,8 @@ class _ProgramOfRank:
         """By group: bytes of activations that a pass moves from the device and back."""
         self._saved_on_drive = work.saved_on_drive if strategy.uses_nvme else [0] * len(self._shards)
         """The part of those that it moves to the drive and back."""
-        self._lease_bytes = pipeline.sub_group_numel * (compute + other + work.gradient_itemsize * any(self._spilled))
+        per_element = compute + other + work.gradient_itemsize * any(self._spilled)
+        self._lease_bytes = math.ceil(pipeline.sub_group_numel * per_element)
         count = sum(-(-numel // pipeline.sub_group_numel) for numel in self._shards)
         self._sub_group_numel = pipeline.sub_group_numel * max(1.0, count / SIMULATED_SUB_GROUPS_MAX)
         self._update_bytes_per_s = machine.update_bytes_per_s(strategy)
@@ -229,7 +230,7 @@ class _ProgramOfRank:
         return _Elements(
             self._shards[group] - in_backward,
             max(0, self._compute_bytes[group] - compute * in_backward),
-            max(0, self._other_state_bytes[group] - other * in_backward),
+            max(0, self._other_state_bytes[group] - math.ceil(other * in_backward)),
         )
 
     def _update_group(self, group: int, part: _Elements, *, into: int | None = None, after: int | None = None) -> None:
@@ -268,7 +269,7 @@ class _ProgramOfRank:
         self._program += [sub_group] * count
 
 
-def update_bytes(strategy: Strategy, scheme: Scheme) -> int:
+def update_bytes(strategy: Strategy, scheme: Scheme) -> float:
     """Memory traffic of an update per element, the norm and clipping aside."""
     fused = PARAMETER_BYTES + scheme.moments * 2 * scheme.moment_bytes
     if not strategy.on_host:

@@ -33,7 +33,7 @@ class Strategy:
         """Whether the update happens in host memory."""
         return self.optimizer != "none"
 
-    def stored_bytes(self, scheme: Scheme) -> tuple[int, int]:
+    def stored_bytes(self, scheme: Scheme) -> tuple[int, float]:
         """Bytes on NVMe of each element: of its compute parameter, and of its other state."""
         if self.optimizer != "nvme":
             return 0, 0

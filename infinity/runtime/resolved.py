@@ -21,7 +21,7 @@ from infinity.fsdp2.live import LiveOptions
 from infinity.optim.muon import MATRIX_MOMENTS
 from infinity.schedule.scheme import MOMENT_BYTES_OF, choose_update, passes_of, state_bytes
 from infinity.schedule.spilling import gradient_itemsize
-from infinity.swap.options import PagingOptions
+from infinity.swap.options import MOMENT_DTYPES, PagingOptions
 
 log = logging.getLogger("infinity")
 
@@ -208,7 +208,7 @@ def _paging_options(
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         model_persistence_threshold=zero.stage3_model_persistence_threshold,
         max_in_cpu=zero.offload_param.max_in_cpu,
-        host_cache_bytes=_cache_bytes(config, _state_bytes(config, moments) * numel // shard_ranks),
+        host_cache_bytes=_cache_bytes(config, _state_bytes(config, moments) * numel / shard_ranks),
         prefetch_bucket_size=None if prefetch == "auto" else prefetch,
         update=update,
         speculative=speculative,
@@ -219,17 +219,17 @@ def _paging_options(
         gradient_bytes_max=None if infinity.gradient_bytes_max == "auto" else infinity.gradient_bytes_max,
         activation_buffer_bytes=activations.buffer_bytes if activations.device == "nvme" else 0,
         moments=moments,
-        moments_dtype=torch.bfloat16 if infinity.moments_dtype == "bf16" else torch.float32,
+        moments_dtype=MOMENT_DTYPES[infinity.moments_dtype],
         matrices=matrices,
         matrix_moments=MATRIX_MOMENTS if matrices else (),
     )
 
 
-def _state_bytes(config: Config, moments: tuple[str, ...]) -> int:
+def _state_bytes(config: Config, moments: tuple[str, ...]) -> float:
     return state_bytes(len(moments), MOMENT_BYTES_OF[config.infinity.moments_dtype])
 
 
-def _cache_bytes(config: Config, whole_state_bytes: int) -> int:
+def _cache_bytes(config: Config, whole_state_bytes: float) -> int:
     """What stays in host memory from step to step: as asked for in bytes, or as a share of the optimizer's state."""
     offload = config.zero_optimization.offload_optimizer
     share = 1.0 - offload.ratio if offload.device == "nvme" else 0.0

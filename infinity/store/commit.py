@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
@@ -43,6 +43,8 @@ RECORD_BYTES_MAX = 16 * GIB
 
 _FIRST_LINE = re.compile(rb"infinity-commit (\d{1,9}) ([0-9a-f]{64})" + 5 * rb" (\d{1,15})" + rb"\n")
 _LINE_BYTES_MAX = 192
+
+MomentsDtype = Literal["float32", "bfloat16", "uint8"]
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Bits = Annotated[str, Field(pattern=r"^[01]*$")]
@@ -85,7 +87,7 @@ class ArenaLayout:
         pattern, stripe_bytes, arena_bytes: how the bytes are spread over the drives.
         moments: the optimizer's names for its numbers per element, in the order of the fields. Older records, which are
             Adam's, have none. matrix_moments: how many of these, the last ones, are of whole matrices, which have no others.
-        moments_dtype: of all of them.
+        moments_dtype: of all of them; uint8 for codes with scales.
     """
 
     rank: _Count
@@ -99,7 +101,7 @@ class ArenaLayout:
     sub_groups: tuple[StoredSubGroup, ...]
     moments: Annotated[tuple[_Name, ...], Field(max_length=len(MOMENTS))] = ("exp_avg", "exp_avg_sq")
     matrix_moments: Annotated[int, Field(ge=0, le=len(MOMENTS))] = 0
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    moments_dtype: MomentsDtype = "float32"
 
     def moments_of(self, *, whole: bool) -> dict[str, LayoutField]:
         """The fields of what the optimizer keeps of each element, by its names: of whole matrices, or of the others."""
@@ -227,7 +229,7 @@ def describe(
     compute_dtype: str,
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq"),
     matrix_moments: Sequence[str] = (),
-    moments_dtype: Literal["float32", "bfloat16"] = "float32",
+    moments_dtype: str = "float32",
 ) -> ArenaLayout:
     """The arena layout of a model with `layout`, without its drives. `shapes`: of the whole parameters, in the order of the
     layout's shards."""
@@ -251,7 +253,7 @@ def describe(
         ),
         moments=(*moments, *matrix_moments),
         matrix_moments=len(matrix_moments),
-        moments_dtype=moments_dtype,
+        moments_dtype=cast(MomentsDtype, moments_dtype),
     )
 
 

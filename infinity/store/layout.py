@@ -12,6 +12,8 @@ A flat space is cut into sub-groups at multiples of SPACE_ALIGN elements. A sub-
     | compute parameter (16-bit) | master (fp32)      |                                       frozen
 
 The moments are the numbers that the optimizer keeps per element: Adam has two, which may be bf16, SGD its momentum, or none.
+Adam's may also be codes of 8 bits. Then the scales of all blocks of BLOCK_NUMEL elements, the first moment's before the
+second's, are a field behind them, and so that no block is of two shards, each shard starts with one.
 Matrices that Muon updates, which needs all of one, are cut between each other only, and have a moment of their own. A bf16
 compute parameter and the remainder that rounding left make the master (infinity/optim/kernel.py): 12 bytes an element with
 Adam, instead of 14. Every field has the same element offsets, and fields begin at multiples of 4 KiB. So the optimizer reads a
@@ -46,6 +48,9 @@ from infinity.units import PAGE_BYTES, align_up
 SPACE_ALIGN = 2048
 """Elements between possible sub-group boundaries: 4 KiB of 16-bit elements."""
 
+BLOCK_NUMEL = 256
+"""Elements with one scale, where moments are coded."""
+
 SHARD_ALIGN = 64
 """Elements between possible starts of shards. Vector kernels handle the last few elements of a tensor differently, so a
 shard is only ever cut where a vector would end anyway: 64 covers every vector width."""
@@ -61,12 +66,13 @@ class Field(enum.Enum):
     MOMENT_2 = "moment 2"
     MOMENT_3 = "moment 3"
     MOMENT_4 = "moment 4"
+    SCALES = "scales"
 
 
 MOMENTS = (Field.MOMENT_1, Field.MOMENT_2, Field.MOMENT_3, Field.MOMENT_4)
 """A layout has the first few of these."""
 
-_STATE = (Field.MASTER, *MOMENTS)
+_STATE = (Field.MASTER, *MOMENTS, Field.SCALES)
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,14 @@ class SubGroup:
     whole: bool = False
     """Whether its shards are matrices that are updated whole."""
     moment_itemsize: int = 4
-    """Bytes of each of these numbers."""
+    """Bytes of each of these numbers; 1 where they are codes, which have scales."""
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
         """All fields, in order."""
         moments = self.moments if self.trained else ()
+        if self.coded:
+            moments = (*moments, Field.SCALES)
         if self.split:
             return (Field.COMPUTE, Field.REMAINDER, *moments)
         compute = (Field.COMPUTE,) if self.compute_itemsize else ()
@@ -142,13 +150,31 @@ class SubGroup:
         """The field that is gathered (but in the space of resident shards, which is not gathered from here)."""
         return Field.COMPUTE if self.compute_itemsize else Field.MASTER
 
+    @property
+    def coded(self) -> bool:
+        """Whether its moments are codes, with scales."""
+        return self.trained and self.moment_itemsize == 1
+
+    def field_numel(self, field: Field, numel: int | None = None) -> int:
+        """The numbers that a field has of so many elements (a multiple of BLOCK_NUMEL), or of all."""
+        numel = self.numel if numel is None else numel
+        return numel // BLOCK_NUMEL * len(self.moments) if field is Field.SCALES else numel
+
+    def first_scale(self, moment: Field) -> int:
+        """The number of the first scale of a moment among those of all."""
+        return self.moments.index(moment) * (self.numel // BLOCK_NUMEL)
+
+    def field_bytes(self, field: Field) -> int:
+        """Bytes that a field takes, a multiple of 4 KiB."""
+        return align_up(self.field_numel(field) * self.itemsize(field), PAGE_BYTES)
+
     def itemsize(self, field: Field) -> int:
-        """Bytes per element of a field."""
+        """Bytes of a number of a field."""
         if field is Field.COMPUTE:
             return self.compute_itemsize
         if field is Field.REMAINDER:
             return 2
-        return 4 if field is Field.MASTER else self.moment_itemsize
+        return 4 if field in (Field.MASTER, Field.SCALES) else self.moment_itemsize
 
     @cached_property
     def state(self) -> tuple[Field, ...]:
@@ -163,13 +189,13 @@ class SubGroup:
 
     @cached_property
     def _offsets(self) -> dict[Field, int]:
-        ends = accumulate((self.numel * self.itemsize(field) for field in self.on_nvme), initial=0)
+        ends = accumulate((self.field_bytes(field) for field in self.on_nvme), initial=0)
         return dict(zip(self.on_nvme, ends, strict=False))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole extent."""
-        return sum(self.numel * self.itemsize(field) for field in self.on_nvme)
+        return sum(self.field_bytes(field) for field in self.on_nvme)
 
     @property
     def gradient_bytes(self) -> int:
@@ -184,7 +210,7 @@ class SubGroup:
     @property
     def cached_bytes(self) -> int:
         """Bytes of pinned memory that its cached fields take."""
-        return sum(self.numel * self.itemsize(field) for field in self.cached)
+        return sum(self.field_bytes(field) for field in self.cached)
 
 
 @dataclass(frozen=True)
@@ -274,7 +300,7 @@ def plan_layout(
         cached: which fields stay in pinned memory, by (flat space, trained or frozen part); none of whole matrices.
         gradient_itemsizes: bytes per element of the gradients that wait on NVMe, by flat space; others wait in host memory.
         moments: numbers that the optimizer keeps of each element. matrix_moments: of those of whole matrices, instead.
-        moment_itemsize: bytes of each of these (4, or 2 as bf16).
+        moment_itemsize: bytes of each of these (4, 2 as bf16, or 1 as codes with scales).
         foreign: by group, where its shards are that rest in files of the user.
     """
     if sub_group_numel_max < SPACE_ALIGN:
@@ -282,7 +308,7 @@ def plan_layout(
     space_numel: list[int] = []
     by_space: list[tuple[SubGroup, ...]] = []
     count = 0
-    place, parts = place_shards(shards, groups)
+    place, parts = place_shards(shards, groups, shard_align(moment_itemsize))
     for space, of_space in enumerate(parts):
         cuts: list[SubGroup] = []
         itemsize = compute_itemsize if space < groups else 0
@@ -327,8 +353,18 @@ _KINDS = ((True, False), (True, True), (False, False))
 """(trained, whole) of the parts of a flat space, in order."""
 
 
-def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, int]], list[tuple[Part, ...]]]:
-    """(space, first element) of each shard, and the parts of each space. Cuts into sub-groups change neither."""
+def shard_align(moment_itemsize: int) -> int:
+    """Elements between possible starts of shards."""
+    return BLOCK_NUMEL if moment_itemsize == 1 else SHARD_ALIGN
+
+
+def place_shards(
+    shards: Sequence[Shard], groups: int, align: int
+) -> tuple[list[tuple[int, int]], list[tuple[Part, ...]]]:
+    """(space, first element) of each shard, and the parts of each space. Cuts into sub-groups change neither.
+
+    `align`: see `shard_align`.
+    """
     spaces: list[list[int]] = [[] for _ in range(groups + 1)]
     for i, shard in enumerate(shards):
         if not shard.foreign:
@@ -343,7 +379,7 @@ def place_shards(shards: Sequence[Shard], groups: int) -> tuple[list[tuple[int, 
             start = end
             for i in in_part:
                 place[i] = (space, end)
-                end = align_up(end + shards[i].numel, SPACE_ALIGN if whole else SHARD_ALIGN)
+                end = align_up(end + shards[i].numel, SPACE_ALIGN if whole else align)
             end = align_up(end, SPACE_ALIGN)
             of_space.append(Part(in_part, start, end, trained, whole))
         parts.append(tuple(of_space))

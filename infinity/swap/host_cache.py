@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from infinity.schedule.residency import Candidate, choose_resident
 from infinity.schedule.scheme import Scheme
 from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, SubGroup
+from infinity.units import PAGE_BYTES
+
+_PAGES_ROUNDED_UP = 3
+"""In a sub-group with coded moments, two of codes and one of scales may be filled in part."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,13 @@ def plan_cache(
     for part in parts:
         resident = part.key[0] == layout.resident_space
         for gathered, fields in _sets_of_fields(part.like, resident):
-            unit_bytes = SPACE_ALIGN * sum(part.like.itemsize(field) for field in fields)
+            unit_bytes = sum(part.like.field_numel(f, SPACE_ALIGN) * part.like.itemsize(f) for f in fields)
             stepped = part.like.trained
             reads = _compute_reads(part.like, scheme, gathers[part.key[0]]) if gathered else int(stepped)
             candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads, int(stepped)))
             owners.append((part.key, gathered))
-    resident_units = dict(zip(owners, choose_resident(candidates, cache_bytes), strict=True))
+    cache_bytes -= _PAGES_ROUNDED_UP * PAGE_BYTES * sum(sub.coded for sub in layout.sub_groups)
+    resident_units = dict(zip(owners, choose_resident(candidates, max(0, cache_bytes)), strict=True))
     cached = {}
     for part in parts:
         state = resident_units.get((part.key, False), 0) * SPACE_ALIGN

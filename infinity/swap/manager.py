@@ -462,7 +462,7 @@ def _checked_place(
         compute_dtype=kind,
         moments=options.moments,
         matrix_moments=options.matrix_moments,
-        moments_dtype="float32" if options.moments_dtype is torch.float32 else "bfloat16",
+        moments_dtype=str(options.moments_dtype).removeprefix("torch."),
     )
     if run is None or run.resumed is None:
         return place

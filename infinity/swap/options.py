@@ -18,6 +18,9 @@ from infinity.schedule.scheme import MasterWeights, Update
 from infinity.schedule.update_timing import is_left_to_forward
 from infinity.store.layout import MOMENTS as FIELDS
 
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+"""By the config's name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PagingOptions:
@@ -73,8 +76,9 @@ class PagingOptions:
     """What the optimizer keeps of each element, by the names in its `state`: Adam's two, `("momentum_buffer",)` for SGD, `()`
     for SGD without momentum."""
     moments_dtype: torch.dtype = torch.float32
-    """In which it keeps them: fp32, or bf16 for Adam's, which takes 4 bytes less per element and changes the numbers. See
-    [Note: Rounded by chance] in csrc/optim/kernels.inc."""
+    """In which it keeps them: fp32; or, for Adam's, bf16 ([Note: Rounded by chance] in csrc/optim/kernels.inc), which takes 4
+    bytes less per element, or uint8, codes of 8 bits ([Note: Codes of eight bits] in csrc/optim/codes.inc), which takes 6 less.
+    Both change the numbers."""
     matrices: frozenset[str] = frozenset()
     """The parameters, by name, that the optimizer updates as whole matrices. Of these it keeps `matrix_moments` instead of
     `moments`: Muon a `("momentum_buffer",)`."""
@@ -93,8 +97,9 @@ class PagingOptions:
                 f"the optimizer keeps {len(names)} numbers of each parameter ({', '.join(names)}), and "
                 f"{len(FIELDS)} can be paged: use another one, or leave parameters and optimizer state off NVMe"
             )
-        if self.moments_dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"moments_dtype is {self.moments_dtype}: it must be torch.float32 or torch.bfloat16")
+        if self.moments_dtype not in MOMENT_DTYPES.values():
+            dtypes = ", ".join(map(str, MOMENT_DTYPES.values()))
+            raise ConfigError(f"moments_dtype is {self.moments_dtype}: it must be one of {dtypes}")
         if self.moments_dtype is not torch.float32 and names != ADAM_MOMENTS:
             raise ConfigError(
                 f"moments_dtype {self.moments_dtype} is for the two moments of Adam and AdamW, and this optimizer keeps "

@@ -15,10 +15,11 @@ from infinity.aio import Lease
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim import AdamSettings, adam_, kernel
 from infinity.optim.adam import MOMENTS
+from infinity.optim.coded_moments import blocks_of, decode, encode
 from infinity.optim.kernel import GradPiece, PageSums
 from infinity.optim.small_moments import round_moments
+from infinity.store.layout import BLOCK_NUMEL, Field
 from infinity.store.layout import MOMENTS as FIELDS
-from infinity.store.layout import Field
 from infinity.swap.chunk import Span
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager
@@ -164,9 +165,10 @@ def _step_in_one_pass(
 ) -> None:
     """With the kernel, which converts, scales, steps and rounds as it goes; with `sums`, it verifies and sums pages, too."""
     exp_avg, exp_avg_sq = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
+    scales = sub.view(Field.SCALES, lease) if sub.layout.coded else None
     for (step, grad_scale, _), pieces in _alike(batch).items():
         common: dict[str, Any] = {"step": step + 1, "grad_scale": grad_scale, "pieces": pieces}
-        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "sums": sums}
+        common |= {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "scales": scales, "sums": sums}
         if sub.layout.split:
             copy, remainder = sub.view(Field.COMPUTE, lease), sub.view(Field.REMAINDER, lease)
             ties = kernel.update(settings, compute_param=copy, remainder=remainder, ties=sub.ties, **common)
@@ -204,20 +206,49 @@ def _narrow_compute(sub: PagedSubGroup, lease: Lease | None) -> torch.Tensor | N
 def _step_as_torch(sub: PagedSubGroup, settings: AdamSettings, batch: list[Piece], lease: Lease | None) -> None:
     """With torch's own operations, one after the other."""
     master = sub.master(lease)
-    fields = sub.view(Field.MOMENT_1, lease), sub.view(Field.MOMENT_2, lease)
-    exp_avgs, exp_avg_sqs = ([moment[piece.place].float() for piece in batch] for moment in fields)
+    moments = [_moments(sub, piece.place, lease) for piece in batch]
     adam_(
         settings,
         masters=[master[piece.place] for piece in batch],
         grads=[piece.scaled() for piece in batch],
-        exp_avgs=exp_avgs,
-        exp_avg_sqs=exp_avg_sqs,
+        exp_avgs=[exp_avg for exp_avg, _ in moments],
+        exp_avg_sqs=[exp_avg_sq for _, exp_avg_sq in moments],
         steps=[piece.stepping.steps.clone() for piece in batch],  # a shard in two pieces makes one step
     )
-    if fields[0].dtype is not torch.float32:
-        for piece, exp_avg, exp_avg_sq in zip(batch, exp_avgs, exp_avg_sqs, strict=True):
-            shard, step = piece.stepping.shard, int(piece.stepping.steps) + 1
-            rounded = round_moments(exp_avg, exp_avg_sq, key=shard.key, step=step, place=shard.first + piece.start)
-            for moment, values in zip(fields, rounded, strict=True):
-                moment[piece.place] = values
+    for piece, stepped in zip(batch, moments, strict=True):
+        _set_moments(sub, piece, stepped, lease)
     sub.set_master(master, lease)
+
+
+def _moments(sub: PagedSubGroup, place: slice, lease: Lease | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments (fp32) of these elements, views where they rest in fp32."""
+    first, second = sub.view(Field.MOMENT_1, lease)[place], sub.view(Field.MOMENT_2, lease)[place]
+    if not sub.layout.coded:
+        return first.float(), second.float()
+    of_first, of_second = _scales(sub, place, lease)
+    return decode(first, of_first, signed=True), decode(second, of_second, signed=False)
+
+
+def _set_moments(
+    sub: PagedSubGroup, piece: Piece, moments: tuple[torch.Tensor, torch.Tensor], lease: Lease | None
+) -> None:
+    """Keep what `_moments` gave for a piece, stepped, as it rests."""
+    first, second = sub.view(Field.MOMENT_1, lease)[piece.place], sub.view(Field.MOMENT_2, lease)[piece.place]
+    if sub.layout.coded:
+        coded = encode(moments[0], signed=True), encode(moments[1], signed=False)
+        fields = (first, second), _scales(sub, piece.place, lease)
+        for codes, scales, (new_codes, new_scales) in zip(*fields, coded, strict=True):
+            codes.copy_(new_codes)
+            scales.copy_(new_scales)
+    elif first.dtype is not torch.float32:
+        shard, step = piece.stepping.shard, int(piece.stepping.steps) + 1
+        rounded = round_moments(*moments, key=shard.key, step=step, place=shard.first + piece.start)
+        first.copy_(rounded[0])
+        second.copy_(rounded[1])
+
+
+def _scales(sub: PagedSubGroup, place: slice, lease: Lease | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of the blocks of these elements, of the first moment and of the second."""
+    first, second = sub.view(Field.SCALES, lease).view(2, -1)
+    blocks = slice(place.start // BLOCK_NUMEL, blocks_of(place.stop))
+    return first[blocks], second[blocks]

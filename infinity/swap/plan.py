@@ -81,7 +81,7 @@ def plan_model(
         matrix_moments=len(options.matrix_moments),
         moment_itemsize=options.moments_dtype.itemsize,
     )
-    scheme = Scheme(options.master_weights, options.update, len(options.moments), options.moments_dtype.itemsize)
+    scheme = Scheme(options.master_weights, options.update)
     bare = make(sub_group_numel_max=numel)
     cached = plan_cache(bare, scheme, [group.gathers for group in groups], options.host_cache_bytes)
     make = partial(make, gradient_itemsizes=_spilled(bare, options))
@@ -91,7 +91,9 @@ def plan_model(
     largest_bytes = group_bytes[largest]
     if pinned_bytes is not None:
         room = pinned_bytes - layout.cached_bytes - options.activation_buffer_bytes - GATHERS_IN_USE * largest_bytes
-        bytes_per_element = max((sub.lease_bytes // sub.numel for sub in layout.sub_groups if sub.trained), default=0)
+        bytes_per_element = max(
+            (-(-sub.lease_bytes // sub.numel) for sub in layout.sub_groups if sub.trained), default=0
+        )
         fitting = budget.sub_group_numel_for(room, max(1, bytes_per_element))
         numel = min(options.sub_group_size or SUB_GROUP_NUMEL_DEFAULT, max(fitting, SPACE_ALIGN))
         layout = make(sub_group_numel_max=numel, cached=cached)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from infinity.fsdp2.unsharded import UnshardedMemory
+from infinity.optim.coded_moments import blocks_of, decode, encode
 from infinity.optim.kernel import join, split
 from infinity.optim.small_moments import key_of
-from infinity.store.layout import Field
+from infinity.store.layout import BLOCK_NUMEL, Field
 from infinity.swap.group import Delivery, PagedGroup
 from infinity.swap.sub_group import PagedSubGroup
 from infinity.swap.values import RANGE_NUMEL, PieceOf, Values, ranges_of
+from infinity.units import align_up
 
 
 class GradientState(enum.Enum):
@@ -106,6 +108,8 @@ class PagedShard:
         Raises InfinityError after a torn step, or when the swap manager is closed.
         """
         self.values.health.check_whole()
+        if name is not Field.MASTER and self._coded:
+            return self._read_coded(name, start, numel)
         if name is not Field.MASTER or not self._split:
             return self._read(name, start, numel, torch.float32)
         compute = self._read(Field.COMPUTE, start, numel, self.values.compute_dtype)
@@ -144,12 +148,17 @@ class PagedShard:
     def _split(self) -> bool:
         return any(sub.layout.split for sub in self.sub_groups)
 
+    @property
+    def _coded(self) -> bool:
+        return any(sub.layout.coded for sub in self.sub_groups)
+
     def _ranges(self, start: int, numel: int) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
         return ranges_of(self.pieces, start, numel)
 
     def _set(self, name: Field, start: int, values: torch.Tensor) -> None:
         if name is not Field.MASTER:
-            self._write(name, start, values)
+            write = self._write_coded if self._coded else self._write
+            write(name, start, values)
             self.stepped = True
             return
         if self._split:
@@ -161,6 +170,43 @@ class PagedShard:
         elif self.values.has_compute_field and not self._split:
             self._write(Field.COMPUTE, start, values)
         self.filled = True
+
+    def _read_coded(self, name: Field, start: int, numel: int) -> torch.Tensor:
+        first = start // BLOCK_NUMEL * BLOCK_NUMEL
+        codes = self._read(name, first, start + numel - first, torch.uint8)
+        scales = torch.empty(blocks_of(codes.numel()))
+
+        def take(staged: torch.Tensor, block: int) -> None:
+            scales[block - first // BLOCK_NUMEL :][: staged.numel()].copy_(staged)
+
+        self._access_scales(name, first, codes.numel(), take, write=False)
+        return decode(codes, scales, signed=name is Field.MOMENT_1)[start - first :]
+
+    def _write_coded(self, name: Field, start: int, values: torch.Tensor) -> None:
+        """Blocks of which `values` are a part alone are decoded first, and coded anew."""
+        first, end = start // BLOCK_NUMEL * BLOCK_NUMEL, start + values.numel()
+        last = min(align_up(end, BLOCK_NUMEL), self.padded_shape.numel())
+        if (first, last) != (start, end):
+            whole = self._read_coded(name, first, last - first)
+            whole[start - first : end - first] = values
+            values = whole
+        codes, scales = encode(values, signed=name is Field.MOMENT_1)
+
+        def give(staged: torch.Tensor, block: int) -> None:
+            staged.copy_(scales[block - first // BLOCK_NUMEL :][: staged.numel()])
+
+        self._write(name, first, codes)
+        self._access_scales(name, first, codes.numel(), give, write=True)
+
+    def _access_scales(
+        self, name: Field, start: int, numel: int, move: Callable[[torch.Tensor, int], None], *, write: bool
+    ) -> None:
+        """Call `move(scales, first block)` for the blocks of elements [start, start + numel), the first of which begins one."""
+        ranges = (
+            (sub, at // BLOCK_NUMEL, sub.layout.first_scale(name) + low // BLOCK_NUMEL, blocks_of(count))
+            for sub, at, low, count in self._ranges(start, numel)
+        )
+        self.values.access(self.group, ranges, Field.SCALES, f"scales of {self.name}", move, write=write)
 
     def _write_split(self, start: int, values: torch.Tensor) -> None:
         compute = torch.empty(values.numel(), dtype=self.values.compute_dtype)

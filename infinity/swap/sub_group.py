@@ -25,6 +25,8 @@ from infinity.store.arena_copy import Source
 from infinity.store.layout import Field, SubGroup
 from infinity.swap.chunk import Chunk, Span
 
+_STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
+
 SubGroupUpdate = Callable[[Lease | None], None]
 """Updates a sub-group in place, whose state is under the lease (None where nothing of it moves)."""
 
@@ -118,15 +120,15 @@ class PagedSubGroup:
             return self.compute_dtype
         if name is Field.REMAINDER:
             return torch.int16
-        return torch.bfloat16 if self.layout.itemsize(name) == 2 else torch.float32
+        return _STATE_DTYPES[self.layout.itemsize(name)]
 
     def view(self, name: Field, lease: Lease | None) -> torch.Tensor:
-        """The field's elements (1-D, `layout.numel`) while the chunk is in use under `lease` (None where nothing moves)."""
+        """The field's numbers (1-D, `layout.field_numel`) while the chunk is in use under `lease` (None: nothing moves)."""
         location = self.locations[name]
         if location.tensor is not None:
             return location.tensor
         assert lease is not None
-        return lease.view(self.dtype(name), location.offset, self.layout.numel)
+        return lease.view(self.dtype(name), location.offset, self.layout.field_numel(name))
 
     def master(self, lease: Lease | None) -> torch.Tensor:
         """The master weights (1-D, fp32): a view, or joined in memory of their own; `set_master` when changed."""

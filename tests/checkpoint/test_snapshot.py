@@ -22,7 +22,12 @@ SHAPES = st.lists(
 
 
 def place_of(
-    drawn: list[tuple[tuple[int, int], int, bool, bool]], ranks: int, cut: int, split: bool, kept: int = 2
+    drawn: list[tuple[tuple[int, int], int, bool, bool]],
+    ranks: int,
+    cut: int,
+    split: bool,
+    kept: int = 2,
+    itemsize: int = 4,
 ) -> ArenaLayout:
     used = sorted({group for _, group, _, _ in drawn})
     shards, shapes = [], []
@@ -32,15 +37,37 @@ def place_of(
         shapes.append(shape)
     limit = 2048 * cut
     layout = plan_layout(
-        shards, groups=len(used), sub_group_numel_max=limit, compute_itemsize=2, split_master=split, moments=kept
+        shards,
+        groups=len(used),
+        sub_group_numel_max=limit,
+        compute_itemsize=2,
+        split_master=split,
+        moments=kept,
+        moment_itemsize=itemsize,
     )
     names = [f"kept{number}" for number in range(kept)]
-    return describe(layout, shapes, rank=0, ranks=ranks, shards=ranks, compute_dtype="bfloat16", moments=names)
+    dtype = {4: "float32", 2: "bfloat16", 1: "uint8"}[itemsize]
+    of_ranks = {"rank": 0, "ranks": ranks, "shards": ranks}
+    return describe(layout, shapes, **of_ranks, compute_dtype="bfloat16", moments=names, moments_dtype=dtype)
 
 
-@given(drawn=SHAPES, ranks=st.integers(1, 4), cut=st.integers(1, 4), split=st.booleans(), kept=st.integers(0, 4))
-def test_every_element_has_one_place(drawn: list, ranks: int, cut: int, split: bool, kept: int) -> None:  # type: ignore[type-arg]
-    place = place_of(drawn, ranks, cut, split, kept)
+@given(
+    drawn=SHAPES,
+    ranks=st.integers(1, 4),
+    cut=st.integers(1, 4),
+    split=st.booleans(),
+    kept=st.integers(0, 4),
+    itemsize=st.sampled_from([4, 2, 1]),
+)
+def test_every_element_has_one_place(
+    drawn: list,  # type: ignore[type-arg]
+    ranks: int,
+    cut: int,
+    split: bool,
+    kept: int,
+    itemsize: int,
+) -> None:
+    place = place_of(drawn, ranks, cut, split, kept, itemsize)
     snapshot = Snapshot(place)
     assert snapshot.nbytes == sum(sub.nbytes for sub in snapshot.sub_groups)
     taken = set()
@@ -49,9 +76,10 @@ def test_every_element_has_one_place(drawn: list, ranks: int, cut: int, split: b
         for sub, first, count in snapshot.pieces(number, 0, parameter.numel):
             assert 0 <= first < first + count <= sub.numel
             for which in MOMENTS[:kept] if sub.trained else (Field.MASTER,):
-                begin = snapshot.field_offset(sub, which) + 4 * first
-                assert begin + 4 * count <= snapshot.nbytes
-                taken.add((begin, begin + 4 * count))
+                nbytes = sub.itemsize(which)
+                begin = snapshot.field_offset(sub, which) + nbytes * first
+                assert begin + nbytes * count <= snapshot.nbytes
+                taken.add((begin, begin + nbytes * count))
             at += count
         assert at == parameter.numel
     ends = sorted(taken)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.optim.coded_moments import decode, encode
 from infinity.optim.small_moments import key_of, round_moments
 
 VOCABULARY = 53  # uneven over 2 and 3 ranks
@@ -120,6 +121,21 @@ CASES = {
     "bf16 moments, only parameters on NVMe": Case(moments="bf16", state_on="none", sub_group_size=8192),
     "bf16 moments, only the optimizer on NVMe": Case(moments="bf16", parameters_on="none", sub_group_size=8192),
     "bf16 moments, gradients on NVMe": Case(moments="bf16", gradients_in_memory=0, clipping=1.0, sub_group_size=4096),
+    "8-bit moments": Case(moments="8bit"),
+    "8-bit moments, accumulation and clipping": Case(moments="8bit", accumulation=2, clipping=0.5, sub_group_size=4096),
+    "8-bit moments, the plain kernel": Case(moments="8bit", fused=False, sub_group_size=4096, persistence_threshold=0),
+    "8-bit moments, Adam, masters in full": Case(
+        moments="8bit", optimizer="Adam", master="full", update="step", evaluate=True, persistence_threshold=0
+    ),
+    "8-bit moments, fp32": Case(moments="8bit", bf16=False, update="forward", sub_group_size=4096, frozen=True),
+    "8-bit moments, fp16": Case(moments="8bit", bf16=False, loss_scale=0, clipping=0.5),
+    "8-bit moments, updated in backward": Case(moments="8bit", update="backward", persistence_threshold=0),
+    "8-bit moments, speculative": Case(moments="8bit", update="backward", clipping=1e3, sub_group_size=4096),
+    "8-bit moments, speculative, clipped": Case(moments="8bit", update="backward", clipping=0.5, evaluate=True),
+    "8-bit moments, half cached": Case(moments="8bit", cached=0.5, persistence_threshold=0),
+    "8-bit moments, only parameters on NVMe": Case(moments="8bit", state_on="none", sub_group_size=8192),
+    "8-bit moments, only the optimizer on NVMe": Case(moments="8bit", parameters_on="none", sub_group_size=8192),
+    "8-bit moments, gradients on NVMe": Case(moments="8bit", gradients_in_memory=0, clipping=1.0, sub_group_size=4096),
     "bf16 reduction": Case(reduce_dtype="bf16"),
     "only parameters on NVMe": Case(state_on="none", sub_group_size=8192, clipping=1.0),
     "only parameters on NVMe, fp32": Case(state_on="none", bf16=False),
@@ -258,6 +274,7 @@ ON_SEVERAL_RANKS = (
     "updated in backward, small sub-groups",
     "speculative, clipped",
     "bf16 moments, accumulation and clipping",
+    "8-bit moments, accumulation and clipping",
     "updated in the step",
     "some that stay, some ahead",
     "train_batch, vertical, clipped",
@@ -401,8 +418,8 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         },
     }
     engine, _, _, _ = infinity.initialize(model=model, config=config)
-    if case.moments == "bf16" and not nvme_path:
-        engine.optimizer.register_step_post_hook(partial(round_after_step, engine.module))
+    if case.moments != "fp32" and not nvme_path:
+        engine.optimizer.register_step_post_hook(partial(round_after_step, engine.module, case.moments))
     losses = []
     with engine:
         for step in range(STEPS):
@@ -419,8 +436,8 @@ def with_engine(case: Case, nvme_path: str | None) -> Outcome:
         return losses, full_weights(engine.module)
 
 
-def round_after_step(model: nn.Module, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """What a step leaves of the moments, where they are kept in bf16."""
+def round_after_step(model: nn.Module, dtype: str, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """What a step leaves of the moments, where they are kept in bf16 or in 8 bits."""
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter)
         if not state:
@@ -430,7 +447,9 @@ def round_after_step(model: nn.Module, optimizer: torch.optim.Optimizer, *_: Any
         place = dist.get_rank() * rows * math.prod(sharded.shape[1:])
         moments = [state[moment].to_local() for moment in ("exp_avg", "exp_avg_sq")]
         flat = [moment.flatten() for moment in moments]
-        rounded = round_moments(*flat, key=key_of(name), step=int(state["step"]), place=place)
+        rounded = [decode(*encode(m, signed=s), signed=s) for m, s in zip(flat, (True, False), strict=True)]
+        if dtype == "bf16":
+            rounded = [*round_moments(*flat, key=key_of(name), step=int(state["step"]), place=place)]
         for moment, values in zip(moments, rounded, strict=True):
             moment.copy_(values.view_as(moment))
 

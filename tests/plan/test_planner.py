@@ -29,7 +29,7 @@ from infinity.plan.strategy import STRATEGIES, Strategy
 from infinity.plan.transformer import transformer_of
 from infinity.plan.work import Work
 from infinity.schedule import pinned
-from infinity.schedule.scheme import Scheme
+from infinity.schedule.scheme import MOMENT_BYTES_OF, Scheme
 from infinity.schedule.timeline import Interval
 from infinity.units import MIB
 
@@ -103,10 +103,11 @@ def test_the_published_example_simulated() -> None:
         (Scheme("full", "backward"), 16, 14),
         (Scheme("split", "backward", speculative=True), 14, 12),
         (Scheme("split", "backward", moment_bytes=2), 10, 8),
+        (Scheme("split", "backward", moment_bytes=MOMENT_BYTES_OF["8bit"]), 8.03125, 6.03125),
         (Scheme("full", "backward", speculative=True), 16, 14),
     ],
 )
-def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: int, written: int) -> None:
+def test_what_is_simulated_is_the_sum_of_the_scheme(scheme: Scheme, read: float, written: float) -> None:
     """But for what stays gathered, the root, and staged, a few groups: read once from forward to backward."""
     work = work_of(70 * B, ranks=8, scheme=scheme, gradient_bytes_max=UNBOUNDED)
     assert bytes_of_step(work, ALL_NVME) == (read * work.shard_numel, written * work.shard_numel)

@@ -471,8 +471,9 @@ def test_a_checkpoint_of_muon_goes_on_in_memory_and_on_nvme(saved_in: str, nvme_
             "bf16",
             r"for the two moments of Adam and AdamW, and this optimizer keeps exp_avg and .* momentum",
         ),
+        ("SGD", "nvme", "8bit", r"moments_dtype 8bit is for Adam and AdamW alone: leave it out for SGD"),
         ("AdamW", "none", "bf16", r"put it on NVMe \(offload_optimizer\), or leave moments_dtype out"),
-        ("AdamW", "nvme", "fp16", r"infinity\.moments_dtype: got .fp16., expected one of fp32, bf16"),
+        ("AdamW", "nvme", "fp16", r"infinity\.moments_dtype: got .fp16., expected one of fp32, bf16, 8bit"),
         ("RAdam", "nvme", "bf16", r"alone: leave it out for RAdam"),
     ],
 )

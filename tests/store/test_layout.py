@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.store.layout import MOMENTS, SHARD_ALIGN, SPACE_ALIGN, Cached, Field, Layout, Shard, plan_layout
+from infinity.store.layout import (
+    BLOCK_NUMEL,
+    MOMENTS,
+    SHARD_ALIGN,
+    SPACE_ALIGN,
+    Cached,
+    Field,
+    Layout,
+    Shard,
+    plan_layout,
+)
 
 PAGE = 4096
 
@@ -19,6 +29,11 @@ class Plan:
     groups: int
     numel_max: int
     compute_itemsize: int
+    moment_itemsize: int
+
+    @property
+    def align(self) -> int:
+        return BLOCK_NUMEL if self.moment_itemsize == 1 else SHARD_ALIGN
 
 
 @st.composite
@@ -32,14 +47,16 @@ def plans(draw: st.DrawFn) -> Plan:
         shards.append(Shard(f"p{i}", group, numel, trained, draw(st.booleans()), whole=whole))
     numel_max = draw(st.integers(SPACE_ALIGN, 8 * SPACE_ALIGN))
     compute_itemsize = draw(st.sampled_from([0, 2, 4]))
+    moment_itemsize = draw(st.sampled_from([4, 1]))
     layout = plan_layout(
         shards,
         groups=groups,
         sub_group_numel_max=numel_max,
         compute_itemsize=compute_itemsize,
         matrix_moments=1,
+        moment_itemsize=moment_itemsize,
     )
-    return Plan(layout, groups, numel_max, compute_itemsize)
+    return Plan(layout, groups, numel_max, compute_itemsize, moment_itemsize)
 
 
 @given(plans())
@@ -69,7 +86,7 @@ def test_shards_of_a_space_do_not_overlap_and_start_aligned(plan: Plan) -> None:
         filled = [i for i, shard in enumerate(layout.shards) if shard.numel]  # an empty one overlaps nothing
         members = sorted((layout.place[i][1], i) for i in filled if layout.place[i][0] == space)
         for first, i in members:
-            assert end <= first and first % SHARD_ALIGN == 0
+            assert end <= first and first % plan.align == 0
             end = max(end, first + layout.shards[i].numel)
         assert end <= numel
 
@@ -93,9 +110,9 @@ def test_sub_groups_fill_their_space_within_the_limit(plan: Plan) -> None:
 def test_shards_are_cut_only_where_a_vector_ends(plan: Plan) -> None:
     for sub in plan.layout.sub_groups:
         for piece in sub.pieces:
-            assert piece.start % SHARD_ALIGN == 0 and piece.offset % SHARD_ALIGN == 0
+            assert piece.start % plan.align == 0 and piece.offset % plan.align == 0
             if piece.start + piece.numel < plan.layout.shards[piece.shard].numel:
-                assert piece.numel % SHARD_ALIGN == 0
+                assert piece.numel % plan.align == 0
 
 
 @given(plans())
@@ -104,6 +121,7 @@ def test_trained_and_frozen_never_share_a_sub_group(plan: Plan) -> None:
         assert {plan.layout.shards[piece.shard].trained for piece in sub.pieces} <= {sub.trained}
         expected = (Field.MOMENT_3,) if sub.whole else (Field.MOMENT_1, Field.MOMENT_2)
         assert tuple(name for name in sub.fields if name in MOMENTS) == (expected if sub.trained else ())
+        assert (Field.SCALES in sub.fields) == (sub.trained and plan.moment_itemsize == 1)
         assert Field.MASTER in sub.fields
         assert (Field.COMPUTE in sub.fields) == (plan.compute_itemsize > 0 and sub.space != plan.groups)
 
@@ -123,7 +141,8 @@ def test_fields_are_whole_pages_and_fill_the_extent(plan: Plan) -> None:
         for which in sub.fields:
             assert sub.field_offset(which) == end
             assert end % PAGE == 0
-            end += sub.numel * sub.itemsize(which)
+            numel = sub.numel if which is not Field.SCALES else sub.numel // BLOCK_NUMEL * (1 if sub.whole else 2)
+            end += -(-numel * sub.itemsize(which) // PAGE) * PAGE
         assert end == sub.nbytes and end % PAGE == 0
         for which in set(Field) - set(sub.fields):
             with pytest.raises(KeyError, match=which.value):
@@ -162,13 +181,13 @@ def test_a_space_is_a_group_and_the_last_one_is_of_the_resident(plan: Plan) -> N
 
 @given(plans())
 def test_waste_is_bounded(plan: Plan) -> None:
-    """Less than SHARD_ALIGN per shard, or SPACE_ALIGN where it is whole, and SPACE_ALIGN per part of a space."""
+    """Less than the alignment per shard, or SPACE_ALIGN where it is whole, and SPACE_ALIGN per part of a space."""
     layout = plan.layout
     for space, numel in enumerate(layout.space_numel):
         members = [s for s, (where, _) in zip(layout.shards, layout.place, strict=True) if where == space]
         parts = len({(shard.trained, shard.whole) for shard in members})
         waste = numel - sum(shard.numel for shard in members)
-        aligned = sum((SPACE_ALIGN if shard.whole else SHARD_ALIGN) - 1 for shard in members)
+        aligned = sum((SPACE_ALIGN if shard.whole else plan.align) - 1 for shard in members)
         assert 0 <= waste <= aligned + parts * (SPACE_ALIGN - 1)
 
 
@@ -190,6 +209,7 @@ def test_same_shards_make_the_same_layout(plan: Plan) -> None:
         sub_group_numel_max=plan.numel_max,
         compute_itemsize=plan.compute_itemsize,
         matrix_moments=1,
+        moment_itemsize=plan.moment_itemsize,
     )
     assert again == plan.layout
 
@@ -213,6 +233,23 @@ def test_a_moment_is_four_bytes_per_element(moments: int, split: bool) -> None:
     assert trained.fields[1:] == (Field.REMAINDER if split else Field.MASTER, *MOMENTS[:moments])
     assert trained.nbytes == 4096 * ((4 if split else 6) + 4 * moments)
     assert frozen.fields == (Field.COMPUTE, Field.MASTER)
+
+
+def test_a_coded_moment_is_a_byte_and_its_scale() -> None:
+    numel = 1 << 17
+    layout = plan_layout(
+        [Shard("w", 0, numel - 600), Shard("b", 0, 300)],
+        groups=1,
+        sub_group_numel_max=2 * numel,
+        compute_itemsize=2,
+        split_master=True,
+        moment_itemsize=1,
+    )
+    (sub,) = layout.sub_groups
+    assert [piece.offset for piece in sub.pieces] == [0, numel - 512]  # the next block
+    assert sub.fields == (Field.COMPUTE, Field.REMAINDER, Field.MOMENT_1, Field.MOMENT_2, Field.SCALES)
+    assert sub.nbytes == sub.numel * 6 + -(-sub.numel // 256 * 8 // PAGE) * PAGE
+    assert [sub.first_scale(name) for name in MOMENTS[:2]] == [0, sub.numel // 256]
 
 
 def test_sub_group_below_the_least_is_refused_with_the_number() -> None:
@@ -245,10 +282,12 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
         sub_group_numel_max=plan.numel_max,
         compute_itemsize=plan.compute_itemsize,
         matrix_moments=1,
+        moment_itemsize=plan.moment_itemsize,
         cached=cached,
     )
     assert (layout.place, layout.space_numel) == (plan.layout.place, plan.layout.space_numel)
-    assert layout.nbytes + layout.cached_bytes == plan.layout.nbytes
+    cut = PAGE * 3 * len(layout.sub_groups) if plan.moment_itemsize == 1 else 0  # fields end with a page
+    assert plan.layout.nbytes <= layout.nbytes + layout.cached_bytes <= plan.layout.nbytes + cut
     for (space, trained), asked in cached.items():
         members = [sub for sub in layout.by_space[space] if sub.trained is trained and not sub.whole]
         first = members[0].start
@@ -269,6 +308,7 @@ def test_gradients_have_whole_pages_of_their_own_behind_the_state(plan: Plan, it
         sub_group_numel_max=plan.numel_max,
         compute_itemsize=plan.compute_itemsize,
         matrix_moments=1,
+        moment_itemsize=plan.moment_itemsize,
         gradient_itemsizes=spilled,
     )
     for before, sub in zip(plan.layout.sub_groups, layout.sub_groups, strict=True):
