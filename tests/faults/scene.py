@@ -37,6 +37,8 @@ class Way:
     update: str
     clipping: float = 1.0
     micro_batches: int = 1  # several: in the vertical schedule
+    optimizer: str = "AdamW"
+    moments: str = "fp32"  # on NVMe
 
 
 WAYS = {
@@ -44,6 +46,8 @@ WAYS = {
     "backward": Way("backward", clipping=0.0),
     "speculative": Way("backward", clipping=7.0),  # clips one of four steps
     "vertical": Way("backward", clipping=7.0, micro_batches=3),
+    "Muon": Way("backward", clipping=7.0, optimizer="Muon"),
+    "8-bit": Way("backward", clipping=7.0, moments="8bit"),
 }
 
 
@@ -53,7 +57,7 @@ def config(path: Path | None, way: Way) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "gradient_accumulation_steps": way.micro_batches,
         "gradient_clipping": way.clipping,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": {"type": way.optimizer, "params": {"lr": 0.01}},
         "aio": {"block_size": 16384, "queue_depth": 4},
         "zero_optimization": {
             "stage": 3,
@@ -65,6 +69,7 @@ def config(path: Path | None, way: Way) -> dict[str, Any]:
         "infinity": {
             "pinned_bytes_max": "12MiB",
             "update": way.update,
+            "moments_dtype": way.moments if path else "fp32",
             "schedule": "vertical" if way.micro_batches > 1 and path else "auto",
         },
     }
