@@ -2,19 +2,26 @@
 # Tests one integration in an environment of its own: .venv-NAME, made where it isn't there, with the newest versions that
 # pyproject.toml allows. It stands on .venv, which brings infinity, torch and pytest; only what NAME needs is installed.
 #
-#   tools/test_integration.sh deepspeed|transformers|lightning [pytest arguments]
+#   tools/test_integration.sh deepspeed|transformers|peft|lightning [pytest arguments]
+#
+# peft is what stands on transformers: adapters, quantised and split models, bitsandbytes. Its environment is transformers'.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/stacked_venv.sh
 
 name=${1:-}
 case $name in
-    deepspeed | transformers | lightning) shift ;;
+    deepspeed | transformers | lightning) tests=("tests/integrations/test_$name"*.py) ;;
+    peft)
+        tests=(tests/integrations/test_{adapters,mixtures,planned_models,quantised,coded_moments}.py)
+        name=transformers
+        ;;
     *)
-        echo "usage: tools/test_integration.sh deepspeed|transformers|lightning [pytest arguments]" >&2
+        echo "usage: tools/test_integration.sh deepspeed|transformers|peft|lightning [pytest arguments]" >&2
         exit 2
         ;;
 esac
+shift
 
 make_venv() {
     echo "test_integration: making .venv-$name: $name, on top of .venv"
@@ -54,4 +61,4 @@ if [[ $name == deepspeed ]]; then
     export PATH=$PWD/.venv-$name/bin:$PATH # ninja, with which DeepSpeed compiles, and its commands
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the models are tiny, and other jobs may run beside this one
-exec "$python" -m pytest "tests/integrations/test_$name"*.py "$@"
+exec "$python" -m pytest "${tests[@]}" "$@"
