@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import infinity
 from infinity.checkpoint import export as exporting
+from infinity.checkpoint import piecewise
 from infinity.checkpoint.dcp_storage import CarefulFiles
 from infinity.cli.ckpt import main
 from infinity.runtime.engine_state import EngineState
@@ -138,7 +139,7 @@ def test_stock_training_goes_on_from_it_bit_for_bit(
         engine.save_checkpoint(tmp_path / "saved", client_state={"seen": 12})
         expected = our_losses(engine, SAVED, END)
         weights = {name: value.full_tensor() + 0 for name, value in engine.module.named_parameters()}
-    monkeypatch.setattr(exporting, "_PIECE_NUMEL", 32 * 5)  # so that tensors are cut
+    monkeypatch.setattr(piecewise, "_PIECE_NUMEL", 32 * 5)  # so that tensors are cut
     out = tmp_path / "out"
     assert exporting.export(tmp_path / "saved", out) == out
     assert len(list(out.glob("*.distcp"))) > 30
@@ -226,7 +227,7 @@ def test_checkpoints_of_before_do_not_say_what_is_in_which_group(
 
 def test_ctrl_c_leaves_nothing(saved: Path, tmp_path: Path) -> None:
     slow = (
-        "import sys, time, infinity.checkpoint.export as e\n"
+        "import sys, time, infinity.checkpoint.piecewise as e\n"
         "resolve = e._Planner.resolve_data\n"
         "def slowly(self, item):\n"
         "    print('piece', flush=True); time.sleep(0.2); return resolve(self, item)\n"
