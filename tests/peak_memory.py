@@ -9,7 +9,7 @@ from typing import Any
 
 _PROGRAM = """
 import sys, threading, time
-import infinity.checkpoint.consolidate, infinity.checkpoint.export, rich.progress
+import infinity.checkpoint.consolidate, infinity.checkpoint.deepspeed_import, infinity.checkpoint.export, rich.progress
 from infinity.cli.ckpt import main
 
 def held():  # of its own: pages of the libraries come and go as the machine pleases

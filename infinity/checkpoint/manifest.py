@@ -100,6 +100,10 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     if not tag or tag != Path(tag).name or tag in (".", ".."):
         raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}; {others(root)}")
     if not is_checkpoint(root / tag):
+        if any((root / tag).glob("*_model_states.pt")):
+            raise CheckpointError(
+                f"{root / tag} is DeepSpeed's: make a checkpoint of it with infinity-ckpt import {root / tag} OUT"
+            )
         raise CheckpointError(
             f"{root / tag} is not a checkpoint (no .metadata or rank0.record in it); {others(root, but=tag)}"
         )

@@ -1,4 +1,4 @@
-"""Floor 17. The program `infinity-ckpt`: shows, verifies, consolidates and exports checkpoints. Main thread.
+"""Floor 17. The program `infinity-ckpt`: shows, verifies, consolidates, exports and imports checkpoints. Main thread.
 
 Heavy modules (torch, pydantic, rich) are imported when a command runs, so that --help is there at once.
 """
@@ -26,6 +26,10 @@ _EPILOG = (
     "130 after Ctrl-C."
 )
 _DTYPES = ("fp32", "bf16", "fp16")
+_IMPORT = (
+    "write a checkpoint of DeepSpeed (ZeRO 1 to 3, or universal; Adam) as one of infinity's, for load_checkpoint; "
+    "no code in it is run"
+)
 _MERGE = "write a model with a LoRA adapter merged into it as safetensors, in the memory of one tensor"
 
 
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="infinity-ckpt",
-        description="Look into checkpoints, verify them, and make models or stock checkpoints of them.",
+        description="Look into checkpoints, verify them, make models or stock checkpoints of them, and read DeepSpeed's.",
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"infinity {infinity.__version__}")
@@ -76,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "output", type=named_path, metavar="OUT", help="the folder of the new checkpoint; must not be there"
     )
+    imported = _add(
+        commands, "import", _import, _IMPORT, "a checkpoint of DeepSpeed, or the folder that it was saved to"
+    )
+    imported.add_argument(
+        "output", type=named_path, metavar="OUT", help="the folder for load_checkpoint; must not be there"
+    )
+    imported.add_argument("--dry-run", action="store_true", help="tell what would go over, and write nothing")
     merge = commands.add_parser("merge", help=_MERGE, description=_MERGE, epilog=_EPILOG)
     merge.add_argument("base", type=named_path, metavar="MODEL", help="the model below: a folder with safetensors")
     merge.add_argument("adapter", type=named_path, metavar="ADAPTER", help="what PEFT's save_pretrained wrote")
@@ -92,11 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: Any, name: str, func: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+def _add(
+    commands: Any,
+    name: str,
+    func: Callable[[argparse.Namespace], int],
+    summary: str,
+    checkpoint: str = "a checkpoint, or the folder that it was saved to",
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, epilog=_EPILOG)
-    parser.add_argument(
-        "checkpoint", type=named_path, metavar="CKPT", help="a checkpoint, or the folder that it was saved to"
-    )
+    parser.add_argument("checkpoint", type=named_path, metavar="CKPT", help=checkpoint)
     parser.add_argument("--tag", help="which one in that folder (default: the latest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object to stdout, and nothing else")
     parser.set_defaults(func=func)
@@ -224,6 +239,49 @@ def _export(options: argparse.Namespace) -> int:
         _print_json({"checkpoint": str(path), "files": len(manifest.files), "nbytes": manifest.nbytes})
     else:
         print(f"{format_bytes(manifest.nbytes)} in {path}: {len(manifest.files)} files")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from infinity.checkpoint.deepspeed_import import import_deepspeed
+
+    with _progress("writing", shown=not options.json) as begin:
+        imported = import_deepspeed(
+            options.checkpoint, options.output, tag=options.tag, dry=options.dry_run, progress=begin
+        )
+    source, state = imported.source, imported.training_state
+    facts: dict[str, Any] = {
+        "from": str(source.path),
+        "kind": source.kind,
+        "ranks": source.ranks,
+        "checkpoint": str(imported.path),
+        "written": not options.dry_run,
+        "parameters": imported.numel,
+        "parameter_tensors": len(source.parameters),
+        "frozen_tensors": sum(parameter.steps is None for parameter in source.parameters),
+        "tied": dict(source.aliases),
+        "buffers": list(source.buffers),
+        "parameter_groups": len(source.groups),
+        "global_steps": state["global_steps"],
+        "skipped_steps": state["skipped_steps"],
+        "client_state": sorted(map(str, state["client_state"])),
+        "left_out": list(imported.left_out),
+        "nbytes": imported.nbytes,
+    }
+    if options.json:
+        _print_json(facts)
+        return 0
+    print(
+        f"{source.path}: {source.kind}, {source.ranks} rank(s), step {facts['global_steps']}, "
+        f"{format_count(imported.numel)} parameters in {facts['parameter_tensors']} tensors"
+    )
+    print("".join(f"left out: {reason}\n" for reason in imported.left_out), end="")
+    place = f"{format_bytes(imported.nbytes)} in {imported.path}"
+    print(
+        f"nothing is written; it would be {place}"
+        if options.dry_run
+        else f'{place}: load_checkpoint("{options.output}")'
+    )
     return 0
 
 

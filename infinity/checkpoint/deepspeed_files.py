@@ -1,0 +1,393 @@
+"""Floor 10. A checkpoint in DeepSpeed's files, as parameters by name with their masters and moments. Any thread; reads only.
+
+Sources: `runtime/engine.py`, `runtime/zero/stage3.py`, `runtime/zero/stage_1_and_2.py`, `utils/zero_to_fp32.py` and
+`checkpoint/ds_to_universal.py` of DeepSpeed 0.19. See [Note: DeepSpeed's files]. Nothing in them is run: foreign_pickle.py.
+
+[Note: DeepSpeed's files]
+A save is a folder, which the file `latest` next to it names. `*_model_states.pt` has the shapes of the parameters by group or
+sub-group of the optimizer, counters, schedule and the user's own; `*_optim_states.pt` of each rank has flat tensors of masters
+and moments, one for each (sub-)group. Stage 3 cuts each parameter into as many equal parts as there are ranks, the last ones
+padded with whatever was there, and the flat tensor of a rank is its parts one after the other; a frozen parameter's parts are
+with the model states. Stages 1 and 2 cut the flat tensor of a group, and say where in it which parameter begins. A universal
+checkpoint has a folder `zero/NAME` for each parameter with its master and moments as whole tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.foreign_pickle import Inert, StoredTensor, load_foreign
+from infinity.errors import CheckpointError
+from infinity.store.files import read_small
+
+MASTER = "fp32"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_FIELDS = (MASTER, *MOMENTS)
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_UNSUPPORTED = {
+    r"layer_\d+_expert_.*|expert_.*|expp_rank_.*": "it has files of experts, which DeepSpeed's MoE layers divide",
+    r"layer_\d+-model_.*": "it has files of layers, so it is of a pipeline",
+    r"offloaded_tensors": "the optimizer's state is in offloaded_tensors, swap files that only the run that wrote them knows",
+}
+_ADVICE = "resume it in DeepSpeed with ZeRO-3 alone and the optimizer not on NVMe, and save again"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The part of a parameter that one of several tensors holds: `numel` elements from its index `first` on."""
+
+    tensor: int
+    first: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter in DeepSpeed's files.
+
+    values: the flat tensors in which `extents` are, for "fp32" and, where it is trained, each moment. group: the optimizer's;
+    steps: those taken; both None where it is frozen.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    extents: Sequence[Extent]
+    values: Mapping[str, Sequence[StoredTensor]]
+    group: int | None = None
+    steps: float | None = None
+
+    def read(self, field: str, first: int, numel: int) -> torch.Tensor:
+        """Elements of the master or a moment, flat, in fp32. Raises CheckpointError."""
+        elements = torch.empty(numel)
+        start = 0
+        for extent in self.extents:
+            begin, end = max(first, start), min(first + numel, start + extent.numel)
+            if begin < end:
+                part = self.values[field][extent.tensor].read(extent.first + begin - start, end - begin)
+                elements[begin - first : end - first] = part
+            start += extent.numel
+        return elements
+
+
+@dataclass(frozen=True)
+class DeepSpeedCheckpoint:
+    """What one save of DeepSpeed holds.
+
+    kind: of its files, in words. aliases: further names of tied parameters, each with the name that has the values. groups: the
+    optimizer's, as in its state dict. model_state: what rank 0 saved besides parameters. loss_scaler: its attributes.
+    """
+
+    path: Path
+    kind: str
+    ranks: int
+    parameters: Sequence[Parameter]
+    aliases: Mapping[str, str]
+    buffers: Mapping[str, StoredTensor]
+    groups: Sequence[Mapping[str, Any]]
+    model_state: Mapping[str, Any]
+    loss_scaler: Mapping[str, Any]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The JSON that the run was given; empty where it is not stored."""
+        config = self.model_state.get("ds_config")
+        return config if isinstance(config, dict) else {}
+
+
+def is_deepspeed_checkpoint(path: Path) -> bool:
+    """Whether there are files of a save of DeepSpeed in the folder."""
+    return any(_MODEL_FILE.fullmatch(file.name) for file in path.glob("*_states.pt"))
+
+
+def open_deepspeed(directory: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
+    """Read all but the tensors of a checkpoint: of `directory` itself if it is one, else of the one in it called `tag`, else of
+    its latest. Raises CheckpointError that says what can't be read, or is of a kind that isn't supported."""
+    path = _find(Path(directory), tag)
+    for pattern, why in _UNSUPPORTED.items():
+        if any(re.fullmatch(pattern, file.name) for file in path.iterdir()):
+            raise _refused(path, why)
+    model_files = _by_rank(path, _MODEL_FILE)
+    states = [_ModelState(file) for file in model_files]
+    if len(steps := {state.global_steps for state in states}) > 1:
+        raise _mixed(path, "ranks", steps)
+    universal = (path / "zero").is_dir()
+    with _as_expected(path):
+        return _Universal(path, states).checkpoint() if universal else _Partitioned(path, states).checkpoint()
+
+
+def _find(root: Path, tag: str | None) -> Path:
+    if not root.is_dir():
+        raise CheckpointError(f"{root} is not a folder: name one that DeepSpeed's save_checkpoint wrote to")
+    if tag is None and is_deepspeed_checkpoint(root):
+        return root
+    for name in ("latest", "latest_universal"):
+        if tag is None:
+            with contextlib.suppress(OSError):
+                tag = read_small(root / name, 4096).decode(errors="replace").strip()
+    if tag is None:
+        raise CheckpointError(f"{root} holds no checkpoint of DeepSpeed: there is no file named 'latest'; name a tag")
+    if not tag or tag != Path(tag).name or tag in (".", "..") or "\0" in tag:
+        raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}: name another")
+    if not is_deepspeed_checkpoint(root / tag):
+        raise CheckpointError(
+            f"{root / tag} is no checkpoint of DeepSpeed (no *_model_states.pt in it): name another tag"
+        )
+    return root / tag
+
+
+def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """The files whose names match, by rank. Raises CheckpointError where one is missing, or there are tensor-parallel ones."""
+    files: dict[int, Path] = {}
+    for file in path.iterdir():
+        if (match := pattern.fullmatch(file.name)) is None:
+            continue
+        if int(match[2]):
+            raise _refused(path, "it is of a tensor- or pipeline-parallel run")
+        files[int(match[1] or 0)] = file
+    if missing := sorted({*range(max(files, default=-1) + 1)} - {*files}):
+        example = re.sub(r"rank_\d+_mp", f"rank_{missing[0]}_mp", files[max(files)].name)
+        raise CheckpointError(f"{path} lacks {example}: copy the files of all its ranks")
+    return [files[rank] for rank in range(len(files))]
+
+
+class _ModelState:
+    """What a file `*_model_states.pt` holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = load_foreign(path)
+        with _as_expected(path):
+            self.module: dict[str, Any] = dict(self.content["module"])
+            self.global_steps = int(self.content["global_steps"])
+            self.shapes = [
+                {name: _shape(shape) for name, shape in group.items()} for group in self.content["param_shapes"]
+            ]
+            self.frozen_shapes = {n: _shape(s) for n, s in (self.content.get("frozen_param_shapes") or {}).items()}
+            self.frozen_parts = dict(self.content.get("frozen_param_fragments") or {})
+            self.aliases = dict(self.content.get("shared_params") or {})
+            self.buffers = {n: self.module[n] for n in self.content["buffer_names"] if n in self.module}
+        if self.content.get("mp_world_size", 1) != 1:
+            raise _refused(path, "it is of a tensor- or pipeline-parallel run")
+
+
+class _Layout:
+    """What the layouts have in common."""
+
+    def __init__(self, path: Path, states: list[_ModelState]) -> None:
+        self.path, self.states, self.model = path, states, states[0]
+
+    def frozen(self, known: set[str]) -> Iterator[Parameter]:
+        """The parameters in the model's state dict that are not `known`. Up to stage 2 that holds their values."""
+        whole = not self.model.path.name.startswith("zero_pp_rank_")
+        for name in self.model.module.keys() - known if whole else self.model.frozen_shapes:
+            parts = [_tensor(state.module[name] if whole else state.frozen_parts[name]) for state in self.states]
+            shape = parts[0].shape if whole else self.model.frozen_shapes[name]
+            yield _checked(Parameter(name, shape, _equal_parts(shape, len(parts), 0), {MASTER: parts}))
+
+    def made(
+        self, kind: str, ranks: int, trained: Iterator[Parameter], groups: Any, optimizer: Mapping[str, Any]
+    ) -> DeepSpeedCheckpoint:
+        model, scaler = self.model, optimizer.get("loss_scaler")
+        parameters = [*trained]
+        known = {parameter.name for parameter in parameters} | model.aliases.keys() | model.buffers.keys()
+        parameters += self.frozen(known)
+        if lacking := sorted(model.module.keys() - known - {parameter.name for parameter in parameters}):
+            raise _refused(model.path, f"it has no values of {lacking[0]} ({len(lacking)} parameters in all)")
+        return DeepSpeedCheckpoint(
+            path=self.path,
+            kind=kind,
+            ranks=ranks,
+            parameters=parameters,
+            aliases=model.aliases,
+            buffers={name: _tensor(buffer) for name, buffer in model.buffers.items()},
+            groups=[_adam_group(self.path, group) for group in groups],
+            model_state=model.content,
+            loss_scaler=scaler.attributes() if isinstance(scaler, Inert) else {},
+        )
+
+
+class _Partitioned(_Layout):
+    """A save of ZeRO as it is: a file `*_optim_states.pt` for each rank."""
+
+    def checkpoint(self) -> DeepSpeedCheckpoint:
+        files = _by_rank(self.path, _OPTIMIZER_FILE)
+        if not files:
+            raise CheckpointError(
+                f"{self.path} has no *_optim_states.pt: copy the files of all its ranks, or save it with ZeRO"
+            )
+        self.optimizers = [load_foreign(file)["optimizer_state_dict"] for file in files]
+        first = self.optimizers[0]
+        stage3 = "fp32_flat_groups" in first
+        self.base_key = "optimizer_state_dict" if stage3 else "base_optimizer_state"
+        self.flat_key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
+        if not stage3 and (not isinstance(first.get(self.base_key), dict) or "param_slice_mappings" not in first):
+            raise _refused(self.path, "it is of another stage, an elastic checkpoint, or of a DeepSpeed before 0.8")
+        counts = first["partition_count"]
+        ranks = max(counts) if isinstance(counts, (list, tuple)) else counts
+        if ranks != len(files) or (stage3 and ranks != len(self.states)):
+            raise CheckpointError(
+                f"{self.path} has files of {len(files)} ranks and is of {ranks}: copy the files of all its ranks, and none of "
+                "another save (of MiCS or expert groups it can't be read)"
+            )
+        groups = first[self.base_key]["param_groups"]
+        trained = self._trained(groups, self._extents_of_stage3 if stage3 else self._extents_of_fragments)
+        stage = next(iter(getattr(first.get("zero_stage"), "arguments", ())), 3 if stage3 else "1 or 2")
+        return self.made(f"ZeRO stage {stage}", ranks, trained, groups, first)
+
+    def _trained(self, groups: Any, extents_of: Any) -> Iterator[Parameter]:
+        if len(self.model.shapes) != len(self.optimizers[0][self.flat_key]):
+            raise _refused(self.path, "it is of a DeepSpeed whose groups of parameters are others")
+        group_of = _groups_by_number(groups)
+        for number, shapes in enumerate(self.model.shapes):
+            values = {MASTER: [_tensor(state[self.flat_key][number]) for state in self.optimizers]}
+            of_ranks = [_adam_state(self.path, state[self.base_key]["state"].get(number)) for state in self.optimizers]
+            values |= {name: [_tensor(state[name]) for state in of_ranks] for name in MOMENTS}
+            group = group_of[number]
+            steps = {_number(state.get("step", groups[group].get("step"))) for state in of_ranks}
+            if len(steps) > 1:
+                raise _mixed(self.path, "optimizers", steps)
+            extents = extents_of(number, shapes)
+            for name, shape in shapes.items():
+                yield _checked(Parameter(name, shape, extents[name], values, group, *steps))
+
+    def _extents_of_stage3(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[Extent]]:
+        ranks, first, extents = len(self.optimizers), 0, {}
+        for name, shape in shapes.items():
+            extents[name] = _equal_parts(shape, ranks, first)
+            first += math.ceil(math.prod(shape) / ranks)
+        for rank, state in enumerate(self.optimizers):
+            if (numel := state[self.flat_key][number].numel) != first:
+                raise _refused(self.path, f"rank {rank} has {numel} elements of sub-group {number} instead of {first}")
+        return extents
+
+    def _extents_of_fragments(self, number: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, list[Extent]]:
+        extents: dict[str, list[Extent]] = {name: [] for name in shapes}
+        for rank, state in enumerate(self.optimizers):
+            for name, fragment in state["param_slice_mappings"][number].items():
+                address = fragment.attributes()
+                extents[name].append(Extent(rank, int(address["start"]), int(address["numel"])))
+        return extents
+
+
+class _Universal(_Layout):
+    """What DeepSpeed's `ds_to_universal` made of a save."""
+
+    def checkpoint(self) -> DeepSpeedCheckpoint:
+        zero = self.path / "zero"
+        optimizer = load_foreign(zero / "optimizer_state.pt")
+        groups = optimizer["param_groups"]
+        base = optimizer.get("optimizer_state_dict") or {}
+        trained = self._trained(zero, groups, base.get("state") or {})
+        return self.made("universal", len(self.states), trained, groups, optimizer)
+
+    def _trained(self, zero: Path, groups: Any, states: Mapping[int, Any]) -> Iterator[Parameter]:
+        group_of = _groups_by_number(groups)
+        for number, shapes in enumerate(self.model.shapes):
+            group = group_of[number]
+            steps = states.get(number, {}).get("step", groups[group].get("step"))
+            for name, shape in shapes.items():
+                if name != Path(name).name or name in (".", ".."):
+                    raise ValueError(f"{name!r} is not the name of a folder in it")
+                values = {field: [_whole(zero / name / f"{field}.pt")] for field in _FIELDS}
+                noted = zero / name / "step.pt"
+                of_parameter = _number(load_foreign(noted) if noted.exists() else steps)
+                extents = [Extent(0, 0, math.prod(shape))]
+                yield _checked(Parameter(name, shape, extents, values, group, of_parameter), whole=True)
+
+
+def _whole(path: Path) -> StoredTensor:
+    content = load_foreign(path)
+    return _tensor(content["param"] if isinstance(content, dict) else content)
+
+
+def _equal_parts(shape: tuple[int, ...], ranks: int, first: int) -> list[Extent]:
+    """A parameter in equal parts, each at `first` of the tensor of its rank; the last ones may be shorter, or empty."""
+    numel = math.prod(shape)
+    part = math.ceil(numel / ranks)
+    return [Extent(rank, first, max(0, min(part, numel - rank * part))) for rank in range(ranks)]
+
+
+def _checked(parameter: Parameter, *, whole: bool = False) -> Parameter:
+    """Raises ValueError unless the tensors hold all elements of the parameter."""
+    numel = sum(extent.numel for extent in parameter.extents)
+    short = any(
+        extent.first < 0 or extent.numel < 0 or extent.first + extent.numel > tensors[extent.tensor].numel
+        for tensors in parameter.values.values()
+        for extent in parameter.extents
+    )
+    longer = whole and any(tensor.numel != numel for tensors in parameter.values.values() for tensor in tensors)
+    if short or longer or numel != math.prod(parameter.shape):
+        raise ValueError(f"it has other numbers of elements of {parameter.name} than {math.prod(parameter.shape)}")
+    return parameter
+
+
+def _groups_by_number(groups: Any) -> dict[int, int]:
+    """The optimizer's group of each flat tensor."""
+    return {number: index for index, group in enumerate(groups) for number in group["params"]}
+
+
+def _adam_group(path: Path, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The group, where it is one of Adam's."""
+    if not {"lr", "betas", "eps", "weight_decay"} <= group.keys():
+        raise _refused(path, f"its optimizer is no Adam (its settings are {', '.join(sorted(group))})")
+    if group.get("amsgrad") or not group.get("bias_correction", True):
+        raise _refused(path, "its optimizer is Adam with amsgrad, or without bias_correction, which has no place here")
+    return group
+
+
+def _adam_state(path: Path, state: Any) -> Mapping[str, Any]:
+    """The state of a flat tensor, where it is Adam's in floating point."""
+    if not isinstance(state, dict) or not state:
+        raise _refused(
+            path, "its optimizer has no moments (of a run that has taken no step, or that kept them elsewhere)"
+        )
+    if state.keys() - {"step"} != {*MOMENTS}:
+        raise _refused(path, f"its optimizer is no Adam (its state is {', '.join(sorted(map(str, state)))})")
+    return state
+
+
+def _tensor(value: Any) -> StoredTensor:
+    if not isinstance(value, StoredTensor):
+        raise TypeError(f"there is no tensor but a {getattr(value, 'of', type(value).__name__)}")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, StoredTensor) and value.numel == 1:
+        value = value.read().item()
+    if not isinstance(value, (int, float)):
+        raise TypeError("it doesn't say how many steps its optimizer has taken")
+    return float(value)
+
+
+@contextlib.contextmanager
+def _as_expected(path: Path) -> Iterator[None]:
+    """Around looking into what was loaded: what isn't there becomes a CheckpointError."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{path} is not as DeepSpeed 0.8 to 0.19 saves with ZeRO ({why}): {_ADVICE}") from None
+
+
+def _mixed(path: Path, of: str, steps: set[Any]) -> CheckpointError:
+    told = ", ".join(f"{number:g}" for number in sorted(steps))
+    return CheckpointError(f"{path} is mixed: its {of} are at steps {told}; copy all files of one save")
+
+
+def _refused(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} can't be read: {why}; {_ADVICE}")

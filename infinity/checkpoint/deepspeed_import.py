@@ -1,0 +1,228 @@
+"""Floor 10. Writes a checkpoint of DeepSpeed as one of ours, in PyTorch's format. One process, no ranks.
+
+Masters, moments and steps go over as they are. So do counters, loss scale, schedule and the user's own state, where they are
+plain data; what is left out is said.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.dcp_storage import Writer
+from infinity.checkpoint.deepspeed_files import MASTER, MOMENTS, DeepSpeedCheckpoint, Parameter, open_deepspeed
+from infinity.checkpoint.foreign_pickle import Inert, StoredTensor
+from infinity.checkpoint.manifest import FILE_NAME, LATEST, Manifest
+from infinity.checkpoint.piecewise import Progress, Unread, new_folder, write_state
+from infinity.checkpoint.training_state import encode
+from infinity.config.rules import names_of
+from infinity.errors import CheckpointError
+from infinity.store.files import StoredFile, sync, write_durably
+
+_ADAMS = {"adam", "adamw"}
+_OF_DEEPSPEED = names_of("""
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
+    data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
+    checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info num_experts
+""")
+"""Keys of model states that are DeepSpeed's; all others are the user's own."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote, or would write.
+
+    path: of the new checkpoint. numel: elements of all parameters. left_out: what has no place in it, in words.
+    """
+
+    source: DeepSpeedCheckpoint
+    path: Path
+    numel: int
+    nbytes: int
+    training_state: Mapping[str, Any]
+    left_out: tuple[str, ...]
+
+
+def import_deepspeed(
+    directory: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dry: bool = False,
+    progress: Callable[[int], Progress] = lambda total: lambda nbytes: None,
+) -> Imported:
+    """Write a checkpoint of DeepSpeed (the latest in `directory`, where `tag` is None) to the folder `output`, as
+    `Engine.save_checkpoint` would have: `Engine.load_checkpoint(output)` goes on from it.
+
+    Args:
+        output: a folder that must not exist, or be empty.
+        dry: only read all but tensors, and tell.
+        progress: called with the bytes of all masters and moments; it returns a function that is called with those written.
+
+    Raises CheckpointError where the checkpoint is damaged, not whole or of a kind that isn't supported, or `output` can't be
+    written or lacks the space; nothing is left then.
+    """
+    source = open_deepspeed(directory, tag)
+    kind = str((source.config.get("optimizer") or {}).get("type", "Adam"))
+    if kind.lower() not in _ADAMS:
+        raise CheckpointError(f"{source.path} is of the optimizer {kind}, and only Adam and AdamW go over: train anew")
+    final = Path(output)
+    state, unread = _state_of(source)
+    training_state, left_out = _training_state_of(source)
+    numel = sum(math.prod(parameter.shape) for parameter in source.parameters)
+    nbytes = sum(tensor.nbytes for tensor in unread.values())
+    imported = Imported(source, final / source.path.name, numel, nbytes, training_state, left_out)
+    if not dry:
+        with new_folder(final, nbytes) as folder:
+            _write(imported, folder, state, unread, progress(nbytes))
+    return imported
+
+
+def _write(imported: Imported, folder: Path, state: dict[str, Any], unread: dict[str, Unread], tell: Progress) -> None:
+    path = folder / imported.path.name
+    path.mkdir(mode=0o700)
+    writer = Writer(path)
+    write_state(state, unread, writer, tell)
+    source, content = imported.source, encode(dict(imported.training_state))
+    write_durably(path / "rank0.pt", content)
+    manifest = Manifest(
+        saved=datetime.now(timezone.utc).isoformat(),
+        global_steps=imported.training_state["global_steps"],
+        ranks=1,
+        files={**writer.written, "rank0.pt": StoredFile(len(content), sha256(content).hexdigest())},
+        aliases=dict(source.aliases),
+        buffers=list(source.buffers),
+        tag=path.name,
+        scalars=sorted(parameter.name for parameter in source.parameters if not parameter.shape),
+    )
+    write_durably(path / FILE_NAME, manifest.to_json())
+    sync(path)
+    write_durably(folder / LATEST, path.name.encode())
+
+
+def _state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], dict[str, Unread]]:
+    """The state dict of FSDP2 + AdamW with meta tensors for masters and moments; and, by key, the values for these."""
+    model: dict[str, torch.Tensor] = {name: buffer.whole() for name, buffer in source.buffers.items()}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    unread = {}
+    for parameter in source.parameters:
+        name, shape = parameter.name, parameter.shape or (1,)  # as scalars are stored
+        unread[f"model.{name}"] = Unread(shape, partial(parameter.read, MASTER))
+        model[name] = unread[f"model.{name}"].in_state_dict()
+        if parameter.steps is None:
+            continue
+        moments[name] = {"step": torch.tensor(parameter.steps)}
+        for moment in MOMENTS:
+            unread[f"optimizer.state.{name}.{moment}"] = Unread(shape, partial(parameter.read, moment))
+            moments[name][moment] = unread[f"optimizer.state.{name}.{moment}"].in_state_dict()
+    for alias, name in source.aliases.items():
+        model[alias], unread[f"model.{alias}"] = model[name], unread[f"model.{name}"]
+    groups = [
+        {**_settings(source, group), "params": _names(source.parameters, number)}
+        for number, group in enumerate(source.groups)
+    ]
+    return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}, unread
+
+
+def _names(parameters: Any, group: int) -> list[str]:
+    return [parameter.name for parameter in parameters if isinstance(parameter, Parameter) and parameter.group == group]
+
+
+def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of the optimizer with the keys of torch's AdamW."""
+    told = (source.config.get("optimizer") or {}).get("params") or {}
+    lr, decoupled = _value(group["lr"]), group.get("decoupled_weight_decay")
+    if decoupled is None:  # DeepSpeed's own Adams don't say; this is what its engine makes of the config
+        named = str((source.config.get("optimizer") or {}).get("type", "adamw")).lower()
+        decoupled = named == "adamw" or bool(told.get("adam_w_mode", True))
+    return {
+        "lr": lr,
+        "betas": tuple(_value(beta) for beta in group["betas"]),
+        "eps": _value(group["eps"]),
+        "weight_decay": _value(group["weight_decay"]),
+        "amsgrad": False,
+        "maximize": bool(group.get("maximize", False)),
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": True,
+        "decoupled_weight_decay": bool(decoupled),
+        "initial_lr": _value(group.get("initial_lr", told.get("lr", lr))),
+    }
+
+
+def _value(value: Any) -> float:
+    return float(value.read().item() if isinstance(value, StoredTensor) else value)
+
+
+def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """As `save_checkpoint` writes it; and what is left out, in words."""
+    told, left_out = source.model_state, ["random numbers: DeepSpeed stores none"]
+    client_state = {}
+    for key in told.keys() - _OF_DEEPSPEED:
+        try:
+            client_state[key] = _plain(told[key])
+            encode({"value": client_state[key]})
+        except (CheckpointError, TypeError) as error:
+            client_state.pop(key, None)
+            left_out.append(f"client_state[{key!r}]: it is not plain data ({str(error).split(': ')[0]})")
+    try:
+        schedule = _schedule(told.get("lr_scheduler"), source)
+    except TypeError as error:
+        schedule = None
+        left_out.append(f"the learning-rate schedule's place: it is not plain data ({error})")
+    left_out += [
+        f"{key}, which has no counterpart" for key in ("data_sampler", "random_ltd") if told.get(key) is not None
+    ]
+    state = {
+        "global_steps": int(told["global_steps"]),
+        "skipped_steps": int(told.get("skipped_steps", 0)),
+        "loss_scale": _loss_scale(source.loss_scaler),
+        "lr_scheduler": schedule,
+        "client_state": client_state,
+    }
+    return state, tuple(left_out)
+
+
+def _schedule(stored: Any, source: DeepSpeedCheckpoint) -> Any:
+    """The state of torch's own schedules is as it is. DeepSpeed's say which iteration is in force, in counting from 0 from the
+    second step on: see [Note: which step has which learning rate]. The formula is in the config."""
+    if not isinstance(stored, dict) or stored.keys() != {"last_batch_iteration"}:
+        return _plain(stored)
+    steps = int(stored["last_batch_iteration"]) + 1
+    rates = [_value(group["lr"]) for group in source.groups]
+    return {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
+
+
+def _loss_scale(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    if "cur_iter" not in scaler:
+        return {"scale": float(scaler.get("cur_scale", 1.0))}
+    return {
+        "scale": float(scaler["cur_scale"]),
+        "step": int(scaler["cur_iter"]),
+        "last_overflow": int(scaler["last_overflow_iter"]),
+        "hysteresis": int(scaler.get("cur_hysteresis", 1)),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """The value with its tensors in memory. Raises TypeError where there is something in it that was an object."""
+    if isinstance(value, Inert) or (isinstance(value, type) and issubclass(value, Inert)):
+        raise TypeError(value.of)
+    if isinstance(value, StoredTensor):
+        return value.whole()
+    if isinstance(value, dict):
+        return {_plain(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        kind = type(value)
+        return kind(_plain(entry) for entry in value)
+    return value

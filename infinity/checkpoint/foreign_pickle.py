@@ -1,0 +1,273 @@
+"""Floor 10. Reads what other programs saved with `torch.save`, and runs no code that it finds there. Tensors stay in the file
+until their elements are asked for. Any thread.
+
+[Note: Pickles of other programs]
+`torch.save` writes a zip archive: a pickle of everything but the elements of tensors, and these in a record for each storage.
+Such a pickle names classes and functions to call. Here no name leads to one: a few that data needs (ordered dicts, sizes,
+tensors) lead to a stand-in of ours that makes plain data, all others to an `Inert`, which notes what it was made of and does
+nothing. No module is imported, so the program that wrote the file need not be there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from infinity.errors import CheckpointError
+from infinity.store.files import open_regular
+
+_PICKLE = "/data.pkl"
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""Of a file in a zip archive: its mark, and how long its name and its extra field are (PKWARE's APPNOTE, 4.3.7)."""
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class Inert:
+    """An object of a class that is not known here: what it was made of, and nothing that it could do.
+
+    of: module and name of the class. arguments: it was made with. state: it was given then.
+    """
+
+    of: ClassVar[str] = ""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Inert:
+        """Accepts what the class that it stands for may be made with."""
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """A dict's items are dropped, as are those of lists and sets."""
+
+    def append(self, item: Any) -> None:
+        """See `__setitem__`."""
+
+    extend = add = append
+
+    def attributes(self) -> Mapping[str, Any]:
+        """What the object's attributes would be."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. offset: of its first element in the file, in bytes. stride: in elements."""
+
+    __slots__ = ("dtype", "offset", "path", "shape", "stride")
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError("a tensor has no other state")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def read(self, first: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Elements from the index `first` on, flat. Raises CheckpointError where the file doesn't hold them any more."""
+        numel = self.numel - first if numel is None else numel
+        if self.stride == _contiguous(self.shape):
+            return self._read_bytes(first, numel)
+        extent = self._read_bytes(0, _extent(self.shape, self.stride))
+        return extent.as_strided(self.shape, self.stride).reshape(-1)[first : first + numel]
+
+    def whole(self) -> torch.Tensor:
+        """The tensor in memory. Raises CheckpointError."""
+        return self.read().reshape(self.shape)
+
+    def _read_bytes(self, first: int, numel: int) -> torch.Tensor:
+        elements = torch.empty(numel, dtype=self.dtype)
+        into = memoryview(elements.view(torch.uint8).numpy().data)
+        at = self.offset + first * self.dtype.itemsize
+        try:
+            with open_regular(self.path) as file:
+                while into:
+                    nbytes = os.preadv(file.fileno(), [into], at)
+                    if not nbytes:
+                        raise CheckpointError(f"{self.path} became shorter while it was read: start anew")
+                    into, at = into[nbytes:], at + nbytes
+        except OSError as error:
+            raise CheckpointError(f"{self.path} can't be read ({error}): copy it anew") from None
+        return elements
+
+
+def load_foreign(path: Path) -> Any:
+    """What `torch.save` wrote to a file: plain data with `StoredTensor` and `Inert` in it.
+
+    Raises CheckpointError where the file can't be read, or is anything else.
+    """
+    try:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+            content = _Archive(path, archive)
+            with archive.open(content.prefix + _PICKLE) as pickled:
+                return _Unpickler(pickled, content).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: copy the whole checkpoint") from None
+    except zipfile.BadZipFile:
+        raise CheckpointError(f"{path} is cut off, or torch.save did not write it: copy it anew") from None
+    except Exception as error:  # a pickle of arbitrary bytes can raise anything
+        raise CheckpointError(f"{path} is damaged ({str(error) or type(error).__name__}): copy it anew") from None
+
+
+class _Archive:
+    """Where the storages are in the file of an archive."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile) -> None:
+        self.path, self._archive = path, archive
+        (self.prefix,) = (n[: -len(_PICKLE)] for n in archive.namelist() if n.endswith(_PICKLE) and n.count("/") == 1)
+        if f"{self.prefix}/byteorder" in archive.namelist() and archive.read(f"{self.prefix}/byteorder") != b"little":
+            raise ValueError("its numbers are big-endian")
+
+    def storage(self, key: str) -> tuple[int, int]:
+        """Offset of a storage's bytes in the file, and their number."""
+        info = self._archive.getinfo(f"{self.prefix}/data/{key}")
+        assert self._archive.fp is not None
+        header = os.pread(self._archive.fp.fileno(), _LOCAL_HEADER.size, info.header_offset)
+        mark, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
+        if mark != b"PK\x03\x04" or info.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{info.filename} is not as torch.save writes it")
+        return info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes, info.file_size
+
+
+@dataclass(frozen=True)
+class _Storage:
+    __slots__ = ("dtype", "nbytes", "offset")
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError("a storage has no other state")
+
+
+class _StandIn:
+    """Called instead of what a pickle names. Nothing of it can be changed by a pickle."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._make(*arguments)
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise pickle.UnpicklingError("a function has no state")
+
+
+class _Unpickler(pickle.Unpickler):
+    """See [Note: Pickles of other programs]."""
+
+    def __init__(self, file: Any, archive: _Archive) -> None:
+        super().__init__(file)
+        self._archive = archive
+        self._tensor = _StandIn(self._make_tensor)
+        self._inert: dict[str, type[Inert]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (dtype := getattr(torch, name, None)) is not None and module == "torch" and isinstance(dtype, torch.dtype):
+            return dtype
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return self._tensor
+        if (stand_in := _STAND_INS.get((module, name))) is not None:
+            return stand_in
+        full_name = f"{module}.{name}"
+        return self._inert.setdefault(full_name, type("Inert", (Inert,), {"of": full_name}))
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, dtype, key, _, _ = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
+            raise pickle.UnpicklingError(f"it names an unknown kind of storage, {pid!r}")
+        return _Storage(dtype, *self._archive.storage(key))
+
+    def _make_tensor(
+        self,
+        storage: Any,
+        first: Any,
+        shape: Any,
+        stride: Any,
+        requires_grad: Any = False,
+        hooks: Any = None,
+        *more: Any,
+    ) -> StoredTensor:
+        numbers = (first, *shape, *stride)
+        if not isinstance(storage, _Storage) or not all(isinstance(n, int) and 0 <= n < 2**62 for n in numbers):
+            raise pickle.UnpicklingError("it holds a tensor that makes no sense")
+        shape, stride, nbytes = tuple(shape), tuple(stride), storage.dtype.itemsize
+        if len(shape) != len(stride) or (first + _extent(shape, stride)) * nbytes > storage.nbytes:
+            raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} in too few bytes")
+        return StoredTensor(self._archive.path, storage.offset + first * nbytes, storage.dtype, shape, stride)
+
+
+class _Dict(dict[Any, Any]):
+    """Stands for dicts whose attributes, like `_metadata` of a state dict, are dropped."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _of_type(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """A tensor with attributes, which are dropped."""
+    return make(*arguments) if isinstance(make, _StandIn) else None
+
+
+_STAND_INS = {
+    ("collections", "OrderedDict"): _StandIn(_Dict),
+    ("collections", "defaultdict"): _StandIn(lambda factory=None, *items: _Dict(*items)),
+    ("torch", "Size"): _StandIn(tuple),
+    ("builtins", "set"): _StandIn(set),
+    ("__builtin__", "set"): _StandIn(set),
+    ("builtins", "frozenset"): _StandIn(frozenset),
+    ("__builtin__", "frozenset"): _StandIn(frozenset),
+    ("_codecs", "encode"): _StandIn(lambda text, coding="latin1": str.encode(text, "latin1")),
+    ("torch._utils", "_rebuild_parameter"): _StandIn(lambda data, *flags: data),
+    ("torch._tensor", "_rebuild_from_type_v2"): _StandIn(_of_type),
+}
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last, these included."""
+    return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if math.prod(shape) else 0
