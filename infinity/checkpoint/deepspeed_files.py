@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.foreign_pickle import Inert, StoredTensor, load_foreign
+from infinity.checkpoint.manifest import is_deepspeed_checkpoint
 from infinity.errors import CheckpointError
 from infinity.store.files import read_small
 
@@ -104,11 +105,6 @@ class DeepSpeedCheckpoint:
         return config if isinstance(config, dict) else {}
 
 
-def is_deepspeed_checkpoint(path: Path) -> bool:
-    """Whether there are files of a save of DeepSpeed in the folder."""
-    return any(_MODEL_FILE.fullmatch(file.name) for file in path.glob("*_states.pt"))
-
-
 def open_deepspeed(directory: str | os.PathLike[str], tag: str | None = None) -> DeepSpeedCheckpoint:
     """Read all but the tensors of a checkpoint: of `directory` itself if it is one, else of the one in it called `tag`, else of
     its latest. Raises CheckpointError that says what can't be read, or is of a kind that isn't supported."""
@@ -121,7 +117,7 @@ def open_deepspeed(directory: str | os.PathLike[str], tag: str | None = None) ->
     if len(steps := {state.global_steps for state in states}) > 1:
         raise _mixed(path, "ranks", steps)
     universal = (path / "zero").is_dir()
-    with _as_expected(path):
+    with as_expected(path):
         return _Universal(path, states).checkpoint() if universal else _Partitioned(path, states).checkpoint()
 
 
@@ -154,8 +150,9 @@ def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
         if int(match[2]):
             raise _refused(path, "it is of a tensor- or pipeline-parallel run")
         files[int(match[1] or 0)] = file
-    if missing := sorted({*range(max(files, default=-1) + 1)} - {*files}):
-        example = re.sub(r"rank_\d+_mp", f"rank_{missing[0]}_mp", files[max(files)].name)
+    missing = next((rank for rank in range(len(files)) if rank not in files), None)
+    if missing is not None:
+        example = re.sub(r"rank_\d+_mp", f"rank_{missing}_mp", files[max(files)].name)
         raise CheckpointError(f"{path} lacks {example}: copy the files of all its ranks")
     return [files[rank] for rank in range(len(files))]
 
@@ -166,7 +163,7 @@ class _ModelState:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.content = load_foreign(path)
-        with _as_expected(path):
+        with as_expected(path):
             self.module: dict[str, Any] = dict(self.content["module"])
             self.global_steps = int(self.content["global_steps"])
             self.shapes = [
@@ -234,10 +231,11 @@ class _Partitioned(_Layout):
             raise _refused(self.path, "it is of another stage, an elastic checkpoint, or of a DeepSpeed before 0.8")
         counts = first["partition_count"]
         ranks = max(counts) if isinstance(counts, (list, tuple)) else counts
-        if ranks != len(files) or (stage3 and ranks != len(self.states)):
+        there = {len(files), len(self.states)} if stage3 else {len(files)}
+        if there != {ranks}:
             raise CheckpointError(
-                f"{self.path} has files of {len(files)} ranks and is of {ranks}: copy the files of all its ranks, and none of "
-                "another save (of MiCS or expert groups it can't be read)"
+                f"{self.path} has files of {min(there - {ranks})} ranks and is of {ranks}: copy the files of all its ranks, "
+                "and none of another save (of MiCS or expert groups it can't be read)"
             )
         groups = first[self.base_key]["param_groups"]
         trained = self._trained(groups, self._extents_of_stage3 if stage3 else self._extents_of_fragments)
@@ -363,7 +361,9 @@ def _tensor(value: Any) -> StoredTensor:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in value)
+    if not all(isinstance(size, int) and size >= 0 for size in value):
+        raise ValueError(f"{value} is no shape")
+    return tuple(value)
 
 
 def _number(value: Any) -> float:
@@ -375,11 +375,11 @@ def _number(value: Any) -> float:
 
 
 @contextlib.contextmanager
-def _as_expected(path: Path) -> Iterator[None]:
-    """Around looking into what was loaded: what isn't there becomes a CheckpointError."""
+def as_expected(path: Path) -> Iterator[None]:
+    """Around looking into what was loaded: what isn't there, or is otherwise, becomes a CheckpointError."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise CheckpointError(f"{path} is not as DeepSpeed 0.8 to 0.19 saves with ZeRO ({why}): {_ADVICE}") from None
 

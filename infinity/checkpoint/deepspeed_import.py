@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.dcp_storage import Writer
-from infinity.checkpoint.deepspeed_files import MASTER, MOMENTS, DeepSpeedCheckpoint, Parameter, open_deepspeed
+from infinity.checkpoint.deepspeed_files import MASTER, MOMENTS, DeepSpeedCheckpoint, as_expected, open_deepspeed
 from infinity.checkpoint.foreign_pickle import Inert, StoredTensor
 from infinity.checkpoint.manifest import FILE_NAME, LATEST, Manifest
 from infinity.checkpoint.piecewise import Progress, Unread, new_folder, write_state
@@ -71,13 +71,15 @@ def import_deepspeed(
     Raises CheckpointError where the checkpoint is damaged, not whole or of a kind that isn't supported, or `output` can't be
     written or lacks the space; nothing is left then.
     """
-    source = open_deepspeed(directory, tag)
-    kind = str((source.config.get("optimizer") or {}).get("type", "Adam"))
-    if kind.lower() not in _ADAMS:
-        raise CheckpointError(f"{source.path} is of the optimizer {kind}, and only Adam and AdamW go over: train anew")
-    final = Path(output)
-    state, unread = _state_of(source)
-    training_state, left_out = _training_state_of(source)
+    source, final = open_deepspeed(directory, tag), Path(output)
+    with as_expected(source.path):
+        kind = str(_optimizer_config(source).get("type", "Adam"))
+        if kind.lower() not in _ADAMS:
+            raise CheckpointError(
+                f"{source.path} is of the optimizer {kind}, and only Adam and AdamW go over: train anew"
+            )
+        state, unread = _state_of(source)
+        training_state, left_out = _training_state_of(source)
     numel = sum(math.prod(parameter.shape) for parameter in source.parameters)
     nbytes = sum(tensor.nbytes for tensor in unread.values())
     imported = Imported(source, final / source.path.name, numel, nbytes, training_state, left_out)
@@ -127,23 +129,19 @@ def _state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], dict[str, Un
     for alias, name in source.aliases.items():
         model[alias], unread[f"model.{alias}"] = model[name], unread[f"model.{name}"]
     groups = [
-        {**_settings(source, group), "params": _names(source.parameters, number)}
+        {**_settings(source, group), "params": [p.name for p in source.parameters if p.group == number]}
         for number, group in enumerate(source.groups)
     ]
     return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}, unread
 
 
-def _names(parameters: Any, group: int) -> list[str]:
-    return [parameter.name for parameter in parameters if isinstance(parameter, Parameter) and parameter.group == group]
-
-
 def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str, Any]:
     """A group of the optimizer with the keys of torch's AdamW."""
-    told = (source.config.get("optimizer") or {}).get("params") or {}
+    told = _optimizer_config(source).get("params") or {}
     lr, decoupled = _value(group["lr"]), group.get("decoupled_weight_decay")
     if decoupled is None:  # DeepSpeed's own Adams don't say; this is what its engine makes of the config
-        named = str((source.config.get("optimizer") or {}).get("type", "adamw")).lower()
-        decoupled = named == "adamw" or bool(told.get("adam_w_mode", True))
+        named = str(_optimizer_config(source).get("type", "AdamW"))
+        decoupled = named.lower() == "adamw" or bool(told.get("adam_w_mode", True))
     return {
         "lr": lr,
         "betas": tuple(_value(beta) for beta in group["betas"]),
@@ -160,6 +158,10 @@ def _settings(source: DeepSpeedCheckpoint, group: Mapping[str, Any]) -> dict[str
     }
 
 
+def _optimizer_config(source: DeepSpeedCheckpoint) -> Mapping[str, Any]:
+    return source.config.get("optimizer") or {}
+
+
 def _value(value: Any) -> float:
     return float(value.read().item() if isinstance(value, StoredTensor) else value)
 
@@ -172,7 +174,7 @@ def _training_state_of(source: DeepSpeedCheckpoint) -> tuple[dict[str, Any], tup
         try:
             client_state[key] = _plain(told[key])
             encode({"value": client_state[key]})
-        except (CheckpointError, TypeError) as error:
+        except (CheckpointError, TypeError, RecursionError) as error:
             client_state.pop(key, None)
             left_out.append(f"client_state[{key!r}]: it is not plain data ({str(error).split(': ')[0]})")
     try:

@@ -29,6 +29,9 @@ _PICKLE = "/data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Of a file in a zip archive: its mark, and how long its name and its extra field are (PKWARE's APPNOTE, 4.3.7)."""
 
+_REPEATED_BYTES_MAX = 1 << 30
+"""How much larger than its storage a tensor may be: one that was expanded."""
+
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -233,6 +236,8 @@ class _Unpickler(pickle.Unpickler):
         shape, stride, nbytes = tuple(shape), tuple(stride), storage.dtype.itemsize
         if len(shape) != len(stride) or (first + _extent(shape, stride)) * nbytes > storage.nbytes:
             raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} in too few bytes")
+        if math.prod(shape) * nbytes > storage.nbytes + _REPEATED_BYTES_MAX:
+            raise pickle.UnpicklingError(f"it holds a tensor of shape {shape} that repeats a few numbers")
         return StoredTensor(self._archive.path, storage.offset + first * nbytes, storage.dtype, shape, stride)
 
 

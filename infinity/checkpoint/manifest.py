@@ -95,15 +95,13 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
         return root
     if not root.is_dir():
         raise CheckpointError(f"{root} is not a folder: name one that save_checkpoint wrote to")
+    _refuse_deepspeed(root)
     if tag is None:
         tag = read_latest(root)
     if not tag or tag != Path(tag).name or tag in (".", ".."):
         raise CheckpointError(f"a checkpoint tag is one folder name, got {tag!r}; {others(root)}")
     if not is_checkpoint(root / tag):
-        if any((root / tag).glob("*_model_states.pt")):
-            raise CheckpointError(
-                f"{root / tag} is DeepSpeed's: make a checkpoint of it with infinity-ckpt import {root / tag} OUT"
-            )
+        _refuse_deepspeed(root / tag)
         raise CheckpointError(
             f"{root / tag} is not a checkpoint (no .metadata or rank0.record in it); {others(root, but=tag)}"
         )
@@ -113,6 +111,16 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
 def is_checkpoint(path: Path) -> bool:
     """Whether there is a checkpoint of either format; not whether it is whole."""
     return (path / ".metadata").is_file() or (path / FIRST_RECORD).is_file()
+
+
+def is_deepspeed_checkpoint(path: Path) -> bool:
+    """Whether there are files of a save of DeepSpeed in the folder."""
+    return any(path.glob("*mp_rank_*_model_states.pt"))
+
+
+def _refuse_deepspeed(path: Path) -> None:
+    if is_deepspeed_checkpoint(path):
+        raise CheckpointError(f"{path} is DeepSpeed's: make a checkpoint of it with infinity-ckpt import {path} OUT")
 
 
 def read_latest(root: Path) -> str:

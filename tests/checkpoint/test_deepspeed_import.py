@@ -168,7 +168,14 @@ def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_what_comes_over_is_told(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save.model_state |= {"random_ltd": {"a": 1}, "arguments": Path("x"), "lr_scheduler": {"last_epoch": Path("x")}}
+    endless: list[Any] = []
+    endless.append(endless)
+    save.model_state |= {
+        "endless": endless,
+        "random_ltd": {"a": 1},
+        "arguments": Path("x"),
+        "lr_scheduler": {"last_epoch": Path("x")},
+    }
     save.write_stage3(tmp_path / "theirs")
     command = ["import", str(tmp_path / "theirs"), str(tmp_path / "out")]
     assert main([*command, "--dry-run"]) == 0
@@ -181,7 +188,9 @@ def test_what_comes_over_is_told(save: Save, tmp_path: Path, capsys: pytest.Capt
     assert told["tied"] == {"head.weight": "embedding.weight"}
     assert (told["buffers"], told["client_state"]) == (["scale"], ["more", "seen"])
     left_out = "; ".join(told["left_out"])
-    assert all(name in left_out for name in ("random numbers", "arguments", "learning-rate", "random_ltd")), left_out
+    assert all(
+        name in left_out for name in ("random numbers", "arguments", "endless", "learning-rate", "random_ltd")
+    ), left_out
     assert main(["info", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
 
@@ -233,6 +242,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rank's model state is missing": (
         lambda folder: model_file(folder).unlink(),
         r"lacks zero_pp_rank_0_mp_rank_00_model_states.pt",
+    ),
+    "the last rank's model state is missing": (
+        lambda folder: model_file(folder, 1).unlink(),
+        "has files of 1 ranks and is of 2: copy the files of all its ranks",
     ),
     "no optimizer": (
         lambda folder: [optimizer_file(folder, rank).unlink() for rank in range(2)],
@@ -299,6 +312,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: change(model_file(folder), shared_params={}),
         "no values of head.weight",
     ),
+    "a config that is none": (
+        lambda folder: change(model_file(folder), ds_config={"optimizer": [1]}),
+        "is not as DeepSpeed",
+    ),
+    "a shape that is none": (
+        lambda folder: change(model_file(folder), **{"param_shapes__0__embedding.weight": (-11, -32)}),
+        "is no shape",
+    ),
     "an object for a tensor": (
         lambda folder: change(model_file(folder), module__scale=Path("x")),
         "there is no tensor but a pathlib",
@@ -360,9 +381,10 @@ def test_a_file_that_shrinks_meanwhile_leaves_nothing(
 
 def test_infinity_says_how_to_read_it(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save.write_stage3(tmp_path / "theirs")
-    for command in (["info"], ["verify"], ["consolidate", str(tmp_path / "out")]):
-        assert main([command[0], str(tmp_path / "theirs"), *command[1:]]) == 1
-        assert "infinity-ckpt import" in capsys.readouterr().err
+    for theirs in (tmp_path / "theirs", tmp_path / "theirs" / TAG):
+        for command in (["info"], ["verify"], ["consolidate", str(tmp_path / "out")]):
+            assert main([command[0], str(theirs), *command[1:]]) == 1
+            assert "infinity-ckpt import" in capsys.readouterr().err
     with engine_of(None) as engine, pytest.raises(infinity.CheckpointError, match="infinity-ckpt import"):
         engine.load_checkpoint(tmp_path / "theirs")
 

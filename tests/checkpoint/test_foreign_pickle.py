@@ -172,6 +172,7 @@ STORAGE = b"((Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI4\ntQ"
         (STORAGE + b"I0\n(I5\nt(I1\nttR.", "of shape (5,) in too few bytes"),
         (STORAGE + b"I1\n(I4\nt(I1\nttR.", "in too few bytes"),
         (STORAGE + b"I0\n(I2\nI2\nt(I1\nttR.", "in too few bytes"),
+        (STORAGE + b"I0\n(L2000000000000L\nt(I0\nttR.", "repeats a few numbers"),
         (STORAGE + b"I-1\n(I4\nt(I1\nttR.", "makes no sense"),
         (STORAGE + b"I0\n(I-4\nt(I1\nttR.", "makes no sense"),
         (STORAGE + b"I0\n(VX\nt(I1\nttR.", "makes no sense"),
