@@ -224,7 +224,7 @@ class Save:
     ) -> dict[int, dict[str, Any]]:
         return {
             number: {
-                "step": self.optimizer.state[parameters[0]]["step"],
+                **{k: v for k, v in self.optimizer.state[parameters[0]].items() if k == "step"},
                 "exp_avg": parts["exp_avg"][number],
                 "exp_avg_sq": parts["exp_avg_sq"][number],
             }

@@ -204,6 +204,51 @@ def test_the_loss_scale_and_schedules_of_torch_come_over(save: Save, tmp_path: P
     assert state["loss_scale"] == {"scale": 256.0, "step": 5, "last_overflow": 1, "hysteresis": 2}
 
 
+class Evil:
+    """Whose pickle makes a folder."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("write", [Save.write_stage3, Save.write_stage2, Save.write_universal])
+def test_no_code_in_it_is_run(write: Callable[..., Path], save: Save, tmp_path: Path) -> None:
+    save.model_state["evil"] = Evil(tmp_path / "marker")
+    for group in save.optimizer.param_groups:
+        group["evil"] = save.model_state["evil"]
+    write(save, tmp_path / "theirs")
+    imported = import_deepspeed(tmp_path / "theirs", tmp_path / "out")
+    assert "evil" in "; ".join(imported.left_out)
+    assert not (tmp_path / "marker").exists()
+    torch.load(next((tmp_path / "theirs").glob("*/*model_states.pt")), weights_only=False)
+    assert (tmp_path / "marker").exists()  # else this proved nothing
+
+
+@pytest.mark.parametrize("write", [Save.write_stage3, Save.write_stage2])
+def test_groups_of_deepspeeds_own_adams(write: Callable[..., Path], save: Save, tmp_path: Path) -> None:
+    """They don't say whether weight decay is decoupled, and older ones count steps in the group."""
+    save.model_state["ds_config"] = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "adam_w_mode": False}}}
+    for state in save.optimizer.state.values():
+        del state["step"]
+    for group in save.optimizer.param_groups:
+        settings = {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")}
+        group.clear()
+        group.update(settings, bias_correction=True, step=7)
+    path = import_deepspeed(write(save, tmp_path / "theirs"), tmp_path / "out").path
+    group = {"decoupled_weight_decay": True, "initial_lr": 0.0, "lr": 0.0}
+    state = {"optimizer": {"param_groups": [dict(group), dict(group)]}}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert state["optimizer"]["param_groups"][1] == {
+        "decoupled_weight_decay": False,
+        "initial_lr": 0.02,
+        "lr": pytest.approx(rate(SAVED)),
+    }
+    assert {value.item() for key, value in stored_tensors(path).items() if key.endswith(".step")} == {7}
+
+
 def test_which_one_is_read(save: Save, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     save.write_universal(theirs)
