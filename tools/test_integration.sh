@@ -13,7 +13,7 @@ name=${1:-}
 case $name in
     deepspeed | transformers | lightning) tests=("tests/integrations/test_$name"*.py) ;;
     peft)
-        tests=(tests/integrations/test_{adapters,mixtures,planned_models,quantised,coded_moments}.py)
+        tests=(tests/integrations/test_{adapters,mixtures,planned_models,quantised,bitsandbytes}.py)
         name=transformers
         ;;
     *)
