@@ -58,8 +58,7 @@ _DRIVE_SECONDS = 0.15
 """Of a trial of each kind, in every round."""
 
 
-OPTIMIZERS = {"AdamW": 2, "Adam": 2, "SGD": 1, "Muon": 1}
-"""Types of the config, and how many numbers each keeps of an element (Muon of one of a matrix)."""
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "Muon")
 _SETTINGS: dict[str, dict[str, Any]] = {"Adam": {"adam_w_mode": False}, "SGD": {"momentum": 0.9}}
 
 
@@ -158,7 +157,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     from infinity.cli.plain_torch import plain_torch
     from infinity.cli.plan.here import measure_machine
     from infinity.cli.synthetic import make_training, shape_for
-    from infinity.plan.work import Work
+    from infinity.plan.work import Work, moments_of
     from infinity.store.run_folder import make_writable
 
     shape = shape_for(options.params, seq=options.seq)
@@ -167,7 +166,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
     report = functools.partial(_show, options)
     machine = measure_machine(options.nvme_path, shape, samples=options.batch_size, report=report)
     scheme = scheme_from(options, accumulation=options.accumulation, schedule=options.schedule)
-    scheme = dataclasses.replace(scheme, moments=OPTIMIZERS[options.optimizer])
+    scheme = dataclasses.replace(scheme, moments=moments_of(options.optimizer, shape))
     work = Work(
         shape,
         samples=options.batch_size,
@@ -176,6 +175,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         checkpointing=False,
         clipping=not options.no_clipping,
         scheme=scheme,
+        muon=options.optimizer == "Muon",
         gradient_bytes_max=options.gradient_memory,
         unasked=options.update == "auto",
     )
@@ -225,9 +225,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], TraceSummary |
         **summarize(rounds, planned_bytes=planned_bytes, numel=numel, backend=backend),
         "predicted_seconds": _predicted_seconds(
             work, machine, pinned_bytes=stats.pinned_bytes - stats.cached_bytes, cache_bytes=stats.cached_bytes
-        )
-        if options.optimizer != "Muon"  # of which the planner knows no seconds
-        else None,
+        ),
         "pinned_bytes": stats.pinned_bytes,
         "cache_bytes": stats.cached_bytes,
         "arena_bytes": stats.arena_bytes,

@@ -278,6 +278,8 @@ def pipeline_of(
     if pinned_bytes is not None:
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
         numel = max(1, min(numel, int(room / per_element)))
+    if work.muon:
+        numel = max(numel, *(rows * columns for rows, columns in work.model.block_matrices))
     gather, stepped = pinned.gather_bytes(group_bytes), math.ceil(numel * per_element)
     pool = pinned_bytes
     if pool is None:

@@ -95,6 +95,8 @@ class _ProgramOfRank:
         """The lease of each group: all its compute parameters, unless all of them are cached."""
         self._spilled = work.gradients_that_spill(strategy)
         """By group: gradients that wait on NVMe."""
+        self._muon_seconds = [flops / machine.flops_per_s for flops in work.group_muon_flops]
+        """By group: its update's arithmetic, where that isn't hidden by the memory's traffic."""
         moves = work.moves_activations(device_is_host=machine.device_is_host)
         self._saved = work.saved_bytes if moves else [0] * len(self._shards)
         """By group: bytes of activations that a pass moves from the device and back."""
@@ -241,16 +243,24 @@ class _ProgramOfRank:
         if self._work.scheme.compute_is_state() and not gathered:
             read += part.compute_bytes
         written = part.compute_bytes + part.other_state_bytes
-        self._add_sub_groups(part.numel, read, written, into=into, after=after)
+        muon_seconds = self._muon_seconds[group] * part.numel / self._shards[group]
+        self._add_sub_groups(part.numel, read, written, muon_seconds, into=into, after=after)
 
     def _step(self) -> None:
         """All sub-groups; those that are cached are spread evenly between the others."""
         compute, other = sum(self._compute_bytes), sum(self._other_state_bytes)
         read = other + (compute if self._work.scheme.compute_is_state() else 0) + sum(self._spilled)
-        self._add_sub_groups(self._work.shard_numel, read, other + compute)
+        self._add_sub_groups(self._work.shard_numel, read, other + compute, sum(self._muon_seconds))
 
     def _add_sub_groups(
-        self, numel: int, read_bytes: int, written_bytes: int, *, into: int | None = None, after: int | None = None
+        self,
+        numel: int,
+        read_bytes: int,
+        written_bytes: int,
+        muon_seconds: float,
+        *,
+        into: int | None = None,
+        after: int | None = None,
     ) -> None:
         """`numel` elements in sub-groups. Where those of a step are very many, neighbours move as one, in the lease of one."""
         count = max(1, math.ceil(numel / self._sub_group_numel))
@@ -261,7 +271,7 @@ class _ProgramOfRank:
             read_bytes=round(read_bytes / count),
             write_bytes=round(written_bytes / count),
             lease_bytes=self._lease_bytes if read_bytes or written_bytes else 0,
-            update_seconds=traffic / self._update_bytes_per_s,
+            update_seconds=traffic / self._update_bytes_per_s + muon_seconds / count,
             compute_bytes=round(COMPUTE_BYTES * numel / count) if to_device else 0,
             into=into,
             after=after,

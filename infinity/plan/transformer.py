@@ -58,6 +58,7 @@ class Transformer:
         root_numel: parameters outside of the blocks: embeddings, the head, the last norm.
         linear_width: inputs and outputs of a block's linear layers, of one that has experts again; a GPT's where None.
         vector_numel: parameters of a block that are in no matrix, as far as they are known: norms and biases.
+        matrices: the shapes of a block's matrices; a GPT's where None.
         cache_width: numbers that generation keeps of a token in a block, its keys and values; 2 · hidden where None.
         experts: of a mixture of experts; None for a dense model.
     """
@@ -73,6 +74,14 @@ class Transformer:
     cache_width: int | None = None
     experts: Experts | None = None
     vector_numel: int = 0
+    matrices: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def block_matrices(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of a block's matrices, experts left out, which are kept as tensors of three dimensions."""
+        hidden = self.hidden
+        gpt = ((3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden))
+        return gpt if self.matrices is None else self.matrices
 
     @property
     def block_numels(self) -> list[int]:
@@ -125,6 +134,15 @@ class Transformer:
         """Floating-point operations of a forward and a backward: 2 and 4 per token and active parameter, and 2 more where the
         forward is computed again, which makes 8 · bsz · seq · P (section 4.1)."""
         return (8 if checkpointing else 6) * samples * self.seq * self.active_numel
+
+    @property
+    def muon_flops_per_element(self) -> float:
+        """Floating-point operations of Muon's five Newton-Schulz iterations, per element of a block's matrices: each multiplies
+        an m x n matrix (m <= n) by its transpose, that product by itself, and the sum by the matrix, 4 m^2 n + 2 m^3
+        (Jordan et al. 2024, kellerjordan.github.io/posts/muon)."""
+        sorted_shapes = [(min(shape), max(shape)) for shape in self.block_matrices]
+        iterations = 5 * sum(4 * m * m * n + 2 * m**3 for m, n in sorted_shapes)
+        return iterations / sum(m * n for m, n in sorted_shapes)
 
     def checkpoint_bytes(self, samples: int) -> int:
         """Activations kept from forward to backward: 2 · bsz · seq · hd · nl bytes (section 3, a checkpoint per block)."""

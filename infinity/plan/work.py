@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from infinity.plan.strategy import Strategy
 from infinity.plan.transformer import Transformer
-from infinity.schedule.scheme import Schedule, Scheme, passes_of
+from infinity.schedule.scheme import ADAM_MOMENTS, Schedule, Scheme, passes_of
 from infinity.schedule.spilling import (
     BUFFER_BYTES_DEFAULT,
     BUFFER_SHARES,
@@ -19,6 +19,14 @@ from infinity.schedule.update_timing import is_left_to_forward
 from infinity.units import align_up
 
 DEFAULT_SCHEME = Scheme()
+
+
+def moments_of(optimizer: str, model: Transformer) -> float:
+    """Numbers that an optimizer keeps of a parameter beside its master, on average: Muon one of a matrix of a block, and
+    AdamW's two of all else."""
+    if optimizer == "Muon":
+        return ADAM_MOMENTS - sum(Work(model).group_matrix_numels) / model.numel
+    return {"AdamW": ADAM_MOMENTS, "Adam": ADAM_MOMENTS, "SGD": 1, "plain-SGD": 0}[optimizer]
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Work:
             infinity.offload_activations.
         activation_buffer_bytes_max: pinned memory through which those on NVMe pass; as much as they need where None.
         durable: whether every step is committed: state on NVMe then has two places, and all of it must be there.
+        muon: whether Muon updates the matrices of the blocks, and AdamW all else; see `moments_of`.
         unasked: whether nobody wished for speculative updates. They are planned where they have an effect, make no step longer,
             and leave as much space free as their second slots take; else updates are in the forward.
     """
@@ -57,6 +66,7 @@ class Work:
     activations: str = "none"
     activation_buffer_bytes_max: int | None = None
     durable: bool = False
+    muon: bool = False
     unasked: bool = False
 
     @property
@@ -92,6 +102,20 @@ class Work:
     def group_vector_numels(self) -> list[int]:
         """Those of each group that are in no matrix of a block; all of the root's."""
         return [*self._by_group([self.model.vector_numel] * self.model.layers), self.model.root_numel]
+
+    @property
+    def group_muon_flops(self) -> list[float]:
+        """Operations of Muon's update of each group."""
+        if not self.muon:
+            return [0.0] * len(self.group_numels)
+        per_element = self.model.muon_flops_per_element
+        return [numel * per_element for numel in self.group_matrix_numels]
+
+    @property
+    def group_matrix_numels(self) -> list[int]:
+        """Parameters of each group in matrices of a block, experts left out."""
+        parts = zip(self.group_numels, self.group_vector_numels, self.group_expert_numels, strict=True)
+        return [numel - vectors - experts for numel, vectors, experts in parts]
 
     @property
     def group_active_numels(self) -> list[int]:

@@ -51,19 +51,19 @@ def passes_of(schedule: str, micro_batches: int) -> int:
     return 1 if schedule == "vertical" else micro_batches
 
 
-def state_bytes(moments: int = ADAM_MOMENTS, moment_bytes: float = MOMENT_BYTES) -> float:
+def state_bytes(moments: float = ADAM_MOMENTS, moment_bytes: float = MOMENT_BYTES) -> float:
     """Master and moments of one element; of a split master the compute parameter is a part."""
     return MASTER_BYTES + moments * moment_bytes
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """See [Note: Schemes]. `moments`: how many numbers the optimizer keeps of each element, of `moment_bytes` each.
+    """See [Note: Schemes]. `moments`: how many numbers the optimizer keeps of each element, on average, of `moment_bytes` each.
     `speculative`: whether the step accepts or discards updates in the backward."""
 
     master_weights: MasterWeights = "split"
     update: Update = "forward"
-    moments: int = ADAM_MOMENTS
+    moments: float = ADAM_MOMENTS
     moment_bytes: float = MOMENT_BYTES
     speculative: bool = False
 

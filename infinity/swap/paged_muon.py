@@ -1,7 +1,8 @@
 """Floor 8. Muon over paged matrices, and AdamW over the other parameters of a model.
 
 A matrix lies whole in one sub-group (`PagingOptions.matrices`), which is stepped by `torch.optim.Muon` itself: the numbers are
-torch's, bit for bit. It is kept in 8 bytes per element: the master, and its momentum.
+torch's, bit for bit. It is kept in 8 bytes per element: the master, and its momentum. Where the model computes on a GPU, so
+does Muon, whose arithmetic grows with the matrix: the master, its momentum and the gradient go there and back.
 """
 
 from __future__ import annotations
@@ -69,7 +70,12 @@ class PagedMuon(PagedAdam):
                 if piece.stepping.first:
                     buffer.zero_()
                 with sub.part_of_master(piece.place.start, piece.place.stop, lease) as master:
-                    grad = piece.scaled().view(shape)
-                    muon_(settings, master=master.view(shape), grad=grad, momentum_buffer=buffer.view(shape))
+                    device = piece.stepping.parameter.device
+                    fields = [field.view(shape) for field in (master, piece.scaled(), buffer)]
+                    there = [field.to(device) for field in fields]
+                    muon_(settings, master=there[0], grad=there[1], momentum_buffer=there[2])
+                    if device.type != "cpu":
+                        fields[0].copy_(there[0])
+                        fields[2].copy_(there[2])
         if not sub.layout.split:
             sub.set_master(sub.view(Field.MASTER, lease), lease)

@@ -13,6 +13,7 @@ from infinity.cli import bench
 from infinity.cli.plan.hf_config import read_hf_config
 from infinity.cli.plan.machines import PRESETS
 from infinity.config import AdamConfig, load_config
+from infinity.config.optimizers import MuonConfig
 from infinity.drive.profile import DriveProfile, save_profile
 from infinity.errors import ConfigError
 from infinity.plan.lower_bound import DriveSpeed
@@ -184,9 +185,9 @@ def test_the_config_that_is_written_loads_and_says_what_was_chosen(
         assert config.infinity.pinned_bytes_max > config.infinity.host_cache_bytes
 
 
-@pytest.mark.parametrize(("optimizer", "bytes_each"), [("AdamW", 12), ("SGD", 8), ("plain-SGD", 4)])
+@pytest.mark.parametrize(("optimizer", "bytes_each"), [("AdamW", 12), ("Muon", 8.0737), ("SGD", 8), ("plain-SGD", 4)])
 def test_an_optimizer_that_keeps_less_needs_less(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, bytes_each: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, bytes_each: float
 ) -> None:
     file = tmp_path / "config.json"
     arguments = ["--params", "7B", "--preset", "rtx4090-gen4", "--cache", "0", "--write-config", str(file)]
@@ -198,7 +199,7 @@ def test_an_optimizer_that_keeps_less_needs_less(
     )
     made = load_config(file).optimizer
     assert made is not None and made.type == optimizer.removeprefix("plain-")
-    assert isinstance(made, AdamConfig) or bool(made.momentum) == (optimizer == "SGD")
+    assert isinstance(made, (AdamConfig, MuonConfig)) or bool(made.momentum) == (optimizer == "SGD")
 
 
 @pytest.mark.parametrize(("where", "strategy"), [("cpu", "stage 3, all on CPU"), ("nvme", "stage 3, all on NVMe")])
@@ -331,6 +332,12 @@ def test_what_fits_needs_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
         (["--params", "1B", *FIGURES, "--gpus", "2"], "say --node-link"),
         (["--params", "1B", *FIGURES, "--activation-buffer", "1GB"], "is for --offload-activations nvme"),
         (["--params", "1B", *FIGURES, "--nodes", "2"], "say --network"),
+        (
+            ["--params", "1B", "--preset", "dgx-h100", "--optimizer", "Muon"],
+            "needs one rank on NVMe, and this machine has 8",
+        ),
+        (["--params", "1B", "--preset", "laptop", "--optimizer", "Muon", "--cache", "1GB"], "leave --cache out"),
+        (["--params", "1B", "--preset", "laptop", "--optimizer", "SGD", "--moments-dtype", "8bit"], "Adam and AdamW"),
         (["--hf-config", "not-there.json", "--preset", "laptop"], "can't be read"),
         (["--params", "1B", "--preset", "laptop", "--durability", "step", "--cache", "1GB"], "leave --cache out"),
         (

@@ -81,7 +81,9 @@ def test_each_optimizer_is_stepped_beside_torch_s(optimizer: str, written: int, 
     done = small(nvme_path, "--optimizer", optimizer, "--json", "-")
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
-    assert result["optimizer"] == optimizer and result["torch_in_memory_seconds"] > 0
+    assert (
+        result["optimizer"] == optimizer and result["torch_in_memory_seconds"] > 0 and result["predicted_seconds"] > 0
+    )
     assert written - 0.1 < result["written_bytes_per_param"] < written + 2
 
 

@@ -10,8 +10,7 @@ from infinity.cli.arguments import add_json, add_schedule, add_scheme, checked_v
 from infinity.plan.frozen_groups import BASE_BITS
 from infinity.units import parse_count
 
-OPTIMIZERS = {"AdamW": 2, "SGD": 1, "plain-SGD": 0}
-"""How many numbers each keeps of a parameter beside its master."""
+OPTIMIZERS = ("AdamW", "Muon", "SGD", "plain-SGD")
 
 LORA_RANK_DEFAULT = 16
 
@@ -78,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         default="AdamW",
-        help="what is kept of each parameter beside its master: two numbers (AdamW), one (SGD, with momentum), or none "
-        "(plain-SGD) (default: AdamW)",
+        help="what is kept of each parameter beside its master: two numbers (AdamW), one of the blocks' matrices and two of "
+        "all else (Muon, on one rank), one (SGD, with momentum), or none (plain-SGD) (default: AdamW)",
     )
     training.add_argument(
         "--groups-per-block",

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from infinity.cli.arguments import check_file, check_plot, scheme_from, write_json
-from infinity.cli.plan.arguments import OPTIMIZERS, add_arguments
+from infinity.cli.plan.arguments import add_arguments
 from infinity.errors import ConfigError, InfinityError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def run(asked: argparse.Namespace) -> int:
     try:
         _check(asked)
         model, machine = _what_and_where(asked)
+        work = _work(model, machine, asked)
     except ConfigError as error:
         print(f"infinity-bench plan: error: {error}", file=sys.stderr)
         return 2
@@ -63,7 +64,6 @@ def run(asked: argparse.Namespace) -> int:
     from infinity.plan.frozen import frozen_plans
     from infinity.plan.planner import fastest_that_fits, plans_for
 
-    work = _work(model, machine, asked)
     plans = plans_for(work, machine, pinned_bytes=asked.pinned, cache_bytes=asked.cache)
     chosen = fastest_that_fits(plans)
     frozen = frozen_plans(
@@ -113,8 +113,16 @@ def _nvme_path(asked: argparse.Namespace) -> str:
 
 
 def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
-    from infinity.plan.work import Work
+    from infinity.plan.work import Work, moments_of
 
+    if asked.optimizer == "Muon":
+        if asked.cache:
+            raise ConfigError("--cache keeps no matrices, and --optimizer Muon is for these: leave --cache out")
+        asked.cache = 0
+    if asked.optimizer == "Muon" and machine.ranks > 1:
+        raise ConfigError(
+            f"--optimizer Muon needs one rank on NVMe, and this machine has {machine.ranks}: --gpus 1 --nodes 1"
+        )
     return Work(
         model,
         ranks=machine.ranks,
@@ -126,8 +134,9 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         clipping=not asked.no_clipping,
         scheme=dataclasses.replace(
             scheme_from(asked, accumulation=asked.accumulation, schedule=asked.schedule),
-            moments=OPTIMIZERS[asked.optimizer],
+            moments=moments_of(asked.optimizer, model),
         ),
+        muon=asked.optimizer == "Muon",
         gradient_bytes_max=asked.gradient_memory,
         activations=asked.offload_activations,
         activation_buffer_bytes_max=asked.activation_buffer,

@@ -55,24 +55,31 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Part(NamedTuple):
-    """A part of a block: its parameters, the inputs and outputs of its linear layers, and the parameters in no matrix."""
+    """A part of a block: its parameters, the inputs and outputs of its linear layers, the parameters in no matrix, and the
+    shapes of its matrices."""
 
     numel: int
     linear_width: int
     vector_numel: int = 0
+    matrices: tuple[tuple[int, int], ...] = ()
 
     def plus(self, other: _Part) -> _Part:
-        return _Part(*(mine + others for mine, others in zip(self, other, strict=True)))
+        return _Part(
+            self.numel + other.numel,
+            self.linear_width + other.linear_width,
+            self.vector_numel + other.vector_numel,
+            self.matrices + other.matrices,
+        )
 
     def times(self, count: int) -> _Part:
-        return _Part(*(count * mine for mine in self))
+        return _Part(count * self.numel, count * self.linear_width, count * self.vector_numel, count * self.matrices)
 
 
 _NOTHING = _Part(0, 0)
 
 
 def _linear(inputs: int, outputs: int) -> _Part:
-    return _Part(inputs * outputs, inputs + outputs)
+    return _Part(inputs * outputs, inputs + outputs, matrices=((outputs, inputs),))
 
 
 def _vectors(numel: int) -> _Part:
@@ -111,6 +118,7 @@ class _Reader:
             self._cache_width(),
             experts,
             sparse.vector_numel,
+            sparse.matrices if experts is None else dense.matrices,
         )
 
     def _mixture(self, attention: _Part, dense: _Part) -> tuple[_Part, Experts | None]:

@@ -22,7 +22,7 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
         "gradient_accumulation_steps": work.micro_batches,
         "gradient_clipping": 1.0 if work.clipping else 0.0,
         "bf16": {"enabled": True},
-        "optimizer": _OPTIMIZERS[work.scheme.moments],
+        "optimizer": _MUON if work.muon else _OPTIMIZERS[int(work.scheme.moments)],
         "zero_optimization": zero,
     }
     options: dict[str, Any] = {}
@@ -50,6 +50,7 @@ def config_for(plan: Plan, nvme_path: str) -> dict[str, Any]:
     return config | ({"infinity": options} if options else {})
 
 
+_MUON: dict[str, Any] = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 3e-4, "weight_decay": 0.1}}
 _OPTIMIZERS: dict[int, dict[str, Any]] = {
     2: {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
     1: {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}},
