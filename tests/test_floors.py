@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # folder within a folder that is named here.
 FLOORS: dict[str, int] = {
     "cli": 17,
+    "__main__": 17,
     "integrations": 16,
     "": 15,  # infinity/__init__.py, the public names: above all it names, beneath those who use the library
     "deepspeed": 14,

@@ -29,7 +29,9 @@ SITE = ROOT / "build" / "docs"
 PAGES = (
     "README.md",
     "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/**/*.md",
     "csrc/*/README.md",
     "infinity/*/README.md",

@@ -1,0 +1,59 @@
+"""Floor 17. `python -m infinity`: which infinity this is, where it lies, and what it runs with. Loads no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+import infinity
+from infinity import _aio
+from infinity.torch_versions import TESTED, why_too_old, why_untested
+
+DISTRIBUTION = "infinity-offload"
+
+_COMMANDS = {
+    "infinity-bench doctor DIR": "checks machine, limits, drive and GPU, and says what to do",
+    "infinity-bench plan --params 7B": "which model fits which machine, and how fast it trains",
+    "infinity-bench sweep DIR": "measures a drive and saves its best settings",
+    "infinity-bench step": "times training steps beside plain PyTorch and the drive",
+    "infinity-ckpt": "looks into checkpoints, verifies, converts and imports them",
+}
+
+
+def main() -> int:
+    for name, text in [*_versions(), ("", ""), *_COMMANDS.items()]:
+        print(f"{name:<34}{text}".rstrip())
+    return 0
+
+
+def _versions() -> list[tuple[str, str]]:
+    installed, torch = _version_of(DISTRIBUTION), _version_of("torch")
+    usable = [name for name, usable, _ in _aio.probe() if usable]
+    return [
+        ("infinity", f"{infinity.__version__}, in {Path(infinity.__file__).parent}"),
+        (f"distribution {DISTRIBUTION}", installed or "not installed: this is a checkout"),
+        ("Python", f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"),
+        ("torch", _said_of(torch) if torch else "not installed"),
+        ("I/O backends that work here", ", ".join(usable)),
+    ]
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _said_of(torch: str) -> str:
+    if why_too_old(torch):
+        return f"{torch}, which is too old: infinity needs {TESTED}"
+    if why_untested(torch):
+        return f"{torch}, newer than those tested ({TESTED})"
+    return f"{torch} (tested: {TESTED})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
