@@ -105,7 +105,7 @@ def names_of(text: str) -> frozenset[str]:
 Device = Literal["none", "cpu", "nvme"]
 Backend = Literal["auto", "io_uring", "linux_aio", "threads"]
 Mix = Literal["auto", "interleaved", "bursts"]
-ReduceDtype = Literal["fp32", "bf16", "8bit"]
+ReduceDtype = Literal["fp32", "bf16"]
 MasterWeights = Literal["split", "full"]
 MomentsDtype = Literal["fp32", "bf16", "8bit"]
 Durability = Literal["none", "step"]
