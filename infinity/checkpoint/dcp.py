@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from infinity.checkpoint import model_files
 from infinity.checkpoint.checks import check_resumable, check_same_model, damaged, refusing, verify
@@ -35,6 +36,7 @@ from infinity.fsdp2.scalars import scalar_names
 from infinity.fsdp2.sharding import reshard
 from infinity.ranks.all_ranks import raise_on_all_ranks
 from infinity.store.files import StoredFile, open_regular, write_durably
+from infinity.swap.paged_tensor import PagedTensor
 
 
 def save(
@@ -107,6 +109,9 @@ def load(
         state = _state_of(model, optimizer)
         _check_fits(path, state)
     begin()
+    for moment in (value for values in optimizer.state.values() for value in values.values()):
+        if isinstance(moment, DTensor) and isinstance(moment._local_tensor, PagedTensor):
+            moment._local_tensor.forget_codes()
     failure = _read(state, path)
     with raise_on_all_ranks():
         if failure is not None:

@@ -50,7 +50,8 @@ _FICLONERANGE = 0x4020940D
 
 @dataclass(frozen=True)
 class Source:
-    """A range of bytes to copy: `nbytes` of the arena from `offset` on, or those in `memory`."""
+    """A range of bytes to copy: `nbytes` of the arena from `offset` on, or those in `memory`, behind which
+    zeros follow."""
 
     nbytes: int
     offset: int = 0
@@ -195,7 +196,11 @@ class Copying:
             self._check_cancelled()
             first = at - begin
             if source.memory is not None:
-                buffer[:] = source.memory[first : first + buffer.nbytes]
+                elements = source.memory[first : first + buffer.nbytes]
+                buffer[: elements.nbytes] = elements
+                buffer[elements.nbytes :] = bytes(
+                    buffer.nbytes - elements.nbytes
+                )  # to the end of the field's last page
             else:
                 self._arena.read_into(buffer, source.offset + first)
                 _verify(buffer, part, first, self._arena_path, source.offset)

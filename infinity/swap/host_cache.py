@@ -48,7 +48,8 @@ def plan_cache(
             reads = _compute_reads(part.like, scheme, gathers[part.key[0]]) if gathered else int(stepped)
             candidates.append(Candidate(part.numel // SPACE_ALIGN, unit_bytes, reads, int(stepped)))
             owners.append((part.key, gathered))
-    cache_bytes -= _PAGES_ROUNDED_UP * PAGE_BYTES * sum(sub.coded for sub in layout.sub_groups)
+    if coded := sum(sub.coded for sub in layout.sub_groups):  # and those that are cut where what stays of a part ends
+        cache_bytes -= _PAGES_ROUNDED_UP * PAGE_BYTES * (coded + 2 * len(parts))
     resident_units = dict(zip(owners, choose_resident(candidates, max(0, cache_bytes)), strict=True))
     cached = {}
     for part in parts:

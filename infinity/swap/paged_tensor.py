@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_map
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.unsharded import UnshardedMemory
-from infinity.store.layout import Field
+from infinity.store.layout import MOMENTS, Field
 from infinity.swap.shard import PagedShard
+from infinity.swap.values import RANGE_NUMEL
 
 _FACTORIES = {
     torch.ops.aten.zeros_like,
@@ -127,6 +128,14 @@ class PagedTensor(torch.Tensor):
                 flat = self._shard.read(self._field, start, count)
                 flat.as_strided(self.shape, self.stride(), self._offset - start).copy_(values)
             self._shard.write(self._field, start, flat)
+
+    def forget_codes(self) -> None:
+        """Set to zero what rests as codes, before it is set piece by piece: where a piece is a part of a block, the others of
+        that are coded with it, whatever they were."""
+        if self._field in MOMENTS and self._shard.has_codes:
+            with self._gatherer.entered():
+                for start in range(0, self.numel(), RANGE_NUMEL):
+                    self._shard.write(self._field, start, torch.zeros(min(RANGE_NUMEL, self.numel() - start)))
 
     # What FSDP2 calls: see "tensor subclass all-gather extensions" in torch/distributed/fsdp/_fully_shard.
 

@@ -108,7 +108,7 @@ class PagedShard:
         Raises InfinityError after a torn step, or when the swap manager is closed.
         """
         self.values.health.check_whole()
-        if name is not Field.MASTER and self._coded:
+        if name is not Field.MASTER and self.has_codes:
             return self._read_coded(name, start, numel)
         if name is not Field.MASTER or not self._split:
             return self._read(name, start, numel, torch.float32)
@@ -149,7 +149,8 @@ class PagedShard:
         return any(sub.layout.split for sub in self.sub_groups)
 
     @property
-    def _coded(self) -> bool:
+    def has_codes(self) -> bool:
+        """Whether its moments are codes of 8 bits."""
         return any(sub.layout.coded for sub in self.sub_groups)
 
     def _ranges(self, start: int, numel: int) -> Iterator[tuple[PagedSubGroup, int, int, int]]:
@@ -157,7 +158,7 @@ class PagedShard:
 
     def _set(self, name: Field, start: int, values: torch.Tensor) -> None:
         if name is not Field.MASTER:
-            write = self._write_coded if self._coded else self._write
+            write = self._write_coded if self.has_codes else self._write
             write(name, start, values)
             self.stepped = True
             return
@@ -183,11 +184,13 @@ class PagedShard:
         return decode(codes, scales, signed=name is Field.MOMENT_1)[start - first :]
 
     def _write_coded(self, name: Field, start: int, values: torch.Tensor) -> None:
-        """Blocks of which `values` are a part alone are decoded first, and coded anew."""
+        """Blocks of which `values` are a part alone are decoded first, and coded anew. Padding is zero: whatever lies there was
+        never stepped."""
         first, end = start // BLOCK_NUMEL * BLOCK_NUMEL, start + values.numel()
         last = min(align_up(end, BLOCK_NUMEL), self.padded_shape.numel())
         if (first, last) != (start, end):
             whole = self._read_coded(name, first, last - first)
+            whole[self.shape.numel() - first :] = 0
             whole[start - first : end - first] = values
             values = whole
         codes, scales = encode(values, signed=name is Field.MOMENT_1)

@@ -51,8 +51,10 @@ ELSEWHERE = {
     "host cache": Case(),
     "state in host memory": Case(threshold=0, sub_group_size=8192),
     "fp32": Case(),
+    "8-bit moments, host cache": Case(moments="8bit", threshold=0, sub_group_size=4096),
+    "8-bit moments, state in host memory": Case(moments="8bit", threshold=0, sub_group_size=8192),
 }
-OFTEN = ("step, masters in full", "forward", "backward", "host cache")
+OFTEN = ("step, masters in full", "forward", "backward", *(name for name in ELSEWHERE if "host" in name))
 """Those of the ordinary suite."""
 
 
@@ -74,10 +76,10 @@ def _collected() -> Iterator[None]:
 
 def make(path: Path | list[str], case: Case, name: str = "", **own: Any) -> infinity.Engine:
     own = {"durability": "none", "checkpoint_format": "arena", **own}
-    if name == "host cache":
-        own |= {"pinned_bytes_max": "12MiB", "host_cache_bytes": 300_000}
+    if name.endswith("host cache"):
+        own |= {"pinned_bytes_max": "12MiB", "host_cache_bytes": 300_000 if case.moments == "fp32" else 600_000}
     config = durable_training.config(path, case, **own)
-    if name == "state in host memory":
+    if name.endswith("state in host memory"):
         config["zero_optimization"]["offload_optimizer"] = {"device": "none"}
     if name == "fp32":
         config["bf16"]["enabled"] = False

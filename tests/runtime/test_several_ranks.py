@@ -43,3 +43,12 @@ def test_all_ranks_update_ahead_or_none(forked_ranks: Any, nvme_path: Path) -> N
 def test_groups_prefetched_far_ahead_need_no_more_of_the_pool(forked_ranks: Any, nvme_path: Path) -> None:
     done = forked_ranks(SCRIPT, "long_prefetch_lists", str(nvme_path))
     assert done.stdout.count("the pool was enough") == 2, done.stdout
+
+
+@pytest.mark.slow
+def test_moments_in_8_bits_are_loaded_over_whatever_was_there(forked_ranks: Any, nvme_path: Path) -> None:
+    (nvme_path / "swap").mkdir()
+    done = forked_ranks(SCRIPT, "loaded_over_nan", str(nvme_path))
+    assert done.stdout.count("as it was") == 2, done.stdout
+    done = forked_ranks(SCRIPT, "loaded_over_nan_elsewhere", str(nvme_path), ranks=1)
+    assert done.stdout.count("nearly as it was") == 1, done.stdout
