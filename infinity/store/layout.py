@@ -40,6 +40,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from infinity.errors import ConfigError
 from infinity.store.foreign import ForeignPart
@@ -213,10 +214,19 @@ class SubGroup:
         return sum(self.field_bytes(field) for field in self.cached)
 
 
+class PartKey(NamedTuple):
+    """One part of a flat space: what of it is trained, in pieces or as whole matrices, or frozen."""
+
+    space: int
+    trained: bool
+    whole: bool = False
+
+
 @dataclass(frozen=True)
 class Cached:
     """Which fields of one part of a flat space stay in pinned memory: the gathered one for the first `gathered_numel` elements,
-    those that only the optimizer needs for the first `state_numel`. Both are multiples of SPACE_ALIGN."""
+    those that only the optimizer needs for the first `state_numel`. Both are multiples of SPACE_ALIGN, and of whole matrices
+    where one ends."""
 
     gathered_numel: int = 0
     state_numel: int = 0
@@ -281,7 +291,7 @@ def plan_layout(
     compute_itemsize: int,
     split_master: bool = False,
     hold_state: bool = False,
-    cached: Mapping[tuple[int, bool], Cached] | None = None,
+    cached: Mapping[PartKey, Cached] | None = None,
     gradient_itemsizes: Mapping[int, int] | None = None,
     moments: int = 2,
     matrix_moments: int = 0,
@@ -297,7 +307,7 @@ def plan_layout(
         compute_itemsize: bytes per element of the compute parameter (2), or 0 where the fp32 master itself is gathered.
         split_master: keep trained masters as compute parameter (which must be bf16) and remainder, wherever there is one.
         hold_state: masters and moments stay in host memory; extents hold compute parameters only.
-        cached: which fields stay in pinned memory, by (flat space, trained or frozen part); none of whole matrices.
+        cached: which fields of each part stay in pinned memory.
         gradient_itemsizes: bytes per element of the gradients that wait on NVMe, by flat space; others wait in host memory.
         moments: numbers that the optimizer keeps of each element. matrix_moments: of those of whole matrices, instead.
         moment_itemsize: bytes of each of these (4, 2 as bf16, or 1 as codes with scales).
@@ -316,7 +326,7 @@ def plan_layout(
             trained = part.trained
             of_part = moments_of(part, moments, matrix_moments)
             held = _STATE if hold_state else ()
-            keep = Cached() if part.whole else (cached or {}).get((space, trained), Cached())
+            keep = (cached or {}).get(PartKey(space, trained, part.whole), Cached())
             for start, numel in _cut_part(part, place, keep, sub_group_numel_max):
                 pieces = pieces_of(part, shards, place, start, numel)
                 split = split_master and trained and itemsize > 0 and not hold_state
@@ -392,15 +402,15 @@ def moments_of(part: Part, moments: int, matrix_moments: int) -> tuple[Field, ..
 
 
 def _cut_part(part: Part, place: Sequence[tuple[int, int]], keep: Cached, numel_max: int) -> Iterator[tuple[int, int]]:
-    """(start, numel) of its sub-groups: cut anywhere, and where the cache ends, or between whole matrices alone."""
+    """(start, numel) of its sub-groups: cut where the cache ends, and anywhere, or between whole matrices alone."""
+    ends = {part.start, part.start + keep.gathered_numel, part.start + keep.state_numel, part.end}
     if not part.whole:
-        ends = {part.start, part.start + keep.gathered_numel, part.start + keep.state_numel, part.end}
         for low, high in pairwise(sorted(ends)):
             yield from _cut(low, high, numel_max)
         return
     start = part.start
     for begin, end in pairwise([*(place[i][1] for i in part.shards), part.end]):
-        if end - start > numel_max and begin > start:
+        if begin > start and (end - start > numel_max or begin in ends):
             yield start, begin - start
             start = begin
     if part.end > start:

@@ -336,7 +336,6 @@ def test_what_fits_needs_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
             ["--params", "1B", "--preset", "dgx-h100", "--optimizer", "Muon"],
             "needs one rank on NVMe, and this machine has 8",
         ),
-        (["--params", "1B", "--preset", "laptop", "--optimizer", "Muon", "--cache", "1GB"], "leave --cache out"),
         (["--params", "1B", "--preset", "laptop", "--optimizer", "SGD", "--moments-dtype", "8bit"], "Adam and AdamW"),
         (["--hf-config", "not-there.json", "--preset", "laptop"], "can't be read"),
         (["--params", "1B", "--preset", "laptop", "--durability", "step", "--cache", "1GB"], "leave --cache out"),

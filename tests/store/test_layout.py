@@ -16,9 +16,11 @@ from infinity.store.layout import (
     Cached,
     Field,
     Layout,
+    PartKey,
     Shard,
     plan_layout,
 )
+from infinity.units import align_up
 
 PAGE = 4096
 
@@ -267,15 +269,16 @@ def test_state_that_is_held_leaves_the_extent_to_the_copies() -> None:
 @given(plan=plans(), data=st.data())
 def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, data: st.DataObject) -> None:
     """The cached fields cover just the elements that were asked for; every element has its place, as without a cache."""
-    parts: dict[tuple[int, bool], int] = {}
+    ends: dict[PartKey, list[int]] = {}
+    """Where what is cached of a part may end: anywhere, or between whole matrices."""
     for sub in plan.layout.sub_groups:
-        if sub.whole:  # none of these is
-            continue
-        parts[sub.space, sub.trained] = parts.get((sub.space, sub.trained), 0) + sub.numel
-    cached = {
-        key: Cached(*(SPACE_ALIGN * data.draw(st.integers(0, numel // SPACE_ALIGN)) for _ in range(2)))
-        for key, numel in parts.items()
-    }
+        of_part = ends.setdefault(PartKey(sub.space, sub.trained, sub.whole), [0])
+        if sub.whole:
+            first = of_part[-1]
+            of_part += [align_up(first + piece.offset + piece.numel, SPACE_ALIGN) for piece in sub.pieces]
+        else:
+            of_part += range(of_part[-1] + SPACE_ALIGN, of_part[-1] + sub.numel + 1, SPACE_ALIGN)
+    cached = {key: Cached(*(data.draw(st.sampled_from(of_part)) for _ in range(2))) for key, of_part in ends.items()}
     layout = plan_layout(
         plan.layout.shards,
         groups=plan.groups,
@@ -288,11 +291,12 @@ def test_what_is_cached_is_the_beginning_of_a_part_field_by_field(plan: Plan, da
     assert (layout.place, layout.space_numel) == (plan.layout.place, plan.layout.space_numel)
     cut = PAGE * 3 * len(layout.sub_groups) if plan.moment_itemsize == 1 else 0  # fields end with a page
     assert plan.layout.nbytes <= layout.nbytes + layout.cached_bytes <= plan.layout.nbytes + cut
-    for (space, trained), asked in cached.items():
-        members = [sub for sub in layout.by_space[space] if sub.trained is trained and not sub.whole]
+    for key, asked in cached.items():
+        members = [sub for sub in layout.by_space[key.space] if (sub.trained, sub.whole) == (key.trained, key.whole)]
         first = members[0].start
         for sub in members:
-            assert sub.numel <= plan.numel_max and set(sub.cached) | set(sub.on_nvme) == set(sub.fields)
+            assert sub.numel <= plan.numel_max or len(sub.pieces) == 1
+            assert set(sub.cached) | set(sub.on_nvme) == set(sub.fields)
             for which in sub.fields:
                 end = first + (asked.gathered_numel if which is sub.gathered else asked.state_numel)
                 assert (which in sub.cached) == (sub.start < end)

@@ -14,17 +14,15 @@ from torch import nn
 import infinity
 from infinity.device import CpuDevice
 from infinity.schedule.scheme import Scheme
-from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, Shard, plan_layout
+from infinity.store.layout import SPACE_ALIGN, Cached, Field, Layout, PartKey, Shard, plan_layout
 from infinity.swap.host_cache import plan_cache
 
 IN_STEP = Scheme("full", "step")
 PAGE = 4096
 
 
-def laid_out(
-    shards: list[Shard], *, groups: int, cached: dict[tuple[int, bool], Cached] | None = None, **how: object
-) -> Layout:
-    settings = {"compute_itemsize": 2, "sub_group_numel_max": 4 * SPACE_ALIGN, **how}
+def laid_out(shards: list[Shard], *, groups: int, cached: dict[PartKey, Cached] | None = None, **how: object) -> Layout:
+    settings = {"compute_itemsize": 2, "sub_group_numel_max": 4 * SPACE_ALIGN, "matrix_moments": 1, **how}
     return plan_layout(shards, groups=groups, cached=cached, **settings)  # type: ignore[arg-type]
 
 
@@ -40,8 +38,9 @@ def models(draw: st.DrawFn) -> tuple[list[Shard], dict[str, object]]:
             f"p{i}",
             draw(st.integers(0, groups - 1)),
             draw(st.integers(0, 10 * SPACE_ALIGN)),
+            trained := draw(st.booleans()),
             draw(st.booleans()),
-            draw(st.booleans()),
+            whole=trained and draw(st.booleans()),
         )
         for i in range(draw(st.integers(1, 8)))
     ]
@@ -79,7 +78,10 @@ def test_copies_come_first_then_those_of_groups_that_are_gathered_once_then_stat
     def kept(cache_bytes: int) -> list[tuple[int, int]]:
         found = plan_cache(plain, IN_STEP, [1, 2, 2], cache_bytes)
         return [
-            (found[space, True].gathered_numel // SPACE_ALIGN, found[space, True].state_numel // SPACE_ALIGN)
+            (
+                found[PartKey(space, True)].gathered_numel // SPACE_ALIGN,
+                found[PartKey(space, True)].state_numel // SPACE_ALIGN,
+            )
             for space in range(3)
         ]
 
@@ -91,7 +93,17 @@ def test_copies_come_first_then_those_of_groups_that_are_gathered_once_then_stat
 
 def test_of_resident_shards_masters_and_moments_are_kept_together() -> None:
     found = plan_cache(laid_out([pages(3, 0, resident=True)], groups=1), IN_STEP, [2], 2 * 6 * PAGE)
-    assert found[1, True] == Cached(2 * SPACE_ALIGN, 2 * SPACE_ALIGN)
+    assert found[PartKey(1, True)] == Cached(2 * SPACE_ALIGN, 2 * SPACE_ALIGN)
+
+
+def test_whole_matrices_stay_whole() -> None:
+    shards = [Shard(f"m{i}", 0, 3 * SPACE_ALIGN, whole=True) for i in range(3)]
+    plain = laid_out(shards, groups=1)
+    for pages_each, matrices in ((2, 0), (3, 1), (8, 2), (9, 3)):  # what is gathered, a page of each unit
+        found = plan_cache(plain, IN_STEP, [2], pages_each * PAGE)
+        assert found == {PartKey(0, True, True): Cached(3 * matrices * SPACE_ALIGN, 0)}
+        layout = laid_out(shards, groups=1, cached=found)
+        assert [len(sub.pieces) for sub in layout.sub_groups if Field.COMPUTE in sub.cached] == [1] * matrices
 
 
 def test_where_the_master_is_gathered_it_comes_before_the_moments() -> None:

@@ -115,10 +115,6 @@ def _nvme_path(asked: argparse.Namespace) -> str:
 def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
     from infinity.plan.work import Work, moments_of
 
-    if asked.optimizer == "Muon":
-        if asked.cache:
-            raise ConfigError("--cache keeps no matrices, and --optimizer Muon is for these: leave --cache out")
-        asked.cache = 0
     if asked.optimizer == "Muon" and machine.ranks > 1:
         raise ConfigError(
             f"--optimizer Muon needs one rank on NVMe, and this machine has {machine.ranks}: --gpus 1 --nodes 1"
