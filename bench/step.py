@@ -66,6 +66,7 @@ _ORDERED = (
     "context",
     "accumulation",
     "clipping",
+    "dtype",
     "backend",
     "pinned_bytes_max",
     "host_cache",
@@ -156,6 +157,9 @@ def make_parser() -> argparse.ArgumentParser:
         type=norm,
         default=1.0,
         help="largest norm of the gradient; 0 does not clip (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16"), default="bf16", help="of compute, in all ways (default: %(default)s)"
     )
     parser.add_argument(
         "--rounds", type=count, default=7, help="rounds, after two that are not counted (default: %(default)s)"

@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument(
         "--clipping", type=listed(norm), default="0,1", help="norms; 0 does not clip (default: %(default)s)"
     )
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="of compute (default: %(default)s)")
     parser.add_argument("--way", default="auto", help="infinity's, of bench/step.py (default: %(default)s)")
     parser.add_argument("--deepspeed-python", help="as of bench/step.py; without it DeepSpeed's columns are empty")
     parser.add_argument("--rounds", type=count, default=7, help="of each line (default: %(default)s)")
@@ -118,14 +119,15 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
     """What was asked for: of a line, or of the options of bench/step.py."""
     ways = {*line["ways"], *(["deepspeed"] if line.get("deepspeed_python") else [])}
-    return line.get("asked", line["params"]), line["batch_size"], line["context"], line["clipping"], frozenset(ways)
+    asked = line.get("asked", line["params"]), line.get("dtype", "bf16")
+    return *asked, line["batch_size"], line["context"], line["clipping"], frozenset(ways)
 
 
 def order_of(options: argparse.Namespace, params: str, batch: tuple[int, int], clipping: str) -> argparse.Namespace:
     """The options of bench/step.py for one line."""
     values = {"--params": params, "--batch-size": batch[0], "--context": batch[1], "--clipping": clipping}
     values |= {"--ways": f"torch,{options.way}", "--rounds": options.rounds, "--nvme-path": options.nvme_path}
-    values |= {"--drive-file": options.drive_file}
+    values |= {"--drive-file": options.drive_file, "--dtype": options.dtype}
     values |= {"--deepspeed-python": options.deepspeed_python} if options.deepspeed_python else {}
     alone = BYTES_PER_PARAMETER * parse_count(params) > (available_bytes() or 0)
     words = [str(word) for pair in values.items() for word in pair]

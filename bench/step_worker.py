@@ -44,7 +44,8 @@ def torch_way(order: dict[str, Any]) -> Step:
         raise LeftOut(reason)
     end_first_without_memory()
     torch.manual_seed(0)
-    training = PlainTraining(GPT(config), clipping=order["clipping"])
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[order["dtype"]]
+    training = PlainTraining(GPT(config), clipping=order["clipping"], dtype=dtype)
     batches = _batches(order)
 
     def step() -> dict[str, Any]:
@@ -81,7 +82,7 @@ def infinity_way(order: dict[str, Any]) -> Step:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": order["batch_size"],
         "gradient_accumulation_steps": order["accumulation"],
-        "bf16": {"enabled": True},
+        order["dtype"]: {"enabled": True},
         "gradient_clipping": 0.0 if "unclipped" in variants else order["clipping"],
         "steps_per_print": 0,
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
@@ -177,7 +178,7 @@ def deepspeed_way(order: dict[str, Any]) -> Step:
         "train_micro_batch_size_per_gpu": order["batch_size"],
         "gradient_accumulation_steps": order["accumulation"],
         "gradient_clipping": order["clipping"],
-        "bf16": {"enabled": True},
+        order["dtype"]: {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         "zero_optimization": {
             "stage": 3,

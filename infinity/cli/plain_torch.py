@@ -71,14 +71,21 @@ class Usage(NamedTuple):
 
 
 class PlainTraining:
-    """The training of `model`, which is fp32 and becomes bf16.
+    """The training of `model`, which is fp32 and becomes bf16, or fp16 under torch's loss scaling.
 
-    A gradient goes from bf16 to its master's as soon as it is there, and its memory serves the next one: on a CPU that takes a
-    quarter of the page faults of converting all of them after the backward, and 2 bytes less per parameter. Every parameter
-    must have a gradient in every backward.
+    A gradient goes from 16 bits to its master's as soon as it is there, and its memory serves the next one: on a CPU that
+    takes a quarter of the page faults of converting all of them after the backward, and 2 bytes less per parameter. Every
+    parameter must have a gradient in every backward.
     """
 
-    def __init__(self, model: nn.Module, *, clipping: float, optimizer: str = "AdamW") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        clipping: float,
+        optimizer: str = "AdamW",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         """clipping: largest norm of the whole gradient; 0 does not clip. optimizer: one of `OPTIMIZERS`."""
         names = [name for name, _ in model.named_parameters()]
         self.model = model
@@ -86,12 +93,14 @@ class PlainTraining:
         self._params: list[torch.Tensor] = list(model.parameters())
         self._masters = [param.detach() for param in self._params]  # they keep the memory that the conversion leaves
         assert all(master.dtype == torch.float32 for master in self._masters)
-        model.to(torch.bfloat16)
+        model.to(dtype)
         for param, master in zip(self._params, self._masters, strict=True):
             master.grad = torch.zeros_like(master)
             param.register_post_accumulate_grad_hook(self._taking(master.grad))
         self._optimizer = OPTIMIZERS[optimizer](list(zip(names, self._masters, strict=True)))
         self._accumulates = False
+        device = next(model.parameters()).device.type
+        self._scaler = torch.amp.GradScaler(device, init_scale=2.0**16, enabled=dtype is torch.float16)
 
     @property
     def numel(self) -> int:
@@ -99,14 +108,16 @@ class PlainTraining:
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward of a micro-batch, whose gradients are added to those of the ones before it."""
-        torch.autograd.backward(loss)
+        torch.autograd.backward(self._scaler.scale(loss))
         self._accumulates = True
 
     def step(self) -> None:
         """Clip, update the masters, and give the model their values."""
         if self._clipping > 0:
+            self._scaler.unscale_(self._optimizer)
             nn.utils.clip_grad_norm_(self._masters, self._clipping)
-        self._optimizer.step()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
         with torch.no_grad():
             torch._foreach_copy_(self._params, self._masters)
         self._accumulates = False
