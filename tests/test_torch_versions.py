@@ -70,6 +70,35 @@ def test_an_older_torch_ends_the_import_in_one_sentence(use: str) -> None:
     assert done.stderr.splitlines()[-1] == f"ImportError: {why_too_old('2.12.1')}, or set {ANYWAY}=1 to try this one"
 
 
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (
+            "from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as X; del X.to_sharded",
+            "FSDPParam.to_sharded",
+        ),
+        ("import torch.distributed.fsdp._fully_shard._fsdp_param as m; del m.FSDPParam", "FSDPParam"),
+        ("import sys; sys.modules['torch.distributed.fsdp._fully_shard._fsdp_api'] = None", "_fsdp_api"),
+    ],
+)
+def test_a_torch_that_moved_what_fsdp2_keeps_to_itself_ends_the_import_in_one_sentence(
+    changed: str, named: str
+) -> None:
+    code = f"import infinity, torch, torch.distributed.fsdp\n{changed}\ninfinity.initialize"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: torch {torch.__version__} has moved what infinity needs of FSDP2 (")
+    assert named in last and f"pip install '{REQUIREMENT}'" in last
+
+
+def test_a_torch_that_lacks_an_attribute_is_tried_where_that_is_asked_for() -> None:
+    code = (
+        "from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as X; del X.to_sharded\n"
+        "import infinity; infinity.initialize"
+    )
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, ANYWAY: "1"}, check=True)
+
+
 def test_an_older_torch_is_tried_where_that_is_asked_for() -> None:
     code = "import infinity, torch; torch.__version__ = '2.12.1'\nimport infinity.swap"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, ANYWAY: "1"}, check=True)

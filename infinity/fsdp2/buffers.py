@@ -18,9 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from infinity.fsdp2.private import DefaultAllGather, DefaultReduceScatter, _fsdp_param, _fsdp_param_group
 from infinity.fsdp2.sharding import ShardedGroup, replace_collectives
 from infinity.fsdp2.unsharded import UnshardedMemory, advise_huge_pages
 

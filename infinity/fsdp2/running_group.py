@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from infinity.errors import InfinityError
 from infinity.fsdp2.buffers import ReusedBuffers
+from infinity.fsdp2.private import TrainingState
 from infinity.fsdp2.sharding import param_groups_of
 from infinity.optim.kernel import accumulate
 

@@ -1,5 +1,5 @@
 """Floor 7. What we need to know of an FSDP2 model and of autograd. Only this file, running_group.py and buffers.py look past
-their public interfaces."""
+their public interfaces, at what private.py names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.fsdp2.names import clean_name, parameter_names
+from infinity.fsdp2.private import AllGather, DefaultAllGather, DefaultReduceScatter, FSDPParamGroup, ReduceScatter
 
 
 def reshard(model: nn.Module) -> None:

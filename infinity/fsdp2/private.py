@@ -1,0 +1,78 @@
+"""Floor 7. The one place that names what FSDP2 keeps to itself: modules, classes and attributes, looked for at the import.
+
+A torch that moved one of them is told of in a sentence, at the first import, and not by an error in the midst of a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from infinity.torch_versions import ANYWAY, REQUIREMENT, TESTED
+
+try:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
+
+    FSDPParam = _fsdp_param.FSDPParam
+    FSDPParamGroup = _fsdp_param_group.FSDPParamGroup
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"torch {torch.__version__} has moved what infinity needs of FSDP2 ({error}): it works with torch {TESTED}, "
+        f"pip install '{REQUIREMENT}'"
+    ) from error
+
+__all__ = [
+    "AllGather",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "FSDPParamGroup",
+    "ReduceScatter",
+    "TrainingState",
+    "_fsdp_param",
+    "_fsdp_param_group",
+]
+
+USED: dict[type, tuple[str, ...]] = {
+    FSDPModule: ("_get_fsdp_state",),
+    FSDPState: ("_state_ctx", "_training_state", "_mp_policy", "_auto_reshard_after_forward"),
+    FSDPStateContext: ("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+    FSDPParamGroup: (
+        *("fsdp_params", "is_sharded", "mesh_info", "post_forward_mesh_info", "reshard_after_backward"),
+        *("use_training_state", "post_backward", "_training_state", "_reshard_after_forward"),
+        *("_all_gather_comm", "_reduce_scatter_comm"),
+    ),
+    FSDPParam: (
+        *("_unsharded_param", "sharded_param", "sharded_size", "unsharded_accumulated_grad"),
+        *("_setattr_on_modules", "to_sharded", "to_sharded_dtensor"),
+    ),
+}
+"""What is asked of each class beside what it promises."""
+
+
+def moved() -> list[str]:
+    """What of `USED` this torch doesn't have."""
+    return [f"{of.__name__}.{name}" for of, names in USED.items() for name in names if name not in {*_names_in(of)}]
+
+
+def _names_in(of: type) -> Iterator[str]:
+    """What a class defines, and what its methods name: attributes among it that they set."""
+    for base in of.__mro__[:-1]:
+        yield from vars(base)
+        yield from getattr(base, "__annotations__", ())
+        for value in vars(base).values():
+            for function in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+                yield from getattr(getattr(function, "__code__", None), "co_names", ())
+
+
+if (missing := moved()) and os.environ.get(ANYWAY) != "1":
+    raise ImportError(
+        f"torch {torch.__version__} has moved what infinity needs of FSDP2 ({', '.join(missing)}): it works with torch "
+        f"{TESTED}, pip install '{REQUIREMENT}', or set {ANYWAY}=1 to try this one"
+    )
