@@ -118,6 +118,7 @@ _NAMES_OF = {
     ),
 }
 _ALIASES = {"DeepSpeedEngine": "Engine"}
+_OF_ANOTHER_INFINITY = ("inf", "is_infinite")
 _HOME = {name: home for home, names in _NAMES_OF.items() for name in names}
 
 
@@ -126,6 +127,12 @@ def __getattr__(name: str) -> object:
     if path in MODULE_OF or path in PACKAGES:
         return import_module(path)
     real_name = _ALIASES.get(name, name)
+    if name in _OF_ANOTHER_INFINITY:
+        raise ImportError(
+            f"{name!r} is of the distribution `infinity`, and this is infinity-offload, which hides it: `import infinity` "
+            "can lead to one of them alone; use an environment of its own for each",
+            name="infinity",
+        )
     if real_name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_HOME[real_name]), real_name)

@@ -34,6 +34,7 @@ def _versions() -> list[tuple[str, str]]:
     return [
         ("infinity", f"{infinity.__version__}, in {Path(infinity.__file__).parent}"),
         (f"distribution {DISTRIBUTION}", installed or "not installed: this is a checkout"),
+        *[("also called infinity", f"{name}, which can't be imported beside it") for name in _others()],
         ("Python", f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}"),
         ("torch", _said_of(torch) if torch else "not installed"),
         ("I/O backends that work here", ", ".join(usable)),
@@ -45,6 +46,11 @@ def _version_of(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _others() -> list[str]:
+    """Other distributions whose `import infinity` this one hides."""
+    return sorted({*importlib.metadata.packages_distributions().get("infinity", ())} - {DISTRIBUTION})
 
 
 def _said_of(torch: str) -> str:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The part of the house that a module belongs to is the name after `infinity.`: a folder, or a file on the ground floor; or a
 # folder within a folder that is named here.
 FLOORS: dict[str, int] = {
+    "infinity_offload": 18,  # a file beside the house, through which the commands go in
     "cli": 17,
     "__main__": 17,
     "integrations": 16,
@@ -66,12 +67,12 @@ class Import(NamedTuple):
 
 
 class Tree:
-    """The modules under root/infinity by their dotted names, and what each imports."""
+    """The modules under root/infinity, and infinity_offload, by their dotted names, and what each imports."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.files: dict[str, Path] = {}
-        for path in sorted((root / "infinity").rglob("*.py")):
+        for path in sorted([*(root / "infinity").rglob("*.py"), *root.glob("infinity_offload.py")]):
             parts = path.relative_to(root).with_suffix("").parts
             self.files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
         self.syntax = {name: ast.parse(path.read_text(), str(path)) for name, path in self.files.items()}
@@ -133,7 +134,7 @@ def imports_of(syntax: ast.AST, package: str = "") -> Iterator[Import]:
 
 def part_of(module: str) -> str:
     """The name after `infinity.`; of infinity/__init__.py, and of a name in it, the empty one."""
-    names = module.split(".")[1:3]
+    names = module.split(".")[1:3] if module != "infinity_offload" else [module]
     return ".".join(names) if ".".join(names) in FLOORS else "".join(names[:1])
 
 
