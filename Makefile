@@ -37,8 +37,9 @@ setup-dev:
 setup-docs:
 	$(SETUP) docs
 
-demo: setup ## train a language model whose weights rest on disk (ARGS="--help" for its options)
+demo: setup ## a model learns from disk, then one that doesn't fit takes steps (ARGS="--help" for the first's options alone)
 	$(VENV_PYTHON) examples/train_lm.py $(ARGS)
+	$(if $(ARGS),,$(VENV_PYTHON) examples/does_not_fit.py)
 
 test: setup-test ## the test suite (ARGS="-k arena -x" for pytest)
 	$(VENV_PYTHON) -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile \

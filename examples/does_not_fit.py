@@ -1,0 +1,127 @@
+"""Step a model that would not fit: 1 B parameters under a hard limit of 4 GiB, then plain PyTorch under the same.
+
+python examples/does_not_fit.py                               three steps; needs 14 to 22 GB on the drive
+python examples/does_not_fit.py --params 200M --limit 2GiB    a smaller one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from memory_limit import MemoryLimit, memory_limit
+from rich.console import Console
+from rich.table import Table
+
+from infinity.units import format_bytes, format_count, parse_bytes, parse_count
+
+HERE = Path(__file__).resolve().parent
+STATE_BYTES = 12
+"""Per parameter on the drive: compute parameter, remainder, two moments."""
+IN_MEMORY_BYTES = 18
+"""Per parameter of plain PyTorch: the bf16 model, and in fp32 the master, its gradient, two moments."""
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--params", default="1B", help="parameters of the model (default: %(default)s)")
+    parser.add_argument("--limit", default="4GiB", help="all memory that the training may have (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: %(default)s)")
+    parser.add_argument(
+        "--pinned-bytes-max", default="512MiB", help="pinned memory, of the limit (default: %(default)s)"
+    )
+    parser.add_argument("--context", type=int, default=256, help="tokens of the one sequence (default: %(default)s)")
+    parser.add_argument(
+        "--nvme-path", type=Path, default=HERE.parent / ".nvme", help="(default: .nvme in the checkout)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what came out of it there")
+    args = parser.parse_args(argv)
+    try:
+        args.numel, args.limit_bytes = parse_count(args.params), parse_bytes(args.limit)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    console = Console(highlight=False, soft_wrap=True)
+    args.nvme_path.mkdir(parents=True, exist_ok=True)
+    needed, free = int(1.1 * STATE_BYTES * args.numel), shutil.disk_usage(args.nvme_path).free
+    if needed > free:
+        console.print(
+            f"left out: the states of {args.params} parameters take {format_bytes(needed)} in {args.nvme_path}, and "
+            f"{format_bytes(free)} are free there; --nvme-path names another drive, --params a smaller model",
+            style="yellow",
+        )
+        return 0
+    with memory_limit(args.limit_bytes) as limit, tempfile.TemporaryDirectory() as scratch:
+        if limit is None:
+            console.print("this system lets us set no limit: the steps run without one", style="yellow")
+            limit = MemoryLimit("none: this system lets us set no limit")
+        console.rule(f"{args.params} parameters, {args.steps} steps within {args.limit} ({limit.in_words})")
+        result = Path(scratch, "result.json")
+        status = limit.run(training(args, "--pinned-bytes-max", args.pinned_bytes_max, "--json", result))
+        if status != 0:
+            console.print(f"the training ended {in_words(status)}", style="red")
+            return 130 if status in (130, -signal.SIGINT) else 1
+        summary = json.loads(result.read_text())
+        console.rule(f"the same held in memory, within the same {args.limit}")
+        began = time.perf_counter()
+        in_memory = limit.run(training(args, "--in-memory")) if limit.enter or limit.command else None
+        if in_memory in (130, -signal.SIGINT):
+            return 130
+        summary["in_memory_ended"] = None if in_memory is None else in_words(in_memory)
+        summary["in_memory_ended_seconds"] = time.perf_counter() - began
+    show(console, args, limit, summary)
+    if args.json:
+        args.json.write_text(json.dumps(summary, indent=1) + "\n")
+    return 0
+
+
+def training(args: argparse.Namespace, *more: object) -> list[str]:
+    words = [sys.executable, HERE / "train_lm.py", "--params", args.params, "--steps", args.steps, "--batch-size", 1]
+    words += ["--context", args.context, "--nvme-path", args.nvme_path, "--no-compare", "--no-sample", *more]
+    return [str(word) for word in words]
+
+
+def in_words(status: int) -> str:
+    """How a process ended."""
+    if status == -signal.SIGKILL:
+        return "by the kernel, out of memory"
+    if status < 0:
+        return f"by {signal.Signals(-status).name}"
+    return f"with exit status {status}" if status else "well"
+
+
+def show(console: Console, args: argparse.Namespace, limit: MemoryLimit, summary: dict[str, Any]) -> None:
+    losses = [step["loss"] for step in summary["steps"]]
+    table = Table(
+        "", "infinity", "held in memory", title=f"{format_count(summary['params'])} parameters", show_lines=False
+    )
+    needed = format_bytes(IN_MEMORY_BYTES * summary["params"])
+    ended = summary["in_memory_ended"]
+    table.add_row("memory allowed", f"{args.limit}: {limit.in_words}", "the same")
+    table.add_row("memory at most", format_bytes(summary["peak_rss_bytes"]), f"{needed} and activations (computed)")
+    table.add_row("on NVMe", format_bytes(summary["nvme_bytes"]), "–")
+    table.add_row(
+        f"{len(losses)} steps",
+        f"{summary['step_seconds']:.1f} s each, losses {', '.join(f'{loss:.3f}' for loss in losses)}",
+        "not tried" if ended is None else f"ended {ended} after {summary['in_memory_ended_seconds']:.0f} s",
+    )
+    moved = summary["read_bytes_per_param"], summary["written_bytes_per_param"]
+    table.add_row("moved per parameter", f"{moved[0]:.1f} B read, {moved[1]:.1f} B written a step", "–")
+    if (bound := summary["drive_seconds"]) is not None:
+        table.add_row("the step's bytes take the drive", f"{bound:.1f} s", "–")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

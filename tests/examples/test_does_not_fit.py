@@ -1,0 +1,62 @@
+"""The demo's second half: a limit of memory that holds, and steps within it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MIB = 1 << 20
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+limits = load("memory_limit")
+
+
+@pytest.mark.parametrize("way", ["_systemd", "_own_group", "_of_the_process"])
+def test_a_limit_holds(way: str) -> None:
+    with getattr(limits, way)(200 * MIB) as limit:
+        if limit is None:
+            pytest.skip(f"this system has no limit of the kind {way}")
+        assert limit.run([sys.executable, "-c", "bytearray(20 << 20)"]) == 0
+        assert limit.run([sys.executable, "-c", "bytearray(400 << 20)"]) != 0
+        assert limit.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    left = [entry for entry in limits.CGROUPS.rglob("infinity-demo-*") if entry.is_dir()]
+    assert left == []
+
+
+def test_steps_within_a_limit_and_the_same_in_memory(nvme_path: Path, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    small = ["--params", "300k", "--limit", "2GiB", "--pinned-bytes-max", "16MiB", "--context", "16", "--steps", "2"]
+    command = [sys.executable, str(EXAMPLES / "does_not_fit.py"), *small]
+    done = subprocess.run(
+        [*command, "--nvme-path", str(nvme_path), "--json", str(result)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(result.read_text())
+    assert len(summary["steps"]) == 2 and summary["peak_rss_bytes"] < 2 << 30
+    assert summary["in_memory_ended"] == "well"  # so small a model does fit
+    assert "memory allowed" in done.stdout
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_without_room_on_the_drive_it_is_left_out_and_says_how_much(
+    nvme_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load("does_not_fit").main(["--params", "900T", "--nvme-path", str(nvme_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("left out:") and "are free there" in said and "--nvme-path" in said
