@@ -58,6 +58,7 @@ CASES = {
     "SGD": Case(optimizer="SGD", accumulation=2),
     "SGD without momentum": Case(optimizer="SGD without momentum", update="backward", threshold=0),
     "Muon": Case(optimizer="Muon", clipping=1.0, threshold=0),
+    "Muon, backward": Case(update="backward", optimizer="Muon", clipping=1.0, threshold=0),
     "bf16 moments": Case(moments="bf16", clipping=1e3, threshold=0),
     "8-bit moments": Case(moments="8bit", clipping=1e3, threshold=0),
 }
@@ -70,7 +71,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-ON_SEVERAL_RANKS = ("step, masters in full", "forward", "backward", "SGD")
+ON_SEVERAL_RANKS = ("step, masters in full", "forward", "backward", "SGD", "Muon, backward")
 
 
 class Block(nn.Module):

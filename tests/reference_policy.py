@@ -51,7 +51,7 @@ def _next_step(policy: StagingPolicy) -> Iterator[int]:
     all_groups = policy._paged.groups
     groups = [all_groups[index] for index in policy._traces[True].cycle if index < len(all_groups)]
     units: Iterable[int]
-    if policy._update == "step":
+    if not policy._updates_wait:
         frozen = takewhile(lambda group: group.is_frozen, groups)
         units = chain(map(policy.units.of, stepped), (group.index for group in frozen))
     else:

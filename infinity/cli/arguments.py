@@ -144,13 +144,18 @@ def add_schedule(parser: argparse._ActionsContainer, *, default: Schedule) -> No
     )
 
 
-def scheme_from(options: argparse.Namespace, *, accumulation: int = 1, schedule: Schedule = "horizontal") -> Scheme:
-    """The scheme of the options of `add_scheme`."""
+def scheme_from(
+    options: argparse.Namespace, *, accumulation: int = 1, schedule: Schedule = "horizontal", collective: bool = False
+) -> Scheme:
+    """The scheme of the options of `add_scheme`. `collective`: whether ranks update in collectives."""
     update, speculative = choose_update(
         options.update,
         clipping=not options.no_clipping,
         accumulation=passes_of(schedule, accumulation),
         loss_scaling=False,
+        collective=collective,
     )
     moment_bytes = MOMENT_BYTES_OF[options.moments_dtype]
-    return Scheme(options.master_weights, update, moment_bytes=moment_bytes, speculative=speculative)
+    return Scheme(
+        options.master_weights, update, moment_bytes=moment_bytes, speculative=speculative, collective=collective
+    )

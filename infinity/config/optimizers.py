@@ -85,7 +85,7 @@ AdjustLr = Annotated[
 
 
 class MuonConfig(Block):
-    """Muon for matrices, AdamW for the rest, in memory or, on one rank, on NVMe. Needs torch 2.9.
+    """Muon for matrices, AdamW for the rest, in memory or on NVMe. Needs torch 2.9.
 
     Matrices are the parameters of two dimensions, but for those with "embed" or "lm_head" in their name. A parameter group that
     says `use_muon` decides for its parameters.

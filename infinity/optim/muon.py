@@ -63,7 +63,7 @@ def with_defaults(group: dict[str, Any]) -> dict[str, Any]:
 def muon_(settings: MuonSettings, *, master: torch.Tensor, grad: torch.Tensor, momentum_buffer: torch.Tensor) -> None:
     """One step of `torch.optim.Muon` (Jordan et al. 2024, kellerjordan.github.io/posts/muon) on a whole matrix, in place.
 
-    All are fp32, of the matrix's shape, and contiguous; `grad` may be changed, too.
+    All are fp32, of the matrix's shape, and contiguous, or DTensors of rows of them; `grad` may be changed, too.
     """
     matrix = nn.Parameter(master)
     matrix.grad = grad

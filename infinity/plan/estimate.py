@@ -236,7 +236,7 @@ def bytes_of_step(work: Work, strategy: Strategy) -> tuple[int, int]:
     spilled = work.gradients_that_spill(strategy)
     waits = map(operator.or_, map(bool, spilled), work.left_to_forward(strategy))
     waiting = sum(numel for numel, is_waiting in zip(work.group_shards, waits, strict=True) if is_waiting)
-    later = replace(work.scheme, update=work.scheme.update if work.scheme.update == "step" else "forward")
+    later = replace(work.scheme, update=work.scheme.late)
     read = written = work.passes * (sum(spilled) + sum(work.saved_on_drive))
     for numel, scheme in ((work.shard_numel - waiting, work.scheme), (waiting, later)):
         part = Part(numel, 2 * work.passes, compute_on_nvme=strategy.parameters == "nvme")
@@ -279,7 +279,7 @@ def pipeline_of(
         room = (pinned_bytes - pinned.ACCESS_BYTES - pinned.GATHERS_IN_USE * group_bytes) // pinned.PIPELINE_DEPTH
         numel = max(1, min(numel, int(room / per_element)))
     if work.muon:
-        numel = max(numel, *(rows * columns for rows, columns in work.model.block_matrices))
+        numel = max(numel, *(-(-rows // work.ranks) * columns for rows, columns in work.model.block_matrices))
     gather, stepped = pinned.gather_bytes(group_bytes), math.ceil(numel * per_element)
     pool = pinned_bytes
     if pool is None:

@@ -149,7 +149,7 @@ def plan_step(
     if work.unasked and work.scheme.speculative and strategy.update_of(work.scheme) == "backward":
         asked, later = (
             plan_step(each, machine, strategy, pinned_bytes=pinned_bytes, cache_bytes=cache_bytes)
-            for each in (replace(work, unasked=False), _in_forward(work))
+            for each in (replace(work, unasked=False), _updated_late(work))
         )
         return asked if _is_worth_it(asked, later) else later
     pipeline, cache, memory, reasons = _place(work, machine, strategy, pinned_bytes, cache_bytes)
@@ -170,9 +170,9 @@ def plan_step(
     )
 
 
-def _in_forward(work: Work) -> Work:
+def _updated_late(work: Work) -> Work:
     scheme = work.scheme
-    return replace(work, scheme=replace(scheme, update="forward", speculative=False)) if scheme.speculative else work
+    return replace(work, scheme=replace(scheme, update=scheme.late, speculative=False)) if scheme.speculative else work
 
 
 def _is_worth_it(early: Plan, later: Plan) -> bool:
@@ -193,7 +193,7 @@ def _resources(machine: Machine, strategy: Strategy) -> Resources:
 def some_strategy_fits(work: Work, machine: Machine, *, pinned_bytes: int | None, cache_bytes: int | None) -> bool:
     """Whether there is room for what one of the strategies that infinity can run takes; no step is simulated for it."""
     strategies = [strategy for strategy in _differing_on(machine) if strategy.runs]
-    work = _in_forward(work) if work.unasked else work
+    work = _updated_late(work) if work.unasked else work
     return any(not _place(work, machine, strategy, pinned_bytes, cache_bytes)[-1] for strategy in strategies)
 
 

@@ -50,7 +50,7 @@ class Strategy:
         host memory are not applied before it."""
         if self.optimizer != "nvme":
             return "step"
-        return "forward" if self.keeps_compute and scheme.update == "backward" else scheme.update
+        return scheme.late if self.keeps_compute and scheme.update == "backward" else scheme.update
 
     def all_gradients_wait(self, scheme: Scheme) -> bool:
         """Whether gradients of all groups are kept until the step."""

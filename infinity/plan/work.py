@@ -105,10 +105,10 @@ class Work:
 
     @property
     def group_muon_flops(self) -> list[float]:
-        """Operations of Muon's update of each group."""
+        """This rank's operations of Muon's update of each group."""
         if not self.muon:
             return [0.0] * len(self.group_numels)
-        per_element = self.model.muon_flops_per_element
+        per_element = self.model.muon_flops_per_element / self.ranks
         return [numel * per_element for numel in self.group_matrix_numels]
 
     @property
@@ -151,6 +151,7 @@ class Work:
     def left_to_forward(self, strategy: Strategy) -> list[bool]:
         """By group: whether it is updated before its next forward where others are updated in the backward."""
         balanced = strategy.update_of(self.scheme) == "backward" and self.gradient_bytes_max is None
+        balanced = balanced and not self.scheme.collective
         blocks = range(1, len(self.group_numels))  # as the engine numbers them: the root is 0
         return [balanced and is_left_to_forward(number) for number in (*blocks, 0)]
 

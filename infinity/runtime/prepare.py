@@ -30,6 +30,7 @@ from infinity.fsdp2.scalars import hold_as_rows
 from infinity.fsdp2.sharding import is_sharded
 from infinity.ranks.all_ranks import first_of_ranks, raise_on_all_ranks
 from infinity.runtime.resolved import Resolved, compute_device
+from infinity.schedule.scheme import late_update
 from infinity.store.durable import DurableRun
 from infinity.swap import SwapManager
 from infinity.swap.speculation import second_slot_bytes
@@ -133,9 +134,10 @@ def _fit(
             why = str(error)
     why = first_of_ranks(why)
     if why is not None:
-        paging = replace(resolved.paging, update="forward", speculative=False)
+        late = late_update(resolved.paging.for_ranks(resolved.shard_ranks).updates_are_collective)
+        paging = replace(resolved.paging, update=late, speculative=False)
         resolved = replace(resolved, paging=paging)
-        notes = [f'infinity.update "auto" is "forward" here: {why}'] if why else []
+        notes = [f'infinity.update "auto" is "{late}" here: {why}'] if why else []
         with raise_on_all_ranks():
             check(options=paging)
     return resolved, notes

@@ -110,11 +110,6 @@ def resolve(
             "paged: leave it out, or leave parameters and optimizer state off NVMe"
         )
     _check_one_arena(zero)
-    if matrices and config.uses_nvme and shard_ranks > 1:
-        raise ConfigError(
-            f"optimizer Muon needs whole matrices, and each is sharded over {shard_ranks} ranks: on NVMe it runs on one rank; "
-            "else use AdamW, or leave parameters and optimizer state off NVMe"
-        )
     if infinity.moments_dtype != "fp32" and not config.uses_nvme:
         raise ConfigError(
             f"infinity.moments_dtype {infinity.moments_dtype} is for optimizer state that infinity steps: put it on NVMe "
@@ -202,6 +197,7 @@ def _paging_options(
         accumulation=passes_of(infinity.schedule, config.batch.accumulation),
         loss_scaling=config.fp16.enabled,
         keep_grad=infinity.keep_grad,
+        collective=bool(matrices) and shard_ranks > 1,
     )
     return PagingOptions(
         sub_group_size=None if zero.sub_group_size == "auto" else zero.sub_group_size,

@@ -59,17 +59,23 @@ def state_bytes(moments: float = ADAM_MOMENTS, moment_bytes: float = MOMENT_BYTE
 @dataclass(frozen=True)
 class Scheme:
     """See [Note: Schemes]. `moments`: how many numbers the optimizer keeps of each element, on average, of `moment_bytes` each.
-    `speculative`: whether the step accepts or discards updates in the backward."""
+    `speculative`: whether the step accepts or discards updates in the backward. `collective`: as for `late_update`."""
 
     master_weights: MasterWeights = "split"
     update: Update = "forward"
     moments: float = ADAM_MOMENTS
     moment_bytes: float = MOMENT_BYTES
     speculative: bool = False
+    collective: bool = False
 
     def __post_init__(self) -> None:
         if self.moment_bytes != MOMENT_BYTES and self.moments != ADAM_MOMENTS:
             raise ConfigError("small moments are for the two of Adam and AdamW: leave moments_dtype at fp32")
+
+    @property
+    def late(self) -> Update:
+        """When that is updated which the backward doesn't."""
+        return "step" if self.update == "step" else late_update(self.collective)
 
     @property
     def state_bytes(self) -> float:
@@ -99,22 +105,39 @@ class Scheme:
         return self.state_bytes - COMPUTE_BYTES, self.other_state_bytes() + COMPUTE_BYTES
 
 
-def choose_update(
-    asked: str, *, clipping: bool, accumulation: int, loss_scaling: bool, keep_grad: bool = False
-) -> tuple[Update, bool]:
-    """The update that was `asked` for; or, for "auto", in the backward, unless gradients are to stay in `.grad`: then in the
-    forward. And whether it is speculative: in the backward, where the factor of a gradient is not known.
+def late_update(collective: bool) -> Update:
+    """The best update that is not in the backward. `collective`: all ranks update in collectives, so that none may be left for
+    later than the step."""
+    return "step" if collective else "forward"
 
-    The factor is known where it depends on no other gradient. Raises ConfigError where "backward" was asked for, and gradients
-    are to stay in `.grad`.
+
+def choose_update(
+    asked: str,
+    *,
+    clipping: bool,
+    accumulation: int,
+    loss_scaling: bool,
+    keep_grad: bool = False,
+    collective: bool = False,
+) -> tuple[Update, bool]:
+    """The update that was `asked` for; or, for "auto", in the backward, unless gradients are to stay in `.grad`: then
+    `late_update`. And whether it is speculative: in the backward, where the factor of a gradient is not known.
+
+    The factor is known where it depends on no other gradient. `collective`: as for `late_update`. Raises ConfigError where
+    "backward" was asked for, and gradients are to stay in `.grad`, or "forward", and ranks update together.
     """
     factor_known = not clipping and accumulation == 1 and not loss_scaling
     if asked == "auto":
-        asked = "forward" if keep_grad else "backward"
+        asked = late_update(collective) if keep_grad else "backward"
     if asked == "backward" and keep_grad:
         raise ConfigError(
             'infinity.update "backward" does not go with infinity.keep_grad, as it takes gradients out of .grad; use '
-            '"forward", which moves as few bytes'
+            f'"{late_update(collective)}"' + ", which moves as few bytes" * (not collective)
+        )
+    if asked == "forward" and collective:
+        raise ConfigError(
+            'infinity.update "forward" leaves updates to whoever gathers a group or looks at it, and on several ranks Muon '
+            'updates matrices on all of them together: use "backward" or "step"'
         )
     if asked not in ("step", "forward", "backward"):
         raise ConfigError(f'infinity.update: expected "auto", "step", "forward" or "backward", got {asked!r}')

@@ -228,8 +228,8 @@ class SwapManager:
             if options is not None:
                 raise TypeError(f"page() takes either options or keyword arguments, not both: {', '.join(deprecated)}")
             options = options_from_arguments(deprecated, dtype)
-        options = options or PagingOptions()
         mesh = groups[0].parameters[0].sharded.device_mesh
+        options = (options or PagingOptions()).for_ranks(mesh.size(-1))
         with raise_on_all_ranks(mesh.get_group() if mesh.ndim == 1 else None):
             stored = self._rest_in_files(model, weights, options)
             rank = mesh.get_local_rank(mesh.ndim - 1)
@@ -291,6 +291,7 @@ class SwapManager:
             unasked: whether nobody asked for speculative updates. Second slots for them are to leave as much space free as they
                 take, with those of all ranks here.
         """
+        options = options.for_ranks(ranks)
         stored = self._rest_in_files(model, weights, options)
         outline = ModelOutline(outlined_groups(model, wrap), ranks, dtype, dist.get_rank() % ranks, stored)
         layout, _ = plan_model(outline, options, self._budget_bytes, self._memory_bytes)

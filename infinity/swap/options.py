@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 import torch
 
 from infinity.errors import ConfigError
 from infinity.optim.adam import MOMENTS as ADAM_MOMENTS
-from infinity.schedule.scheme import MasterWeights, Update
+from infinity.schedule.scheme import MasterWeights, Update, late_update
 from infinity.schedule.update_timing import is_left_to_forward
 from infinity.store.layout import MOMENTS as FIELDS
 
@@ -83,6 +83,10 @@ class PagingOptions:
     """The parameters, by name, that the optimizer updates as whole matrices. Of these it keeps `matrix_moments` instead of
     `moments`: Muon a `("momentum_buffer",)`."""
     matrix_moments: tuple[str, ...] = ()
+    updates_are_collective: bool = False
+    """Whether all ranks update a sub-group together, in collectives, as those of `matrices` that are sharded: `page` sees to
+    it. Nobody can run such an update by himself, so nothing is left beyond the step: what the backward doesn't update, the step
+    does, and "forward" can't be."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moments", tuple(self.moments))
@@ -90,6 +94,11 @@ class PagingOptions:
         if self.speculative and self.update != "backward":
             raise ConfigError(
                 f'speculative updates are made in the backward: set update="backward", not {self.update!r}'
+            )
+        if self.updates_are_collective and self.update == "forward":
+            raise ConfigError(
+                'PagingOptions.update "forward" leaves updates to whoever gathers a group or looks at it, and matrices that '
+                'are sharded are updated by all ranks together: use "backward" or "step"'
             )
         names = (*self.moments, *self.matrix_moments)
         if len(names) > len(FIELDS):
@@ -114,12 +123,21 @@ class PagingOptions:
 
     def update_of(self, group: int) -> Update:
         """When the group of that number is updated: see [Note: Balance of the passes] in infinity/schedule/update_timing.py."""
-        balanced = self.update == "backward" and self.gradient_bytes_max is None
+        balanced = self.update == "backward" and self.gradient_bytes_max is None and not self.updates_are_collective
         return "forward" if balanced and is_left_to_forward(group) else self.update
 
     def gradients_wait_of(self, group: int) -> bool:
         """Whether gradients of the group of that number are kept from the backward until the step."""
         return self.speculative or self.update_of(group) != "backward"
+
+    @property
+    def updates_wait(self) -> bool:
+        """Whether a step may leave updates for later."""
+        return self.update != "step" and not self.updates_are_collective
+
+    def for_ranks(self, ranks: int) -> PagingOptions:
+        """The same for a model that is sharded over so many ranks. Raises ConfigError for what can't be there."""
+        return replace(self, updates_are_collective=bool(self.matrices) and ranks > 1)
 
     @property
     def all_gradients_wait(self) -> bool:
@@ -131,7 +149,7 @@ class PagingOptions:
         stored = "parameters" if self.hold_state else "parameters and optimizer state"
         if not self.speculative or durable:
             return stored
-        return f'{stored}, with the second slot that infinity.update "forward" does without'
+        return f'{stored}, with the second slot that infinity.update "{late_update(self.updates_are_collective)}" does without'
 
     def look_ahead_bytes(self, dtype: torch.dtype) -> int | None:
         """`prefetch_bucket_size` in bytes, where compute parameters have this dtype."""

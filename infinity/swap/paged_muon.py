@@ -1,14 +1,28 @@
 """Floor 8. Muon over paged matrices, and AdamW over the other parameters of a model.
 
-A matrix lies whole in one sub-group (`PagingOptions.matrices`), which is stepped by `torch.optim.Muon` itself: the numbers are
-torch's, bit for bit. It is kept in 8 bytes per element: the master, and its momentum. Where the model computes on a GPU, so
-does Muon, whose arithmetic grows with the matrix: the master, its momentum and the gradient go there and back.
+A matrix, or this rank's rows of it, lies whole in one sub-group (`PagingOptions.matrices`), which is stepped by
+`torch.optim.Muon` itself: the numbers are torch's, bit for bit. It is kept in 8 bytes per element: the master, and its
+momentum. Where the model computes on a GPU, so does Muon, whose arithmetic grows with the matrix: the master, its momentum and
+the gradient go there and back.
+
+[Note: Matrices over several ranks]
+Where a matrix is sharded, each rank has some of its rows, and torch's Muon runs on DTensors of them: its multiplications
+exchange what they need. So the numbers are those of stock FSDP2 with torch's Muon on as many ranks, bit for bit. They differ
+from one rank's in the last bits, as sums over rows are added up rank by rank.
+
+Such an update is a collective. All ranks run the same ones in one order, because what decides on it is the same on all: the
+layout (shards are padded), the order in which gradients are reduced, their norm, the slots of a commit. And nobody runs one by
+himself: nothing is left beyond the step (`PagingOptions.updates_are_collective`), so no gather and no look at a weight sets
+one off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
 
 from infinity.aio import Lease
 from infinity.errors import ConfigError
@@ -18,13 +32,13 @@ from infinity.store.layout import Field
 from infinity.swap.gradient_lap import trained_shard
 from infinity.swap.manager import SwapManager
 from infinity.swap.paged_adam import PagedAdam
-from infinity.swap.paged_optimizer import Piece
+from infinity.swap.paged_optimizer import Piece, Stepping
 from infinity.swap.sub_group import PagedSubGroup
 
 
 class PagedMuon(PagedAdam):
     """`torch.optim.Muon` for the parameter groups with `use_muon`, and `torch.optim.AdamW` for the others, of a model that
-    `swap.page` was called on, on one rank.
+    `swap.page` was called on.
 
     Args:
         params: parameter groups, each with `use_muon` and settings as for `torch.optim.Muon` or `torch.optim.AdamW`. Those with
@@ -66,16 +80,33 @@ class PagedMuon(PagedAdam):
         momentum = sub.view(self._fields[MATRIX_MOMENTS[0]], lease)
         for settings, batch in batches.items():
             for piece in batch:
-                shape, buffer = piece.stepping.shard.shape, momentum[piece.place]
+                buffer = momentum[piece.place]
                 if piece.stepping.first:
                     buffer.zero_()
                 with sub.part_of_master(piece.place.start, piece.place.stop, lease) as master:
-                    device = piece.stepping.parameter.device
-                    fields = [field.view(shape) for field in (master, piece.scaled(), buffer)]
-                    there = [field.to(device) for field in fields]
-                    muon_(settings, master=there[0], grad=there[1], momentum_buffer=there[2])
-                    if device.type != "cpu":
-                        fields[0].copy_(there[0])
-                        fields[2].copy_(there[2])
+                    _step_matrix(settings, piece.stepping, master, piece.scaled(), buffer)
         if not sub.layout.split:
             sub.set_master(sub.view(Field.MASTER, lease), lease)
+
+
+def _step_matrix(
+    settings: MuonSettings, stepping: Stepping, master: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor
+) -> None:
+    """Step a matrix of which these are this rank's rows (1-D, on the CPU), where the model computes. A collective of the ranks
+    that it is sharded over."""
+    sharded = stepping.parameter.data
+    assert isinstance(sharded, DTensor)
+    here = [field.view(stepping.shard.shape) for field in (master, grad, momentum)]
+    there = [field.to(sharded.device) for field in here]
+    fields = [_as_sharded(rows, sharded) for rows in there] if sharded.device_mesh.size(-1) > 1 else there
+    muon_(settings, master=fields[0], grad=fields[1], momentum_buffer=fields[2])
+    for rows, changed in ((here[0], there[0]), (here[2], there[2])):
+        if rows is not changed:
+            rows.copy_(changed)
+
+
+def _as_sharded(rows: torch.Tensor, like: DTensor) -> DTensor:
+    """The matrix of which every rank has its rows, sharded as another one of its shape."""
+    return DTensor.from_local(
+        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -136,7 +136,7 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
             if self._paging.options.update != "step":
                 for stepped in stepping.values():
                     stepped.parameter.grad = None  # whoever changed it would change the update
-            else:
+            if not self._paging.options.updates_wait:
                 self._paging.finish_updates()  # whoever repeats a step that failed here would repeat a part of it
             self._end_backward()
             self._paging.end_step()
@@ -344,7 +344,8 @@ class PagedOptimizer(torch.optim.Optimizer, abc.ABC):
         for piece in sub.layout.pieces:
             stepped = stepping.get(piece.shard)
             numel = min(piece.numel, stepped.numel - piece.start) if stepped else 0  # padding is never stepped
-            if stepped is not None and numel > 0:
+            # A rank that has no rows of a matrix takes part in its update.
+            if stepped is not None and (numel > 0 or sub.layout.whole):
                 if stepped.grad is not None:
                     grad = stepped.grad.wait()[piece.start : piece.start + numel]
                 else:

@@ -62,7 +62,7 @@ def plan_model(
         pinned_bytes: the budget; None takes what the model needs to run at full speed.
         memory_bytes: this rank's share of the memory that is available, `budget.memory_of_rank`.
 
-    Raises BudgetError where the budget, or the memory available, is too small, ConfigError for matrices that aren't whole.
+    Raises BudgetError where the budget, or the memory available, is too small, ConfigError for names that no matrix has.
     """
     groups, dtype = model.groups, model.dtype
     _check_matrices(model, options)
@@ -116,10 +116,6 @@ def plan_model(
 
 
 def _check_matrices(model: ModelOutline, options: PagingOptions) -> None:
-    if options.matrices and model.ranks > 1:
-        raise ConfigError(
-            f"PagingOptions.matrices needs whole matrices, and each is sharded over {model.ranks} ranks: use one rank"
-        )
     shapes = {parameter.name: parameter.shape for group in model.groups for parameter in group.parameters}
     wrong = sorted(name for name in options.matrices if name not in shapes or len(shapes[name]) != 2)
     if wrong:

@@ -61,7 +61,7 @@ class StagingPolicy:
         self, paged: PagedModel, options: PagingOptions, pool_bytes: int, look_ahead_bytes: int | None
     ) -> None:
         self._paged = paged
-        self._update = options.update
+        self._updates_wait = options.updates_wait
         self._traces = {True: Trace(), False: Trace()}
         self._phase = True
         """Whether it was training that used a group last."""
@@ -203,7 +203,7 @@ class StagingPolicy:
         read = sum(span.nbytes for span in (*spans, *(span for sub in later for span in sub.reads(compute=True))))
         written = sum(sub.layout.nbytes for sub in (*in_backward, *later))
         spared = (
-            set(later) if self._update != "step" else set()
+            set(later) if self._updates_wait else set()
         )  # the first gather after a step takes what was just updated
         if cycle:
             return read + self._gathers_of(cycle, spared), written
@@ -319,7 +319,7 @@ class StagingPolicy:
         stepped = {sub: None for sub in self._paged.updates.stepped if sub not in in_backward}
         groups = (self._paged.groups[index] for index in cycle if index < len(self._paged.groups))
         units: Iterable[int]
-        if self._update == "step":
+        if not self._updates_wait:
             units = chain(
                 map(self.units.of, stepped), (group.index for group in takewhile(lambda group: group.is_frozen, groups))
             )

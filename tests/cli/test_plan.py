@@ -333,8 +333,8 @@ def test_what_fits_needs_no_remedy(capsys: pytest.CaptureFixture[str]) -> None:
         (["--params", "1B", *FIGURES, "--activation-buffer", "1GB"], "is for --offload-activations nvme"),
         (["--params", "1B", *FIGURES, "--nodes", "2"], "say --network"),
         (
-            ["--params", "1B", "--preset", "dgx-h100", "--optimizer", "Muon"],
-            "needs one rank on NVMe, and this machine has 8",
+            ["--params", "1B", "--preset", "dgx-h100", "--optimizer", "Muon", "--update", "forward"],
+            "updates matrices on all of them together",
         ),
         (["--params", "1B", "--preset", "laptop", "--optimizer", "SGD", "--moments-dtype", "8bit"], "Adam and AdamW"),
         (["--hf-config", "not-there.json", "--preset", "laptop"], "can't be read"),

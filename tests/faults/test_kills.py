@@ -171,10 +171,11 @@ def test_killed_at_any_instant(nursery: Nursery, nvme_path: Path, expected: dict
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_one_rank_of_two_killed(nursery: Nursery, nvme_path: Path) -> None:
+@pytest.mark.parametrize("way", ["forward", "Muon"])
+def test_one_rank_of_two_killed(way: str, nursery: Nursery, nvme_path: Path) -> None:
     """In the middle of a commit, where the other rank may have made it or not; and at random, INFINITY_KILLS / 8 times."""
     draw = random.Random(1)
-    said = Trainings(nursery, nvme_path / "whole", "forward", ranks=2).losses()
+    said = Trainings(nursery, nvme_path / "whole", way, ranks=2).losses()
     expected = {number: next(iter(found)) for number, found in said.items()}
     assert len(said) == STEPS
     assert all(len(found) == 1 for found in said.values())  # both ranks see the whole batch
@@ -184,7 +185,7 @@ def test_one_rank_of_two_killed(nursery: Nursery, nvme_path: Path) -> None:
         if killed >= len(DEADLY) + KILLS // 8:
             break
         die = DEADLY[number] if number < len(DEADLY) else ""
-        trainings = Trainings(nursery, nvme_path / str(number), "forward", ranks=2)
+        trainings = Trainings(nursery, nvme_path / str(number), way, ranks=2)
         processes = trainings.start(die=die and f"{die.replace(' ', '_')}:3", dying=number % 2)
         lines = []
         if not die:

@@ -93,8 +93,9 @@ def test_own_loop_equals_stock_fsdp2_and_adamw(name: str, fused: bool, nvme_path
     )
 
 
-def test_own_loop_equals_stock_fsdp2_and_sgd(nvme_path: Path) -> None:
-    case = training.CASES["SGD"]
+@pytest.mark.parametrize("name", ["SGD", "Muon"])
+def test_own_loop_equals_stock_fsdp2_and_another_optimizer_of_torch(name: str, nvme_path: Path) -> None:
+    case = training.CASES[name]
     assert not training.differences(
         training.in_memory(training.with_own_loop, case), training.with_own_loop(case, str(nvme_path))
     )

@@ -261,8 +261,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Muon": {"type": "Muon", "params": {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}},
 }
 
-SHARDED = {name: case for name, case in CASES.items() if case.optimizer != "Muon"}
-"""Those that run on several ranks: Muon needs whole matrices."""
+SHARDED = {name: case for name, case in CASES.items() if (case.optimizer, case.update) != ("Muon", "forward")}
+"""Those that run on several ranks, which update matrices together."""
 
 ON_SEVERAL_RANKS = (
     "plain",
@@ -275,6 +275,9 @@ ON_SEVERAL_RANKS = (
     "speculative, clipped",
     "bf16 moments, accumulation and clipping",
     "8-bit moments, accumulation and clipping",
+    "Muon",
+    "Muon, speculative, clipped",
+    "Muon, everything resident",
     "updated in the step",
     "some that stay, some ahead",
     "train_batch, vertical, clipped",
@@ -498,15 +501,27 @@ def with_own_loop(case: Case, nvme_path: str | None) -> Outcome:
     if case.optimizer == "SGD":
         settings = {"lr": 1e-5, **OPTIMIZERS["SGD"]["params"]}
         stock, paged, moments = torch.optim.SGD, infinity.PagedSGD, ["momentum_buffer"]  # type: ignore[assignment]
+    matrices = frozenset(name for name, p in model.named_parameters() if p.ndim == 2 and case.optimizer == "Muon")
+    of_muon = [p for name, p in model.named_parameters() if name in matrices]
+    others = [p for name, p in model.named_parameters() if name not in matrices]
     swap = None
     if nvme_path is None:
-        optimizer: torch.optim.Optimizer = stock(model.parameters(), **settings)
+        optimizers = [stock(others, **settings)]
+        if of_muon:
+            optimizers.append(torch.optim.Muon(of_muon, lr=1e-2, weight_decay=0.1))
     else:
         swap = infinity.SwapManager(nvme_path, pinned_bytes_max=case.pinned_bytes_max, backend=case.backend)
-        swap.page(
-            model, infinity.PagingOptions(param_persistence_threshold=case.persistence_threshold, moments=moments)
-        )
-        optimizer = paged(model.parameters(), swap=swap, **settings)
+        options = infinity.PagingOptions(param_persistence_threshold=case.persistence_threshold, moments=moments)
+        if matrices:
+            options = dataclasses.replace(options, matrices=matrices, matrix_moments=("momentum_buffer",))
+        swap.page(model, options)
+        if matrices:  # they are other objects now
+            named = dict(model.named_parameters())
+            groups = [{"params": [p for name, p in named.items() if (name in matrices) is of]} for of in (True, False)]
+            groups[0] |= {"use_muon": True, "lr": 1e-2, "weight_decay": 0.1}
+            optimizers = [infinity.PagedMuon(groups, swap=swap, **settings)]
+        else:
+            optimizers = [paged(model.parameters(), swap=swap, **settings)]
     losses = []
     try:
         for step in range(STEPS):
@@ -516,8 +531,9 @@ def with_own_loop(case: Case, nvme_path: str | None) -> Outcome:
                 losses.append(loss.item())
             if case.clipping:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.clipping)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         return losses, full_weights(model)
     finally:
         if swap is not None:
@@ -542,7 +558,7 @@ def main() -> int:
     failed = 0
     for number, (name, case) in enumerate(cases.items()):
         for run in (with_engine, with_own_loop):
-            if run is with_own_loop and name not in ("plain", "accumulation and clipping", "frozen parameters"):
+            if run is with_own_loop and name not in ("plain", "accumulation and clipping", "frozen parameters", "Muon"):
                 continue
             ours = dataclasses.replace(case, backend=backends[number % len(backends)])
             wrong = differences(in_memory(run, case), run(ours, nvme_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -399,26 +400,38 @@ def test_muon_takes_matrices_only(nvme_path: Path) -> None:
     assert not list(nvme_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "matrices", "why"),
-    [(2, {"w"}, "each is sharded over 2 ranks"), (1, {"w", "v", "b"}, "matrices: b, v is no matrix of the model")],
-)
-def test_matrices_that_are_not_there_whole_are_refused(ranks: int, matrices: set[str], why: str) -> None:
+def test_names_that_no_matrix_has_are_refused() -> None:
     parameters = tuple(
         ParameterOutline(name, torch.Size(shape), trained=True) for name, shape in {"w": (64, 64), "b": (64,)}.items()
     )
-    outline = ModelOutline([GroupOutline("root", parameters, gathers=1)], ranks, torch.float32)
-    options = infinity.PagingOptions(matrices=frozenset(matrices), matrix_moments=("momentum_buffer",))
-    with pytest.raises(infinity.ConfigError, match=why):
+    outline = ModelOutline([GroupOutline("root", parameters, gathers=1)], 1, torch.float32)
+    options = infinity.PagingOptions(matrices=frozenset({"w", "v", "b"}), matrix_moments=("momentum_buffer",))
+    with pytest.raises(infinity.ConfigError, match="matrices: b, v is no matrix of the model"):
         plan_model(outline, options, None, 1 << 40)
 
 
-def test_muon_on_several_ranks_is_refused(nvme_path: Path) -> None:
-    chosen = load_config(config(nvme_path, optimizer={"type": "Muon", "params": {}})).resolve(world_size=2)
-    with pytest.raises(
-        infinity.ConfigError, match=r"needs whole matrices, and each is sharded over 2 ranks: .* one rank"
-    ):
-        resolve(chosen, ranks=2, numel=100, moments=("exp_avg",), matrices=frozenset({"w"}), device_type="cpu")
+@pytest.mark.parametrize(("asked", "update"), [("auto", "backward"), ("step", "step"), ("forward", None)])
+def test_no_update_of_sharded_matrices_waits_for_whoever_looks_first(
+    asked: str, update: str | None, nvme_path: Path
+) -> None:
+    """It is a collective: one rank that looked at a weight alone would wait for the others for ever."""
+    settings = config(nvme_path, optimizer={"type": "Muon", "params": {}})
+    settings["infinity"] = {**settings.get("infinity", {}), "update": asked}
+    chosen = load_config(settings).resolve(world_size=2)
+    make = partial(
+        resolve, chosen, ranks=2, numel=100, moments=("exp_avg",), matrices=frozenset({"w"}), device_type="cpu"
+    )
+    if update is None:
+        with pytest.raises(infinity.ConfigError, match=r'infinity\.update "forward" .* use "backward" or "step"'):
+            make()
+        with pytest.raises(infinity.ConfigError, match=r'PagingOptions\.update "forward" .* "backward" or "step"'):
+            infinity.PagingOptions(update="forward", matrices=frozenset({"w"})).for_ranks(2)
+        return
+    options = make().paging
+    assert options is not None and options.update == update
+    assert not options.for_ranks(2).updates_wait
+    assert options.for_ranks(1).updates_wait is (update != "step")
+    assert all(options.for_ranks(2).update_of(group) == update for group in range(8))  # none is left to the forward
 
 
 def test_muon_in_a_loop_of_one_s_own(nvme_path: Path) -> None:

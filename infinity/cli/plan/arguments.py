@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=OPTIMIZERS,
         default="AdamW",
         help="what is kept of each parameter beside its master: two numbers (AdamW), one of the blocks' matrices and two of "
-        "all else (Muon, on one rank), one (SGD, with momentum), or none (plain-SGD) (default: AdamW)",
+        "all else (Muon), one (SGD, with momentum), or none (plain-SGD) (default: AdamW)",
     )
     training.add_argument(
         "--groups-per-block",

@@ -115,10 +115,7 @@ def _nvme_path(asked: argparse.Namespace) -> str:
 def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Work:
     from infinity.plan.work import Work, moments_of
 
-    if asked.optimizer == "Muon" and machine.ranks > 1:
-        raise ConfigError(
-            f"--optimizer Muon needs one rank on NVMe, and this machine has {machine.ranks}: --gpus 1 --nodes 1"
-        )
+    collective = asked.optimizer == "Muon" and machine.ranks > 1
     return Work(
         model,
         ranks=machine.ranks,
@@ -129,7 +126,7 @@ def _work(model: Transformer, machine: Machine, asked: argparse.Namespace) -> Wo
         groups_per_block=asked.groups_per_block,
         clipping=not asked.no_clipping,
         scheme=dataclasses.replace(
-            scheme_from(asked, accumulation=asked.accumulation, schedule=asked.schedule),
+            scheme_from(asked, accumulation=asked.accumulation, schedule=asked.schedule, collective=collective),
             moments=moments_of(asked.optimizer, model),
         ),
         muon=asked.optimizer == "Muon",
