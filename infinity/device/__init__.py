@@ -1,5 +1,6 @@
 """Floor 4. The device that computes: copies to it ahead of use, and back."""
 
+from infinity.device.arithmetic import cpu_multiplies_fast_in, why_slow
 from infinity.device.buffers import HostBuffer, HostBuffers
 from infinity.device.direct import DirectRead, DirectReader, direct_reader_for
 from infinity.device.staging import CopyEvent, CpuDevice, Device, InFlightCopy
@@ -15,6 +16,8 @@ __all__ = [
     "HostBuffers",
     "InFlightCopy",
     "StreamDevice",
+    "cpu_multiplies_fast_in",
     "device_for",
     "direct_reader_for",
+    "why_slow",
 ]

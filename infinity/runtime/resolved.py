@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from infinity.activations.saved_tensors import ActivationOptions
 from infinity.config import Config, ZeroConfig
 from infinity.config.rules import Schedule
+from infinity.device import why_slow
 from infinity.errors import ConfigError
 from infinity.fsdp2.live import LiveOptions
 from infinity.optim.muon import MATRIX_MOMENTS
@@ -132,7 +133,7 @@ def resolve(
         paging=_paging_options(config, ranks, shard_ranks, numel, moments, matrices) if config.uses_nvme else None,
         run_name=infinity.run_name if infinity.durability == "step" else None,
         activations=_activation_options(config),
-        notes=tuple(_notes(zero, shard_ranks, device_type)),
+        notes=tuple(_notes(zero, shard_ranks, device_type, compute_dtype)),
     )
 
 
@@ -258,7 +259,7 @@ def _activation_options(config: Config) -> ActivationOptions:
     )
 
 
-def _notes(zero: ZeroConfig, shard_ranks: int, device_type: str) -> Iterator[str]:
+def _notes(zero: ZeroConfig, shard_ranks: int, device_type: str, compute_dtype: torch.dtype) -> Iterator[str]:
     if zero.stage in (0, 1) and shard_ranks > 1:
         yield (
             f"zero_optimization.stage {zero.stage} is carried out as stage 2: gradients and optimizer state are sharded too, "
@@ -268,3 +269,5 @@ def _notes(zero: ZeroConfig, shard_ranks: int, device_type: str) -> Iterator[str
         yield "offload_optimizer.ratio has no effect here: only with device nvme does a part of the state stay in host memory"
     if "cpu" in (zero.offload_param.device, zero.offload_optimizer.device) and device_type == "cpu":
         yield "offload to cpu has no effect here: the CPU is the device that computes"
+    if device_type == "cpu" and (why := why_slow(compute_dtype)) is not None:
+        yield f'{why}; with "enabled": false in its block the model computes in fp32'

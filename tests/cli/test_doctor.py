@@ -462,8 +462,17 @@ def test_cuda_is_not_touched_where_there_is_no_device(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", touched)
     section = looked(machine_checks.check_gpu)
-    assert marks(section) == {"cuda": Mark.INFO}
+    assert marks(section)["cuda"] is Mark.INFO
     assert section.facts["available"] is False
+
+
+@pytest.mark.parametrize(("fast", "mark"), [(True, Mark.OK), (False, Mark.WARN)])
+def test_a_cpu_that_is_slow_in_bf16_is_told_of(fast: bool, mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU computes here")
+    monkeypatch.setattr("infinity.device.arithmetic.cpu_multiplies_fast_in", lambda dtype: fast)
+    section = looked(machine_checks.check_gpu)
+    assert marks(section)["bf16"] is mark and section.facts["cpu_multiplies_in_bf16"] is fast
 
 
 @pytest.mark.gpu

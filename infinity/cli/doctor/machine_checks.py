@@ -114,6 +114,20 @@ def check_gpu(section: Section) -> None:
         section.add("cuda", Mark.WARN, f"there is a GPU, but torch (CUDA {version}) can't use it", move)
     else:
         _check_devices(section, f"CUDA {version}, driver {driver[1] if driver else 'unknown'}")
+    if not section.facts["available"]:
+        _check_arithmetic(section)
+
+
+def _check_arithmetic(section: Section) -> None:
+    """What the CPU is good for where it computes."""
+    import torch
+
+    from infinity.device import why_slow
+
+    why = why_slow(torch.bfloat16)
+    section.facts["cpu_multiplies_in_bf16"] = why is None
+    text = why or "bf16 multiplies with vector instructions of this CPU"
+    section.warn_if(why is not None, "bf16", text, 'train without "bf16" in the config here, or where there is a GPU')
 
 
 def _check_devices(section: Section, versions: str) -> None:
