@@ -16,10 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from memory_limit import MemoryLimit, memory_limit
 from rich.console import Console
 from rich.table import Table
 
+from infinity.device import cpu_multiplies_fast_in
 from infinity.units import format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
@@ -35,7 +37,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", default="4GiB", help="all memory that the training may have (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (default: %(default)s)")
     parser.add_argument(
-        "--pinned-bytes-max", default="512MiB", help="pinned memory, of the limit (default: %(default)s)"
+        "--pinned-bytes-max",
+        help="pinned memory, of the limit (default: an eighth, or a quarter on a CPU that computes in fp32)",
     )
     parser.add_argument("--context", type=int, default=256, help="tokens of the one sequence (default: %(default)s)")
     parser.add_argument(
@@ -68,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             limit = MemoryLimit("none: this system lets us set no limit")
         console.rule(f"{args.params} parameters, {args.steps} steps within {args.limit} ({limit.in_words})")
         result = Path(scratch, "result.json")
-        status = limit.run(training(args, "--pinned-bytes-max", args.pinned_bytes_max, "--json", result))
+        status = limit.run(training(args, *memory_of(args), "--json", result))
         if status != 0:
             console.print(f"the training ended {in_words(status)}", style="red")
             return 130 if status in (130, -signal.SIGINT) else 1
@@ -84,6 +87,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps(summary, indent=1) + "\n")
     return 0
+
+
+def memory_of(args: argparse.Namespace) -> list[object]:
+    """The pool, and what bounds the gradients, which have 4 bytes in fp32."""
+    if torch.cuda.is_available() or cpu_multiplies_fast_in(torch.bfloat16):
+        return ["--pinned-bytes-max", args.pinned_bytes_max or args.limit_bytes // 8]
+    pinned = args.pinned_bytes_max or args.limit_bytes // 4
+    return ["--pinned-bytes-max", pinned, "--gradient-bytes-max", args.limit_bytes // 8]
 
 
 def training(args: argparse.Namespace, *more: object) -> list[str]:

@@ -64,7 +64,11 @@ def _own_group(nbytes: int) -> Iterator[MemoryLimit | None]:
     version_1, version_2 = "memory.limit_in_bytes", "memory.max"
     group = None
     try:
-        group = _parent() / f"infinity-demo-{os.getpid()}"
+        parent = _parent()
+        for left in parent.glob("infinity-demo-*"):  # by one that was killed; a group with processes in it stays
+            with contextlib.suppress(OSError):
+                left.rmdir()
+        group = parent / f"infinity-demo-{os.getpid()}"
         group.mkdir()
         name = version_2 if (group / version_2).exists() else version_1
         (group / name).write_text(str(nbytes))

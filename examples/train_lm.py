@@ -42,6 +42,7 @@ from rich.text import Text
 
 import infinity
 from infinity.cli.plain_torch import Usage
+from infinity.device import cpu_multiplies_fast_in, why_slow
 from infinity.units import format_bytes, format_count, parse_bytes, parse_count
 
 HERE = Path(__file__).resolve().parent
@@ -82,6 +83,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--in-memory", action="store_true", help="the same training without offload")
     parser.add_argument(
         "--pinned-bytes-max", help="pinned host memory per rank, such as 256MiB (default: the config's)"
+    )
+    parser.add_argument(
+        "--gradient-bytes-max",
+        help="host memory in which gradients wait; the others wait on the drive (default: the config's)",
     )
     parser.add_argument("--batch-size", type=int, help="sequences per rank and micro-batch, where the config says auto")
     parser.add_argument("--context", type=int, default=256, help="bytes per sequence (default: %(default)s)")
@@ -129,11 +134,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.numel = parse_count(args.params)
     except ValueError as error:
         parser.error(f"--params: {error}")
-    if args.pinned_bytes_max is not None:
-        try:
-            args.pinned_bytes_max = parse_bytes(args.pinned_bytes_max)
-        except ValueError as error:
-            parser.error(f"--pinned-bytes-max: {error}")
+    for option in ("pinned_bytes_max", "gradient_bytes_max"):
+        if getattr(args, option) is not None:
+            try:
+                setattr(args, option, parse_bytes(getattr(args, option)))
+            except ValueError as error:
+                parser.error(f"--{option.replace('_', '-')}: {error}")
     if args.numel < 100_000:
         parser.error("--params: at least 100k")
     if args.context < 8:
@@ -170,6 +176,9 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
         raise infinity.ConfigError(f"{args.config}: expected a JSON object, found {type(config).__name__}")
     if config.get("train_micro_batch_size_per_gpu") == "auto":
         config["train_micro_batch_size_per_gpu"] = args.batch_size
+    of_bf16 = block_of(config, "bf16")
+    if of_bf16.get("enabled") == "auto":
+        of_bf16["enabled"] = torch.cuda.is_available() or cpu_multiplies_fast_in(torch.bfloat16)
     lr = 4 / (shape.hidden_size * shape.layers) if args.lr is None else args.lr
     warmup = max(10, args.steps // 10)
     fill = {"lr": lr, "total_num_steps": max(args.steps, 2 * warmup), "warmup_num_steps": warmup}
@@ -183,7 +192,11 @@ def training_config(args: argparse.Namespace, shape: GPTConfig) -> dict[str, Any
             place["device"] = "none"
         elif place.get("device") == "nvme" and (args.nvme_path or place.get("nvme_path") in (None, "auto")):
             place["nvme_path"] = str(args.nvme_path or HERE.parent / ".nvme")
-    overrides = {"pinned_bytes_max": args.pinned_bytes_max, "durability": args.durability}
+    overrides = {
+        "pinned_bytes_max": args.pinned_bytes_max,
+        "gradient_bytes_max": args.gradient_bytes_max,
+        "durability": args.durability,
+    }
     for key, value in overrides.items():
         if value is not None:
             config.setdefault("infinity", {})
@@ -541,6 +554,9 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         f"{format_bytes(len(text))} of text",
         highlight=False,
     )
+    in_fp32 = not torch.cuda.is_available() and not block_of(config, "bf16").get("enabled")
+    if in_fp32 and (why := why_slow(torch.bfloat16)) is not None:
+        console.print(f"computes in fp32: {why}", highlight=False)
     baseline = rss_bytes()
     offloads = [block_of(config, "zero_optimization", block) for block in ("offload_param", "offload_optimizer")]
     path = next((place["nvme_path"] for place in offloads if place.get("device") == "nvme"), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,18 @@ def test_a_limit_holds(way: str) -> None:
         assert limit.run([sys.executable, "-c", "bytearray(20 << 20)"]) == 0
         assert limit.run([sys.executable, "-c", "bytearray(400 << 20)"]) != 0
         assert limit.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
-    left = [entry for entry in limits.CGROUPS.rglob("infinity-demo-*") if entry.is_dir()]
-    assert left == []
+    assert not [*limits.CGROUPS.rglob(f"infinity-demo-{os.getpid()}")]
+
+
+def test_what_a_killed_demo_left_is_removed() -> None:
+    code = "import memory_limit, os, signal\nwith memory_limit._own_group(1 << 30) as limit:\n"
+    code += "    print(limit is not None, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    killed = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False)
+    if killed.stdout.split() != ["True"]:
+        pytest.skip("this system lets us make no control group")
+    before = {*limits.CGROUPS.rglob("infinity-demo-*")}
+    with limits._own_group(1 << 30):
+        assert len(before - {*limits.CGROUPS.rglob("infinity-demo-*")}) >= 1
 
 
 def test_steps_within_a_limit_and_the_same_in_memory(nvme_path: Path, tmp_path: Path) -> None:
