@@ -215,7 +215,12 @@ class InfinityStrategy(ModelParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 raise
             return [], [], False
-        return [one for one in optimizers if isinstance(one, torch.optim.Optimizer)], schedules, True
+        given = [one for one in optimizers if isinstance(one, torch.optim.Optimizer) and one.param_groups]
+        return (
+            given,
+            schedules,
+            True,
+        )  # without Lightning's own where configure_optimizers returns None: the config's is made
 
     def _config_and_autos(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the config with "auto" where the Trainer has a value, the Trainer's values)."""

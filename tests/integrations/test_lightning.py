@@ -147,6 +147,27 @@ def test_a_config_in_a_file_is_taken(nvme_path: Path, tmp_path: Path) -> None:
     strategy.close()
 
 
+def test_muon_from_the_config_trains_as_in_memory(nvme_path: Path, tmp_path: Path) -> None:
+    class WithoutOptimizer(Net):
+        def configure_optimizers(self) -> Any:
+            return None
+
+    found = []
+    for place in ({"device": "nvme", "nvme_path": str(nvme_path)}, {"device": "none"}):
+        config = {
+            "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        }
+        seed_everything(0)
+        model, strategy = WithoutOptimizer(), InfinityStrategy(config=config)
+        make_trainer(strategy, tmp_path, limit_train_batches=6, enable_checkpointing=False).fit(model, loader(1))
+        assert strategy.engine is not None
+        assert {group["use_muon"] for group in strategy.engine.optimizer.param_groups} == {True, False}
+        found.append(model.losses)
+        strategy.close()
+    assert found[0] == found[1] and len({*found[0]}) == 6
+
+
 def test_schedules_drive_the_engines_optimizer(nvme_path: Path, tmp_path: Path) -> None:
     strategy = on_nvme(nvme_path)
     make_trainer(strategy, tmp_path, limit_train_batches=10).fit(Net(), loader(1), loader(2))

@@ -183,6 +183,25 @@ def test_autos_are_filled_from_the_arguments(nvme_path: Path, tmp_path: Path) ->
         trainer.close()
 
 
+def test_muon_from_the_config_trains_as_in_memory(nvme_path: Path, tmp_path: Path) -> None:
+    found = []
+    for place in ({}, {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}):
+        config = config_for(nvme_path)
+        config["zero_optimization"] |= place
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01, "weight_decay": "auto"}}
+        torch.manual_seed(0)
+        trainer = make_trainer(nvme_path, tmp_path, config=config, logging_steps=1, max_grad_norm=0.5)
+        try:
+            trainer.train()
+            assert trainer.engine is not None
+            kinds = {group["use_muon"]: group for group in trainer.engine.optimizer.param_groups}
+            assert kinds[True]["weight_decay"] == kinds[False]["weight_decay"] == 0.1
+            found.append([(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line])
+        finally:
+            trainer.close()
+    assert found[0] == found[1] and len({loss for loss, _ in found[0]}) == 3
+
+
 def test_a_model_on_the_meta_device_is_filled_from_files(nvme_path: Path, tmp_path: Path) -> None:
     reference = make_model()
     reference.save_pretrained(tmp_path / "weights")
