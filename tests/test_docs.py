@@ -203,3 +203,33 @@ def test_an_interrupt_leaves_what_was_there(site: Path, tmp_path: Path, monkeypa
     assert docs.main(["--nvme-path", str(path)]) == 130
     assert not path.parent.exists() and list(site.parent.iterdir()) == [site]
     assert (site / "index.html").read_text() == "the one before"
+
+
+def rows_by_title(text: str) -> dict[tuple[str, str], dict[str, str]]:
+    """The rows of docs/machines.md, by machine and model."""
+    rows = {}
+    for section in text.split("\n## ")[1:]:
+        title = section.splitlines()[0]
+        head, _, *body = (line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| "))
+        rows |= {(title, cells[0]): dict(zip(head, cells, strict=True)) for cells in body}
+    return rows
+
+
+def test_machines_are_as_the_plan_says_and_the_readme_repeats_them() -> None:
+    spec = importlib.util.spec_from_file_location("machines", ROOT / "tools" / "make_machines_page.py")
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    page = (ROOT / "docs" / "machines.md").read_text()
+    assert program.HEAD in page and page.endswith(program.FOOT + "\n")
+    for asked in program.MACHINES[:1]:  # all of them: make release-check
+        assert "\n".join(program.section(asked)) in page, "python tools/make_machines_page.py > docs/machines.md"
+
+    planned = rows_by_title(page)
+    lines = (ROOT / "README.md").read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| machine | model |"))
+    head = lines[start].strip("| ").split(" | ")
+    repeated = [line.strip("| ").split(" | ") for line in lines[start + 2 :][:6]]
+    for cells in (dict(zip(head, row, strict=True)) for row in repeated):
+        row = planned[cells.pop("machine"), cells["model"]]
+        assert cells.items() <= row.items()

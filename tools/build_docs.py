@@ -33,6 +33,8 @@ PAGES = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "docs/**/*.md",
+    "docs/pictures/*.svg",
+    "tools/site.css",
     "csrc/*/README.md",
     "infinity/*/README.md",
     "bench/results/*",
