@@ -20,7 +20,7 @@ CXX_FILES = find csrc -name '*.cpp' -o -name '*.h' -o -name '*.hpp'
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-dev setup-docs docs demo test test-long torture fuzz test-deepspeed test-transformers test-peft \
-	test-lightning test-deepspeed-own test-integrations test-torch wheels test-wheel lint lint-style lint-layout lint-types lint-cxx format clean distclean
+	test-lightning test-deepspeed-own test-integrations test-torch wheels test-wheel release-check lint lint-style lint-layout lint-types lint-cxx format clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z -]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -80,6 +80,9 @@ wheels: ## a source distribution, and wheels for every Python here, checked, in 
 test-wheel: setup-test ## a wheel of this checkout (WHEEL=... for another), used where neither compiler nor liburing is
 	$(if $(WHEEL),,rm -rf build/wheel && $(VENV_PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps -w build/wheel .)
 	$(VENV_PYTHON) tools/test_wheel.py $(or $(WHEEL),build/wheel/*.whl)
+
+release-check: setup-dev ## all that must hold before a release (ARGS="--quick" for a minute or two of it)
+	$(VENV_PYTHON) tools/release_check.py $(ARGS)
 
 docs: setup-docs ## README and docs/ as a site, with a picture of a step taken here (ARGS="--help" for its options)
 	$(VENV_PYTHON) tools/build_docs.py $(ARGS)
