@@ -47,8 +47,8 @@ def test_reads_dict_path_and_base64_alike(tmp_path: Path) -> None:
 
 
 def test_reads_base64_longer_than_a_file_name() -> None:
-    encoded = base64.b64encode(json.dumps({"wandb": "x" * 10_000}).encode()).decode()
-    assert load_config(encoded).ignored == ("wandb",)
+    encoded = base64.b64encode(json.dumps({"comms_logger": "x" * 10_000}).encode()).decode()
+    assert load_config(encoded).ignored == ("comms_logger",)
 
 
 def test_reads_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -84,17 +84,17 @@ def test_binary_file_and_deep_nesting_are_refused(tmp_path: Path) -> None:
     file.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ConfigError, match="not UTF-8 at byte 7"):
         load_config(file)
-    file.write_text('{"wandb":' * 20_000 + "1" + "}" * 20_000)
+    file.write_text('{"comms_logger":' * 20_000 + "1" + "}" * 20_000)
     with pytest.raises(ConfigError, match=r"ds\.json"):
         load_config(file)
 
 
 def test_duplicate_keys_are_refused_wherever_they_are(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text('{"aio": {"queue_depth": 1, "queue_depth": 2}, "wandb": {"a": [{"b": 1, "b": 1}]}}')
+    file.write_text('{"aio": {"queue_depth": 1, "queue_depth": 2}, "timers": {"a": [{"b": 1, "b": 1}]}}')
     assert problems(file) == [
         "aio.queue_depth: given more than once, keep one",
-        "wandb.a[0].b: given more than once, keep one",
+        "timers.a[0].b: given more than once, keep one",
     ]
 
 
@@ -335,6 +335,10 @@ def test_value_out_of_range_is_refused_by_its_path(path: str, value: Any) -> Non
             'infinity.offload_activations: got "cpu", expected an object',
         ),
         ({"queue_depth": 8}, "queue_depth: unknown key here, it belongs at aio.queue_depth"),
+        ({"wandb": {"projct": "p"}}, "wandb.projct: unknown key, did you mean wandb.project?"),
+        ({"csv_monitor": {"job_nam": "a"}}, "csv_monitor.job_nam: unknown key, did you mean csv_monitor.job_name?"),
+        ({"tensorbord": {}}, "tensorbord: unknown key, did you mean tensorboard?"),
+        ({"tensorboard": True}, "tensorboard: got true, expected an object"),
         (
             {"optimizer": {"type": "Adam", "adam_w_mode": True}},
             "optimizer.adam_w_mode: unknown key here, it belongs at optimizer.params.adam_w_mode",
@@ -442,7 +446,7 @@ def test_keys_without_meaning_here_are_collected_in_order() -> None:
                 "offload_optimizer": {**NVME, "pipeline_read": True, "fast_init": False},
             },
             "aio": {"single_submit": False, "overlap_events": True},
-            "wandb": {"enabled": True, "anything": [1]},
+            "comms_logger": {"enabled": True, "anything": [1]},
             "data_types": {"grad_accum_dtype": "fp32"},
         }
     )
@@ -456,7 +460,7 @@ def test_keys_without_meaning_here_are_collected_in_order() -> None:
         "zero_optimization.offload_optimizer.fast_init",
         "aio.single_submit",
         "aio.overlap_events",
-        "wandb",
+        "comms_logger",
         "data_types",
     )
     assert config.auto == ()
@@ -488,6 +492,16 @@ def test_every_key_of_a_full_config_is_taken_or_reported_once() -> None:
         "bf16": {"enabled": False},
         "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False, "profile": False},
         "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True},
+        "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+        "csv_monitor": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
+        "wandb": {"enabled": False, "group": "", "team": "", "project": "deepspeed"},
+        "comet": {
+            "enabled": False,
+            "samples_log_interval": 100,
+            "project": "p",
+            "online": True,
+            "mode": "get_or_create",
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "aio": {
@@ -554,7 +568,7 @@ OF_DEEPSPEED = """
     zero_optimization.reduce_scatter zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size
     zero_optimization.round_robin_gradients zero_optimization.ignore_unused_parameters
     zero_optimization.elastic_checkpoint zero_force_ds_cpu_optimizer zero_optimization.offload_optimizer.pipeline_write
-    prescale_gradients memory_breakdown wandb comet comms_logger
+    prescale_gradients memory_breakdown nebula timers comms_logger
     optimizer.params.set_grad_none scheduler.params.last_batch_iteration activation_checkpointing.profile
 """
 

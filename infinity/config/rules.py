@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import GetCoreSchemaHandler
+from pydantic import GetCoreSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from infinity.errors import ConfigError
@@ -98,6 +98,10 @@ def _parse_paths(value: Any) -> str | tuple[str, ...]:
     return str(paths[0]) if len(paths) == 1 else tuple(str(path) for path in paths)
 
 
+def _parse_secret(value: Any) -> SecretStr:
+    return value if isinstance(value, SecretStr) else SecretStr(os.fspath(value))
+
+
 def names_of(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -113,6 +117,7 @@ Whose = Literal["run", "config"]
 CheckpointFormat = Literal["dcp", "arena"]
 Update = Literal["auto", "step", "forward", "backward"]
 Schedule = Literal["auto", "vertical", "horizontal"]
+ExperimentMode = Literal["get", "create", "get_or_create"]
 WarmupType = Literal["log", "linear"]
 AdjustLrFn = Literal["original", "match_rms_adamw"]
 
@@ -158,6 +163,8 @@ Share = Annotated[float, Rule("a number from 0 to 1", _parse_number, lambda numb
 Beta = Annotated[float, number("a number in [0, 1)", below=1.0)]
 Rates = Annotated[float | tuple[float, ...], RATES]
 Text = Annotated[str, Rule("a non-empty text", os.fspath, lambda text: isinstance(text, str) and bool(text))]
+AnyText = Annotated[str, Rule("a text", os.fspath, lambda text: isinstance(text, str))]
+Secret = Annotated[SecretStr, Rule("a non-empty text", _parse_secret, lambda secret: bool(secret.get_secret_value()))]
 Paths = Annotated[
     str | tuple[str, ...],
     Rule("a path, or a list of different paths", _parse_paths, lambda p: bool(p) and (isinstance(p, str) or all(p))),

@@ -18,6 +18,7 @@ from infinity.config.blocks import (
     key,
 )
 from infinity.config.infinity_block import InfinityConfig
+from infinity.config.monitors import CometConfig, CsvMonitorConfig, TensorboardConfig, WandbConfig
 from infinity.config.optimizers import OptimizerConfig, SchedulerConfig
 from infinity.config.rules import INTERVAL, Amount, Flag, Positive, config_error, names_of
 from infinity.errors import ConfigError
@@ -78,15 +79,19 @@ class TopLevel(Block):
         ActivationCheckpointingConfig(), "What happens to saved activations."
     )
     flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig(), "A count of floating-point operations.")
+    tensorboard: TensorboardConfig = key(TensorboardConfig(), "Figures of every step for TensorBoard.")
+    csv_monitor: CsvMonitorConfig = key(CsvMonitorConfig(), "Figures of every step as text.")
+    wandb: WandbConfig = key(WandbConfig(), "Figures of every step at Weights & Biases.")
+    comet: CometConfig = key(CometConfig(), "Figures of steps at Comet.")
 
     ignored_keys = names_of(
         """
-        aot autotuning checkpoint comet comms_logger compile
-        csv_monitor data_parallel_size data_types disable_allgather eigenvalue
+        aot autotuning checkpoint comms_logger compile
+        data_parallel_size data_types disable_allgather eigenvalue
         fp32_allreduce gradient_predivide_factor graph_harvesting hybrid_engine inference memory_breakdown
         mesh_param nebula pipeline prescale_gradients seq_parallel_communication_data_type
-        sparse_attention sparse_gradients tensorboard timers use_data_before_expert_parallelism
-        use_node_local_storage vocabulary_size wandb weight_quantization zero_allow_untested_optimizer
+        sparse_attention sparse_gradients timers use_data_before_expert_parallelism
+        use_node_local_storage vocabulary_size weight_quantization zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer
         """
     )

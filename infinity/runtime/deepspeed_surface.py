@@ -22,7 +22,8 @@ from infinity.runtime.checkpoints import Checkpoints
 from infinity.runtime.gradient_norm import Scalar
 from infinity.runtime.in_memory import Storage
 from infinity.runtime.loss_scale import LossScale
-from infinity.runtime.observe import Progress, StepMeter
+from infinity.runtime.monitors import Event, Monitors, events_of_step
+from infinity.runtime.observe import EngineStats, Progress, StepMeter
 from infinity.runtime.resolved import Resolved, compute_device
 from infinity.swap import SwapStats, TraceSummary
 from infinity.swap.taken_gradient import RefusingGradient
@@ -56,6 +57,9 @@ class DeepSpeedSurface:
     _applied: bool
     live: LiveParameters | None
     activations: Activations | None
+    monitor: Monitors
+    """What every step is written to, as the config says; `monitor.write_events([("name", value, engine.global_samples)])`
+    writes events of your own there."""
 
     # The module.
 
@@ -188,6 +192,18 @@ class DeepSpeedSurface:
     def restart_clock(self) -> None:
         """The next step's seconds and bytes count from now; call it after an evaluation that shouldn't count."""
         self._meter.restart()
+
+    def _events(self, stats: EngineStats) -> list[Event]:
+        """What monitors are told of the last step. Waits for the device, as they want numbers."""
+        return events_of_step(
+            self.global_samples,
+            losses=self._progress.step_losses,
+            lr=self.get_lr()[0],
+            loss_scale=self.cur_scale if self._loss_scale.may_overflow else None,
+            grad_norm=self.get_global_grad_norm(),
+            stats=stats,
+            moves=self._resolved.paging is not None,
+        )
 
     @property
     def timeline(self) -> Timeline | None:

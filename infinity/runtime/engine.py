@@ -32,6 +32,7 @@ from infinity.runtime.gradient_norm import Scalar, gradient_factor, scaled_norm
 from infinity.runtime.hyperparameters import Hyperparameters
 from infinity.runtime.in_memory import AnyCommits, Storage, Updater
 from infinity.runtime.loss_scale import make_loss_scale
+from infinity.runtime.monitors import Monitors
 from infinity.runtime.observe import EngineStats, Progress, StepMeter, WallClock
 from infinity.runtime.pass_guard import Pass, PassGuard
 from infinity.runtime.passes import Passes
@@ -96,6 +97,7 @@ class Engine(Passes):
         """Those of this rank's shards."""
         self.step_stats: EngineStats | None = None
         """What the last optimizer step took; None before the first."""
+        self.monitor = Monitors()
         self.wall_clock = WallClock() if config.wall_clock_breakdown else None
         self.flops_profile: FlopsProfile | None = None
         if config.flops_profiler.enabled and dist.get_rank() == 0:
@@ -195,6 +197,13 @@ class Engine(Passes):
         if every and self.global_steps % every == 0:
             skipped = f", {self.skipped_steps} skipped" if self.skipped_steps else ""
             log.info("step %d%s, lr %s, %.3f s", self.global_steps, skipped, self.get_lr(), self.step_stats.seconds)
+        if self.monitor.is_writing:
+            self.monitor.write_events(self._events(self.step_stats))
+
+    def report_to(self, monitors: Monitors) -> None:
+        """For `initialize`: write every step to these from now on, until `close`."""
+        self.monitor = monitors
+        self._progress.keeps_losses = monitors.is_writing
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; `step` does so by itself. The step begins anew with its first micro-batch.
@@ -324,6 +333,7 @@ class Engine(Passes):
             return
         self._closed = True
         with contextlib.ExitStack() as last:  # each of these runs, whatever those after it in this list raise
+            last.callback(self.monitor.close)  # last, as it may wait for a network
             last.callback(self._on_close)
             last.callback(self._storage.close)
             if self.activations is not None:

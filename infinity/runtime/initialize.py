@@ -29,6 +29,7 @@ from infinity.ranks.process_group import ensure_process_group
 from infinity.runtime.console import show_words
 from infinity.runtime.engine import Engine
 from infinity.runtime.in_memory import InMemory, NoCommits, Storage, Updater
+from infinity.runtime.monitors import check_monitors, make_monitors
 from infinity.runtime.optimizers import (
     check_moments_dtype,
     make_early,
@@ -113,6 +114,7 @@ def initialize(
             settled = load_config(source).resolve(
                 world_size=dist.get_world_size(), hidden_size=_hidden_size(model), **(auto or {})
             )
+            check_monitors(settled)
             check_supported(model, init_fn, weights)
             stepper = None
             if settled.uses_nvme:
@@ -175,9 +177,12 @@ def initialize(
             on_close=close_group,
         )
         save_as_pretrained(engine)
-        if unpaged_state is not None:
-            with raise_on_all_ranks():
+        with raise_on_all_ranks():
+            if unpaged_state is not None:
                 engine.resume(unpaged_state)
+            monitors = make_monitors(settled)
+            undo.callback(monitors.close)
+            engine.report_to(monitors)
         undo.pop_all()
     return engine, made, loader, schedule
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,15 @@ class Progress:
     """Backward passes of this run that ended, those of the step that is due included."""
     boundary: bool | None = None
     """Whether a step is due, as the user said so; None where `accumulation` says it."""
+    keeps_losses: bool = False
+    """Whether somebody wants to know the loss of a step."""
+    step_losses: Sequence[torch.Tensor] = ()
+    """Of this rank's micro-batches in the last step (0-D, fp32, on the device), each divided as its gradient was: their sum is
+    the mean. Empty where nobody wants to know."""
     _micro_steps_before: int = 0
     """`micro_steps` when the last step ended."""
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    """The same of the step that is due."""
 
     @property
     def is_in_step(self) -> bool:
@@ -42,20 +49,29 @@ class Progress:
             return self.boundary
         return micro_steps > 0 and micro_steps % self.accumulation == 0
 
+    def end_backward(self, losses: Sequence[torch.Tensor], parts: int) -> None:
+        """The backward passes of micro-batches with these losses ended; each is 1 / `parts` of the step's."""
+        self.micro_steps += len(losses)
+        if self.keeps_losses:
+            self._losses += [loss.detach().float().reshape(()) / parts for loss in losses]
+
     def end_step(self) -> None:
         """A step was taken, or skipped."""
         self.global_steps += 1
         self.boundary = None
         self._micro_steps_before = self.micro_steps
+        self.step_losses, self._losses = self._losses, []
 
     def begin_step_anew(self) -> None:
         """The gradients of the step that is due were dropped: it begins with its first micro-batch again."""
         self.micro_steps, self.boundary = self._micro_steps_before, None
+        self._losses.clear()
 
     def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
         """A training goes on that has taken so many steps; its next one begins."""
         self.global_steps, self.skipped_steps = global_steps, skipped_steps
         self.micro_steps = self._micro_steps_before = global_steps * self.accumulation
+        self._losses.clear()
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Passes(DeepSpeedSurface):
                     self._commits.make()
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
                 self._vertical.end()
-                self._progress.micro_steps += len(losses)
+                self._progress.end_backward(losses, parts)
             return divided[::-1]
 
     # A whole step.
